@@ -26,7 +26,7 @@ from sqlalchemy import Row
 
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import as_chunk
-from ragblend.catalog.registry import ChunkRegistry, catalog_of, open_registry
+from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
 from ragblend.catalog.schema import text_key
 from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.catalog.vectors import FaissVectors, normalize_rows
@@ -49,7 +49,7 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, open_folder
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, open_store_folder
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def open_index(
     StoreMismatchError.
     """
     named = user_path(path, "index")
-    folder = open_folder(named, "index")
+    folder = open_store_folder(named, "index")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
     missing = NotFoundError(f"{named} has no documents; add some: ragblend ingest DOCS --store {named}")
@@ -213,7 +213,7 @@ class ChunkIndex(IndexedDocuments):
             return self._embedder
 
     @property
-    def registry_name(self) -> str:
+    def collection(self) -> str:
         """Collection under which a store's registry has the texts of this index; "" for an old index without an id."""
         made_with = self.read_metadata().get("id", "")
         return f"index:{made_with}" if made_with else ""
@@ -224,7 +224,7 @@ class ChunkIndex(IndexedDocuments):
 
         If index and store share a catalogue, it is the index's registry, so a transaction of the index includes it.
         """
-        if catalog_of(store) == self.registry.key:
+        if catalog_location(store) == self.registry.key:
             yield self.registry
         else:
             with open_registry(store) as registry:

@@ -381,7 +381,7 @@ _UNNAMED_COUNT: Counter[str] = Counter()
 def _collection_of(inner: VectorStore) -> str:
     """Return the default collection of a vector store, the same in every process if its attributes name its data."""
     if isinstance(inner, _IndexStore):
-        return inner.index.registry_name or LANGCHAIN_COLLECTION
+        return inner.index.collection or LANGCHAIN_COLLECTION
     kind = type(inner).__name__
     stored = getattr(inner, "__dict__", {})
     attributes = {name.lstrip("_"): value for name, value in stored.items() if isinstance(value, str)}

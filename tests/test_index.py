@@ -570,7 +570,7 @@ needs_minilm = pytest.mark.skipif(not is_minilm_installed(), reason="extra `demo
 
 FILLER = (
     "The harbour was dredged again that winter, and the council argued at length about who should pay for a new quay. "
-    "Fishermen repaired their nets in the sheds behind the church, as their fathers had, and sold herring by the crate. "
+    "Fishermen knotted their nets in the sheds behind the church, as their fathers had, and sold herring by the crate. "
 )
 
 

@@ -185,16 +185,16 @@ def test_a_removed_document_leaves_no_record_of_its_chunks_even_where_their_kv_w
         ingest(tmp_path / "a.txt", engine, opened)
         chunk_ids = [engine.renderer.chunk_ids(A)]
         with open_registry(engine.store) as registry:
-            assert registry.entries_of(chunk_ids, "") == [[engine.key(A)]]
+            assert registry.entries_of_chunks(chunk_ids, "") == [[engine.key(A)]]
         for entry in (tmp_path / "kv").glob("kv/??/*.safetensors"):
             entry.unlink()
         remove_documents(opened.sources(), engine, opened)
         with open_registry(engine.store) as registry:
-            assert registry.entries_of(chunk_ids, "") == [[]]
+            assert registry.entries_of_chunks(chunk_ids, "") == [[]]
         engine.precompute(A)
         assert engine.forget(A)
         with open_registry(engine.store) as registry:
-            assert registry.entries_of(chunk_ids, "") == [[]]
+            assert registry.entries_of_chunks(chunk_ids, "") == [[]]
 
 
 def test_one_string_is_one_document(chat: ChatBlend) -> None:

@@ -39,7 +39,7 @@ from ragblend.options import TierOptions
 _STREAMED = {"stream_results": True}  # a table may be larger than memory
 
 
-def find_catalog(folder: Path, url: str | None = None) -> str | Path:
+def resolve_catalog(folder: Path, url: str | None = None) -> str | Path:
     """Return the URL or the file of the catalogue of the store in `folder`.
 
     It is `url` if given, else the URL of RAGBLEND_CATALOG or of the user's settings, else a file in the folder.
@@ -149,7 +149,7 @@ class Catalog:
     @contextmanager
     def _locked(self) -> Iterator[Connection]:
         """Hold the lock and yield the connection. Errors of the database are raised as RagblendErrors."""
-        with self._lock, self._dialect.named_errors():
+        with self._lock, self._dialect.wrap_errors():
             is_opened = self._connection is None or self._connection.invalidated  # by an interruption
             if is_opened:
                 self._connection = self._dialect.connect()

@@ -53,7 +53,7 @@ class Dialect(ABC):
         """Remove deleted rows from the database's log, where they could still be read."""
 
     @abstractmethod
-    def named_errors(self) -> AbstractContextManager[None]:
+    def wrap_errors(self) -> AbstractContextManager[None]:
         """Raise RagblendErrors in place of the database's errors."""
 
     @abstractmethod

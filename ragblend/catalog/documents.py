@@ -103,10 +103,10 @@ class IndexedDocuments:
 
     def exists(self) -> bool:
         """Return True if the catalogue has an index. Raises CorruptError if it has documents without the facts."""
-        query = select(func.count()).select_from(INDEX_FACTS)
-        if not self._rows(query)[0][0] and self.num_documents:
+        has_facts = bool(self._rows(select(INDEX_FACTS.c.name).limit(1)))
+        if not has_facts and self.num_documents:
             raise self.registry.damage_error("it has documents, but the facts of the index are missing")
-        return bool(self._rows(query)[0][0])
+        return has_facts
 
     def read_metadata(self) -> dict[str, str]:
         """Return the facts of the index, by name."""
@@ -166,9 +166,9 @@ class IndexedDocuments:
         found = {row.id: as_chunk(row) for row in self._rows_with_ids([row_id(chunk_id) for chunk_id in wanted])}
         return {chunk_id: found[row_id(chunk_id)] for chunk_id in wanted if row_id(chunk_id) in found}
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield (chunk id, text) of every chunk."""
-        return ((chunk.id, chunk.text) for chunk in self.chunks())
+    def texts(self) -> Iterator[str]:
+        """Yield the text of every chunk, with duplicates."""
+        return (chunk.text for chunk in self.chunks())
 
     def texts_since(self, generation: int) -> list[str]:
         """Return the texts of the chunks that were written after this generation."""

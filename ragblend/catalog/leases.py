@@ -42,7 +42,7 @@ class Leases(Catalog):
         with self._locked() as connection:
             connection.execute(_RELEASE, {"owner": self._owner, "names": sorted({*names})})
 
-    def others(self) -> set[str]:
+    def leased_by_others(self) -> set[str]:
         """Return the names that other owners have leased."""
         with self._locked() as connection:
             return {str(name) for name in connection.execute(_OTHERS, {"owner": self._owner}).scalars()}

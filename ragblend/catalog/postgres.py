@@ -145,7 +145,7 @@ class PostgresDialect(Dialect):
             )
 
     @contextmanager
-    def named_errors(self) -> Iterator[None]:
+    def wrap_errors(self) -> Iterator[None]:
         """Raise RagblendErrors in place of psycopg's and SQLAlchemy's errors, which may contain rows and passwords."""
         import psycopg
 

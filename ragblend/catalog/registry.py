@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection, Select, Table, bindparam, delete, func, insert, select, update
 
-from ragblend.catalog.database import Catalog, find_catalog
+from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
     DOCUMENT_TEXTS,
     ENTRY_CHUNKS,
@@ -200,7 +200,7 @@ class ChunkRegistry(Catalog):
         """
         return [row.text for row in self._rows(_OWNED_TEXTS if self.is_shared else _TEXTS_OF_DOCUMENTS)]
 
-    def last_number(self) -> int:
+    def last_text_number(self) -> int:
         """Return the row number of the latest text; 0 for none. Numbers grow with each addition."""
         return self._rows(select(func.max(TEXTS.c.number)))[0][0] or 0
 
@@ -387,7 +387,7 @@ class ChunkRegistry(Catalog):
 
     # --- stored entries ---
 
-    def record_stored(self, keys: Iterable[str], fingerprint: str) -> None:
+    def record_stored_entries(self, keys: Iterable[str], fingerprint: str) -> None:
         """Record the keys of stored entries with the fingerprint of their model."""
         given = list(dict.fromkeys(keys))
         with self._locked() as connection:
@@ -401,12 +401,12 @@ class ChunkRegistry(Catalog):
                     )
                     _insert(connection, STORED_ENTRIES, rows)
 
-    def remove_stored(self, keys: Iterable[str]) -> None:
+    def remove_stored_entries(self, keys: Iterable[str]) -> None:
         """Remove the records of deleted entries, so that `verify` does not report them as missing."""
         with self._write() as connection:
             _delete_entries(connection, STORED_ENTRIES, keys)
 
-    def stored(self) -> dict[str, str]:
+    def stored_entries(self) -> dict[str, str]:
         """Return the fingerprint of the model by key, for every entry that was stored and not deleted.
 
         Damaged rows are left out, because their keys may be wrong.
@@ -416,11 +416,11 @@ class ChunkRegistry(Catalog):
 
     # --- chunks that an entry contains or was computed after ---
 
-    def record_entry(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
+    def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
         """Record the chunks (token ids) that the KV entry with this key contains or was computed after."""
-        self._record_entry(entry, [(_ids_hash(ids), namespace) for ids in chunks])
+        self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
-    def _record_entry(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
+    def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
         def missing() -> list[tuple[bytes, str]]:
             known = {tuple(row) for row in connection.execute(_CHUNKS_OF_ENTRY, {"b_entry": entry})}
             return [chunk for chunk in dict.fromkeys(chunks) if chunk not in known]
@@ -434,26 +434,26 @@ class ChunkRegistry(Catalog):
                     )
                     _insert(connection, ENTRY_CHUNKS, rows)
 
-    def entries_of(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
+    def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
         """Return for each chunk (token ids) the keys of the entries that contain it or were computed after it."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
-    def remove_entries(self, entries: Iterable[str]) -> None:
+    def remove_entry_chunks(self, entries: Iterable[str]) -> None:
         """Remove the records of the chunks of deleted entries."""
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
-    def has_all_entries(self, folder: Path) -> bool:
-        """Return True if `set_has_all_entries` was called for the store's folder.
+    def has_all_entry_chunks(self, folder: Path) -> bool:
+        """Return True if `set_has_all_entry_chunks` was called for the store's folder.
 
         False means that an earlier version may have stored entries without recording their chunks.
         """
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
-    def set_has_all_entries(self, folder: Path) -> None:
+    def set_has_all_entry_chunks(self, folder: Path) -> None:
         """Record that the chunks of every entry in the store's folder are recorded."""
-        self._record_entry("", [(b"", self._mark(folder))])
+        self._record_entry_chunks("", [(b"", self._mark(folder))])
 
     def _mark(self, folder: Path) -> str:
         """Return the name of the folder in a shared catalogue; "" in its own."""
@@ -479,17 +479,17 @@ class ChunkRegistry(Catalog):
         """Return True if an intact row records the variant with a vector of this embedder."""
         return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
 
-    def similar_entries(self) -> list[str]:
+    def stored_variants(self) -> list[str]:
         """Return the keys of the stored variants, sorted."""
         query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
         return [row.entry for row in self._rows(query)]
 
-    def has_similar_entries(self) -> bool:
+    def has_stored_variants(self) -> bool:
         """Return True if a variant is stored."""
         query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
         return bool(self._rows(query))
 
-    def record_similar(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
+    def record_variants(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
         """Record variants, each in place of an earlier record of its entry."""
         row_of: dict[str, dict[str, object]] = {}
         for each in variants:
@@ -501,7 +501,7 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, VARIANTS, row_of)
             _insert(connection, VARIANTS, row_of.values())
 
-    def set_similar_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
+    def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
         """Record that variants are stored, or that they are not. `entries`: their keys."""
         if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
             with self._write() as connection:
@@ -544,15 +544,10 @@ _IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()
 _IN_MEMORY_LOCK = threading.Lock()
 
 
-def store_folders(store: Any) -> list[Path]:
-    """Return the folder of a KVStore's disk tier as a list; [] without a disk tier."""
-    return [] if store.disk_tier is None else [store.disk_tier.root]
-
-
-def catalog_of(store: Any) -> str | Path | None:
+def catalog_location(store: Any) -> str | Path | None:
     """Return the location of a KVStore's catalogue: a file in its folder, or a URL; None if it has neither."""
-    url: str | None = store.catalog
-    return next((find_catalog(root, url) for root in store_folders(store)), url)
+    disk = store.disk_tier
+    return store.catalog if disk is None else resolve_catalog(disk.root, store.catalog)  # type: ignore[no-any-return]
 
 
 def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:
@@ -567,18 +562,18 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 
 def has_registry(store: Any) -> bool:
     """Return True if a KVStore has a catalogue, or a file of an earlier version in its place."""
-    place = catalog_of(store)
+    place = catalog_location(store)
     return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
 
 
-def read_registry(store: Any) -> ChunkRegistry:
-    """Return the registry of a KVStore; if there is none, an empty one in memory. Creates no file."""
-    return open_registry(store) if has_registry(store) else ChunkRegistry()
+def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
+    """Return the registry of a KVStore. Without `create`, a missing file is not created; an empty registry is returned.
 
-
-def open_registry(store: Any) -> ChunkRegistry:
-    """Return the registry of a KVStore. For a store without a catalogue it is in memory, and all callers share it."""
-    place = catalog_of(store)
+    For a store without a catalogue the registry is in memory, and all callers share it.
+    """
+    if not create and not has_registry(store):
+        return ChunkRegistry()
+    place = catalog_location(store)
     if place is not None:
         return ChunkRegistry(place)
     with _IN_MEMORY_LOCK:

@@ -191,7 +191,7 @@ TOKEN_IDS = _checked_table(
 )
 """The token ids of texts, for each tokenizer (its fingerprint) and namespace."""
 
-NUM_COUNTS = ("num_chunks", "num_tokens", "num_known_kv", "num_new_kv", "new_kv_bytes")
+COUNT_COLUMNS = ("num_chunks", "num_tokens", "num_known_kv", "num_new_kv", "new_kv_bytes")
 SENT_DOCUMENTS = Table(
     "sent_documents",
     METADATA,
@@ -199,7 +199,7 @@ SENT_DOCUMENTS = Table(
     *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
     *(Column(name, TEXT, nullable=False, server_default="") for name in ("stored_version", "reason")),
     Column("body", TEXT),
-    *(Column(name, INTEGER, nullable=False, server_default="0") for name in NUM_COUNTS),
+    *(Column(name, INTEGER, nullable=False, server_default="0") for name in COUNT_COLUMNS),
     UniqueConstraint("namespace", "collection", "id"),
     sqlite_autoincrement=True,
 )

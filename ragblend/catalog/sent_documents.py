@@ -14,7 +14,7 @@ from uuid import uuid4
 from sqlalchemy import ColumnElement, bindparam, case, cast, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog
-from ragblend.catalog.schema import INTEGER, NUM_COUNTS, SENT_DOCUMENTS, existing, is_among
+from ragblend.catalog.schema import COUNT_COLUMNS, INTEGER, SENT_DOCUMENTS, existing, is_among
 
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
@@ -23,7 +23,7 @@ _OF_DOCUMENT = (
     _ROW.collection == bindparam("b_collection"),
     _ROW.id == bindparam("b_id"),
 )
-_COUNTS = [column for column in _ROW if column.name in NUM_COUNTS]
+_COUNTS = [column for column in _ROW if column.name in COUNT_COLUMNS]
 _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
 
 
@@ -72,7 +72,7 @@ class StoredCounts(NamedTuple):
     new_kv_bytes: int = 0
 
 
-class DocumentTable(Catalog):
+class SentDocumentTable(Catalog):
     """The documents that were sent to the servers of one catalogue. Safe between threads and processes."""
 
     def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
@@ -173,7 +173,7 @@ class DocumentTable(Catalog):
         query = select(_ROW.collection, *sums.values()).where(*chosen).group_by(_ROW.collection)
         return {row[0]: dict(zip(sums, row[1:], strict=True)) for row in self._rows(query)}
 
-    def with_reason(
+    def documents_with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int
     ) -> list[dict[str, Any]]:
         """Return up to `limit` documents that have a reason: failed ones, and stored ones without any chunk."""

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, sele
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
-from ragblend.catalog.former import read_former_files
+from ragblend.catalog.former_files import import_former_files
 from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, StoreMismatchError, StoreNotWritableError
 from ragblend.files.directory import to_write_error
@@ -61,7 +61,7 @@ class SqliteDialect(Dialect):
         """
         truncate_log(_sqlite(connection))
 
-    def named_errors(self) -> AbstractContextManager[None]:
+    def wrap_errors(self) -> AbstractContextManager[None]:
         """Raise RagblendErrors in place of SQLite's and SQLAlchemy's."""
         return self._errors
 
@@ -146,7 +146,7 @@ def _open(path: Path | None, fix: str) -> Connection:
             connection = copy
         _check_schema(connection, path, fix)
         if folder is not None and (is_writable or not is_kept):
-            read_former_files(folder, _sqlite(connection), is_kept=is_kept)
+            import_former_files(folder, _sqlite(connection), is_kept=is_kept)
     except BaseException:
         connection.close()
         raise

@@ -161,7 +161,7 @@ def explain_disk_full(error: OSError) -> str:
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
     """Return the reason why a file of `nbytes` bytes in `folder` cannot grow; "" if it can. Writes a test file.
 
-    Some libraries report a full disk as an I/O error; this function tells the two apart.
+    Some libraries report a full disk as an I/O error; this function finds out.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:

@@ -17,13 +17,13 @@ _NETWORK_TYPES = re.compile(
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
-def network_file_system(path: Path, mountinfo: str) -> str:
+def parse_network_file_system(path: Path, mountinfo: str) -> str:
     """Return the type of the network file system of an absolute path, for example "nfs4"; "" for a local one.
 
     mountinfo: the text of /proc/self/mountinfo. The last of several mounts at one place counts.
 
     >>> lines = "22 1 8:1 / / rw - ext4 /dev/a rw\\n30 22 0:44 / /home rw shared:1 - nfs4 host:/home rw"
-    >>> network_file_system(Path("/home/a"), lines), network_file_system(Path("/homes"), lines)
+    >>> parse_network_file_system(Path("/home/a"), lines), parse_network_file_system(Path("/homes"), lines)
     ('nfs4', '')
     """
     depth, found = -1, ""
@@ -42,6 +42,8 @@ def network_file_system(path: Path, mountinfo: str) -> str:
 def find_network_file_system(folder: Path) -> str:
     """Return the type of an existing folder's network file system; "" for a local or unknown one."""
     try:
-        return network_file_system(folder.resolve(), Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape"))
+        return parse_network_file_system(
+            folder.resolve(), Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
+        )
     except OSError:
         return ""

@@ -15,7 +15,7 @@ from ragblend.files.directory import to_write_error
 from ragblend.files.places import user_path
 
 
-def check_output(place: str | os.PathLike[str], option: str, endings: Sequence[str] = ()) -> Path:
+def check_output_path(place: str | os.PathLike[str], option: str, endings: Sequence[str] = ()) -> Path:
     """Return the path of an output file after checking that it can be written. Writes nothing.
 
     option: the name of the option with the path, for errors. endings: allowed file extensions. Raises UsageError for a

@@ -26,7 +26,7 @@ _KINDS = (
 )
 
 
-def open_file(path: str | os.PathLike[str]) -> int:
+def open_regular_file(path: str | os.PathLike[str]) -> int:
     """Return a descriptor for reading the regular file at `path`. Raises OSError, also for other kinds of files."""
     # Without O_NONBLOCK, opening a pipe waits for a process at its other end.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -53,7 +53,7 @@ def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> 
 
     Raises OSError, also for more than `limit` bytes, and for a file that consists mostly of holes.
     """
-    with os.fdopen(open_file(path), "rb") as stream:
+    with os.fdopen(open_regular_file(path), "rb") as stream:
         size = dense_size(stream.fileno())
         if size > limit:
             raise OSError(errno.EFBIG, f"it has {size} bytes, more than {limit}", os.fspath(path))
@@ -95,7 +95,7 @@ def dense_size(fd: int) -> int:
     return facts.st_size
 
 
-def check_file(path: str | os.PathLike[str]) -> None:
+def check_regular_file(path: str | os.PathLike[str]) -> None:
     """Raise OSError if `path` exists and is not a regular file. Call it before a library opens the file.
 
     Does not open the file, because closing it would release every lock that this process has on it, including those of

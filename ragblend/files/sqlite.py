@@ -16,7 +16,7 @@ from typing import Literal
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.directory import probe_disk_full, to_write_error
-from ragblend.files.reading import check_file
+from ragblend.files.reading import check_regular_file
 
 LOCK_TIMEOUT_S = 30.0
 
@@ -31,7 +31,7 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
     CorruptError, which ends with `fix`, for a path that is not a regular file: SQLite would wait for a named pipe.
     """
     try:
-        check_file(path)
+        check_regular_file(path)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ELOOP):  # SQLite reports other errors itself
             raise CorruptError(f"{path} cannot be opened: {error.strerror}. {fix}") from error

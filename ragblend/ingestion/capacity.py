@@ -10,13 +10,13 @@ from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import StoreFullError
 
 
-def disk_bytes(engine: Engine) -> int:
+def stored_kv_bytes(engine: Engine) -> int:
     """Return the bytes of stored KV on disk; 0 for an engine with KV in memory only."""
     disk = engine.store.disk_tier
     return disk.nbytes() if disk is not None else 0
 
 
-def describe_capacity(disk: DiskStore, nbytes: int) -> str:
+def check_capacity(disk: DiskStore, nbytes: int) -> str:
     """Return a text with the free capacity, and the evictions that `nbytes` of new KV will cause.
 
     Raises StoreFullError if the disk has less free space, or if no limit is configured and the automatic one is lower.

@@ -66,7 +66,7 @@ def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk
     return found
 
 
-def every_version(text: str) -> list[Chunk]:
+def all_variants(text: str) -> list[Chunk]:
     """Return every variant that a chunk with this text can have."""
     return [Chunk(text, context="none"), Chunk(text, context="similar")]
 
@@ -150,18 +150,18 @@ def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine
     Return the number of deleted entries, and the error of an unreachable remote tier, or "".
     """
     kept_keys = {engine.key(chunk) for chunk in kept}
-    every = [each for chunk in chunks for each in every_version(chunk.text)]
+    every = [each for chunk in chunks for each in all_variants(chunk.text)]
     keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in kept_keys]
     num_removed, problem = 0, ""
     with closing(open_registry(engine.store)) as registry:
-        framework_keys = [] if engine.context == "similar" else registry.similar_entries()
+        framework_keys = [] if engine.context == "similar" else registry.stored_variants()
         keys += framework_keys
-        registry.remove_stored(keys)
+        registry.remove_stored_entries(keys)
         for key in keys:
             try:
                 num_removed += engine.store.delete(key)
             except BackendUnreachableError as error:
                 problem = str(error)
         if not problem:  # else the next call deletes them again
-            registry.set_similar_stored(framework_keys, is_stored=False)
+            registry.set_variants_stored(framework_keys, is_stored=False)
     return num_removed, problem

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry, open_registry
@@ -21,7 +21,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import every_version
+from ragblend.ingestion.contexts import all_variants
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
@@ -46,7 +46,7 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
         return 0, ""
     with index.registry_for(engine.store) as registry:
         if hasattr(engine, "remove_documents"):  # a server deletes replaced texts when it receives the new version
-            num_removed: int = engine.remove_documents(index.registry_name or "langchain", left.sources)
+            num_removed: int = engine.remove_documents(index.collection or "langchain", left.sources)
             index.schedule_deletions((), left)
             return num_removed, ""
         if left.last_number:
@@ -63,7 +63,7 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Release the texts in the registry, and record their entries in place of the texts."""
-    gone = registry.release(left.texts, DocumentName(index.registry_name))
+    gone = registry.release(left.texts, DocumentName(index.collection))
     for source in left.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
@@ -72,11 +72,11 @@ def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, 
         pending += [PendingDeletion(key, place, left.source_of.get(text, ""), text_key(text)) for place in places]
     if gone and engine.context == "similar":
         unseen = _find_unseen_remote_keys(
-            (engine.key(Chunk(text, context="similar")) for _, text in index.texts()), engine, places
+            (engine.key(Chunk(text, context="similar")) for text in index.texts()), engine, places
         )
         pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
     with index.write_transaction():  # also a transaction of the registry if they share a catalogue
-        registry.remove_stored({entry.key for entry in pending})
+        registry.remove_stored_entries({entry.key for entry in pending})
         index.schedule_deletions(pending, left)
 
 
@@ -118,7 +118,7 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
                     problem = str(error)
                 index.clear_deletions(done)
                 if place == LOCAL:
-                    registry.remove_entries(unwanted)  # including entries that were evicted earlier
+                    registry.remove_entry_chunks(unwanted)  # including entries that were evicted earlier
             if problem:
                 break
     return len(gone), problem
@@ -146,13 +146,13 @@ def keys_to_delete(
         text_of = {engine.renderer.chunk_ids(text): text for text in texts}
         _record_earlier_entries(engine, registry)
         for ids, text in text_of.items():
-            for entry in dict.fromkeys(chain.from_iterable(registry.entries_of((ids, ids + joint), namespace))):
+            for entry in dict.fromkeys(chain.from_iterable(registry.entries_of_chunks((ids, ids + joint), namespace))):
                 keys.setdefault(entry, text)
         mine = (header for header in _unrecorded_headers(engine.store) if header.namespace == namespace)
         for entry, text in find_orphaned_keys(mine, text_of.get, joint):
             keys.setdefault(entry, text)
     for text in texts:
-        for version in every_version(text):
+        for version in all_variants(text):
             keys.setdefault(engine.key(version), text)
     return keys
 
@@ -165,45 +165,30 @@ def _unrecorded_headers(store: KVStore) -> Iterator[KVHeader]:
 def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
     """Record the chunks of entries that an earlier version of ragblend stored, once per store."""
     disk = engine.store.disk_tier
-    if disk is None or registry.has_all_entries(disk.root):
+    if disk is None or registry.has_all_entry_chunks(disk.root):
         return
     for header in disk.headers():
         record_entry(registry, header)
-    registry.set_has_all_entries(disk.root)
-
-
-def delete_texts_kv(
-    texts: Sequence[str], engine: Engine, registry: ChunkRegistry, unregister: Callable[[], object]
-) -> tuple[int, str]:
-    """Delete the KV of texts, and KV that was computed after them, from every tier.
-
-    `unregister` removes the texts from `registry`. It is called after the deletion, so that after a kill the registry
-    still lists them. Return the number of deleted entries, and the error of an unreachable remote tier, or "".
-    """
-    num_removed, problem = _delete_kv(texts, engine, registry)
-    unregister()
-    if texts and _has_similar(engine, registry):  # another process may have stored one before `unregister`
-        num_late, late_problem = _delete_kv(texts, engine, registry)
-        return num_removed + num_late, problem or late_problem
-    return num_removed, problem
+    registry.set_has_all_entry_chunks(disk.root)
 
 
 def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:
     """Return True if similar variants may be stored: another process may have changed the policy after this engine
     read it.
     """
-    return engine.context == "similar" or registry.has_similar_entries()
+    return engine.context == "similar" or registry.has_stored_variants()
 
 
 def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+    """Delete the KV of texts, and KV that was computed after them, from every tier. Returns like `delete_old_texts`."""
     if not texts:
         return 0, ""
     places = _map_deleters(engine)
     keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
-    unseen = _find_unseen_remote_keys(registry.similar_entries(), engine, places)
+    unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, places)
     with closing(open_registry(engine.store)) as noting:
-        noting.remove_stored(keys)
-    registry.set_similar_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
+        noting.remove_stored_entries(keys)
+    registry.set_variants_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
     num_removed, problem = 0, ""
     for place, delete in places.items():
         try:
@@ -211,7 +196,7 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
                 num_removed += delete(key) and place == LOCAL
         except BackendUnreachableError as error:
             problem = str(error)
-    registry.remove_entries(keys)
+    registry.remove_entry_chunks(keys)
     return num_removed, problem
 
 
@@ -231,7 +216,7 @@ def find_orphaned_keys(
             yield header.key, reason
 
 
-def replace_documents(
+def delete_old_texts(
     texts_of: Mapping[DocumentName, Collection[str]], engine: Engine, registry: ChunkRegistry
 ) -> tuple[int, str]:
     """Remove all texts but these from each document, and delete the KV of texts that no document then has.
@@ -240,20 +225,13 @@ def replace_documents(
     deleted entries, and the error of an unreachable remote tier, or "".
     """
     gone = registry.preview_release(texts_of)
-
-    def unregister() -> None:
-        for name, texts in texts_of.items():
-            registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
-        registry.remove_variants(
-            engine.key(Chunk(text, context="similar")) for text in gone
-        )  # other namespaces' records stay
-
-    removed = delete_texts_kv(gone, engine, registry, unregister)
+    num_removed, problem = _delete_kv(gone, engine, registry)
+    for name, texts in texts_of.items():  # after the deletion, so that after a kill the same call finds the texts
+        registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
+    registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in gone)  # of this namespace only
+    if gone and _has_similar(engine, registry):  # another process may have stored a variant before the release
+        num_late, late_problem = _delete_kv(gone, engine, registry)
+        num_removed, problem = num_removed + num_late, problem or late_problem
     if gone:
         registry.truncate_log()
-    return removed
-
-
-def registry_for(model: Any) -> ChunkRegistry:
-    """Return the registry of the store of a framework's model, or of an engine."""
-    return open_registry(getattr(model, "engine", model).store)
+    return num_removed, problem

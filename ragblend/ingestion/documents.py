@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
-from ragblend.catalog.registry import catalog_of, open_registry
+from ragblend.catalog.registry import catalog_location, open_registry
 from ragblend.catalog.schema import DocumentName
-from ragblend.catalog.sent_documents import DocumentTable
+from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.corpus.folder_scan import match_sources, source_path
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.deletion import delete_orphaned_kv, find_pending_sources, registry_for, replace_documents
+from ragblend.ingestion.deletion import delete_old_texts, delete_orphaned_kv, find_pending_sources
 from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
 
 
@@ -33,8 +33,8 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     named = {DocumentName(collection, each, engine.namespace): list[str]() for each in ids}
     if is_document_server(engine):
         return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
-    registry = registry_for(engine)
-    num_removed, problem = replace_documents(named, engine, registry)
+    registry = open_registry(engine.store)
+    num_removed, problem = delete_old_texts(named, engine, registry)
     for name in named:
         if registry.version_of(name):
             registry.set_version(name, "")
@@ -91,8 +91,8 @@ def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) ->
         num_chunks = sum(len(registry.texts_of(document)) for document in documents)
     for collection, ids in ids_of.items():
         num_removed += delete_precomputed(ids, engine, collection=collection)
-        if (place := catalog_of(engine.store)) is not None:
-            with DocumentTable(place) as sent:
+        if (place := catalog_location(engine.store)) is not None:
+            with SentDocumentTable(place) as sent:
                 sent.remove(engine.namespace, collection, ids)
     return num_chunks, num_removed
 

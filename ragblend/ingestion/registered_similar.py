@@ -47,7 +47,7 @@ class RegisteredChunkFinder:
         if new := [pair for pair in entries.items() if not self.registry.has_variant(pair[0], self._name)]:
             rows = self._embedder.embed([text for _, text in new])
             found = [SimilarVariant(*pair, row.astype("<f4").tobytes()) for pair, row in zip(new, rows, strict=True)]
-            self.registry.record_similar(found, self._name)
+            self.registry.record_variants(found, self._name)
 
     def find_missing_variants(self) -> list[Chunk]:
         """Return the similar variants of this engine that are requested and not stored.
@@ -60,7 +60,7 @@ class RegisteredChunkFinder:
     def mark_stored(self, chunks: Iterable[Chunk]) -> None:
         """Record which similar variants among `chunks` are stored."""
         entries = [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]
-        self.registry.set_similar_stored(filter(self.engine.store.contains, entries), is_stored=True)
+        self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
         """See `SimilarChunkFinder`. Compares with all chunks in one matrix product, which is fast next to a prefill."""

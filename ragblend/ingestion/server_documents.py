@@ -73,7 +73,7 @@ def send_indexed_chunks(
         document["chunks"].append(chunk.text)
         vector = np.frombuffer(vectors[text_key(chunk.text.strip())], "<f4").astype(float)
         document["vectors"].append(vector.round(6).tolist())  # half as many characters
-    _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
+    _send(engine, index.collection or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
     return report
 
 
@@ -92,7 +92,7 @@ def send_documents(
     described: dict[str, str] = {}
     for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
         name = found or text_key(chunk.text.strip()).hex()
-        described.setdefault(name, describe_document(document, chunk))
+        described.setdefault(name, document_label(document, chunk))
         sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
         if version:
             sent[name]["version"] = version
@@ -107,7 +107,7 @@ def document_id(document: Any) -> str:
     return getattr(document, "id", None) or "" if hasattr(document, "page_content") else ""
 
 
-def describe_document(document: Any, chunk: Chunk) -> str:
+def document_label(document: Any, chunk: Chunk) -> str:
     """Return "ID of SOURCE" of a framework's document for messages; the beginning of its text without both."""
     metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
     found = (metadata.get(key) for key in ("source", "file_path", "file_name"))

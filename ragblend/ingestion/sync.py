@@ -68,7 +68,7 @@ class SyncResult:
         default_factory=list
     )  # files that are no documents, for example empty files and pictures
     notes: list[ReadFailure] = field(default_factory=list)  # parts of read files that were left out or guessed
-    arrived: set[str] = field(default_factory=set)  # versions of files that are new in the index
+    new_versions: set[str] = field(default_factory=set)  # versions of files that are new in the index
 
 
 def sync_index(
@@ -200,7 +200,7 @@ class _SyncPass:
         self._finished.append((note, [] if self.keep_missing else sorted(gone)))
         self.result.sources += sources
         if path not in self._notes:
-            self.result.arrived.add(version)
+            self.result.new_versions.add(version)
 
     def _flush_if_many(self) -> None:
         if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
@@ -250,12 +250,12 @@ class _SyncPass:
                 self._remove(self._known.get(note.path, ()))
 
     def _is_missing(self, note: IngestedFile) -> bool:
-        path, found = note.path, self.scan
-        if path in self._empty or path in found.links:
+        path, scan = note.path, self.scan
+        if path in self._empty or path in scan.links:
             return True
-        if path in self._unread or path in found.filtered_out or found.is_below_unreadable(path):
+        if path in self._unread or path in scan.filtered_out or scan.is_below_unreadable(path):
             return False
-        return _is_deleted(path) or found.is_hidden(path, note.top)
+        return _is_deleted(path) or scan.is_hidden(path, note.top)
 
     def _remove(self, sources: Iterable[str]) -> None:
         for source in sources:
@@ -272,14 +272,14 @@ class _SyncPass:
         return f"{digest}:{self._reader.version(path)}:{self.chunker.version}"
 
 
-def find_moved_files(index: ChunkIndex, followed: SyncResult, found: FolderScan) -> dict[str, int]:
-    """Return missing folders and files outside of `found` that had the same bytes as new files, with their numbers.
+def find_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
+    """Return missing folders and files outside of `scan` that had the same bytes as new files, with their numbers.
 
     A moved folder is such a case: its documents are in the index twice.
     """
     lost: dict[str, int] = {}
-    for note in index.files().values() if followed.arrived else ():
-        if note.version in followed.arrived and not found.is_covered(note.path) and _is_deleted(note.path):
+    for note in index.files().values() if result.new_versions else ():
+        if note.version in result.new_versions and not scan.is_covered(note.path) and _is_deleted(note.path):
             lost[note.top] = lost.get(note.top, 0) + 1
     return lost
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ragblend.catalog.database import drop_catalog
 from ragblend.catalog.documents import IndexedDocuments
-from ragblend.catalog.registry import ChunkRegistry, catalog_of, has_registry, open_registry, read_registry
+from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -106,7 +106,7 @@ def verify_store(
     _verify_registry(disk, report)
     try:
         with open_index(store if index is None else index) as opened:
-            is_checked = opened.registry.key == catalog_of(disk)
+            is_checked = opened.registry.key == catalog_location(disk)
             report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
             _compare_with_index(disk, opened, report)
     except NotFoundError:
@@ -120,7 +120,7 @@ def verify_store(
 def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
     """Count entries that no chunk needs and chunks without KV, and list outdated similar variants."""
     try:
-        with read_registry(disk) as registry:
+        with open_registry(disk, create=False) as registry:
             used = _load_live_chunks(index, registry)
     except CorruptError:  # the report contains it already
         return
@@ -141,7 +141,9 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
             return
         with open_registry(disk) as registry:
             problems = registry.find_problems()
-            stored = {} if registry.is_shared else registry.stored()  # a fleet's entries are also on other disks
+            stored = (
+                {} if registry.is_shared else registry.stored_entries()
+            )  # a fleet's entries are also on other disks
     except RagblendError as error:
         report.damaged_files[CATALOG_FILE] = str(error)
         return
@@ -179,9 +181,9 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             engine,
             progress,
             index=index,
-            register_texts=lambda: registry.add(indexed, DocumentName(index.registry_name)),
+            register_texts=lambda: registry.add(indexed, DocumentName(index.collection)),
         )
-        stored = registry.stored()
+        stored = registry.stored_entries()
     if CATALOG_FILE in report.damaged_files:
         engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
@@ -255,7 +257,7 @@ def _record_stored(disk: DiskStore) -> None:
         found.setdefault(header.fingerprint, []).append(header.key)
     with open_registry(disk) as registry:
         for fingerprint, keys in found.items():
-            registry.record_stored(keys, fingerprint)
+            registry.record_stored_entries(keys, fingerprint)
 
 
 _LOSS_MESSAGES = {
@@ -310,7 +312,7 @@ def collect_garbage(
                 f"the tokenizer of the index {index} cannot be loaded, so orphans are unknown; "
                 "run ragblend gc without --orphans, or make the model available"
             )
-        kept = {text.strip() for _, text in opened.texts()}.union(registry.texts_of_documents())
+        kept = set(map(str.strip, opened.texts())).union(registry.texts_of_documents())
         if dry_run:
             unwanted = set(_find_orphans(disk.headers(), used))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
@@ -323,7 +325,7 @@ def collect_garbage(
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
             registry.remove_ids_without_text()
-            registry.remove_entries(orphans)
+            registry.remove_entry_chunks(orphans)
             pins = _stray_pins(disk, opened, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)
@@ -346,7 +348,7 @@ def _drop_orphans(
             registry.block_additions(),
         ):  # a chunk that is added later uses its entry, or is prefilled
             if fresh := [*index.texts_since(used.generation), *registry.texts_after(used.last_text)]:
-                used = used.add_texts(fresh, index.manifest.generation, registry.last_number())
+                used = used.add_texts(fresh, index.manifest.generation, registry.last_text_number())
                 pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
             freed_bytes += disk.delete_many(batch)
@@ -358,8 +360,8 @@ def _unrecord_missing(disk: DiskStore) -> None:
     """Delete the registry's records of missing entries. It is the last step, so `verify` reports them after a kill."""
     if has_registry(disk):
         with open_registry(disk) as registry:
-            if gone := [key for key in registry.stored() if not disk.has_file(key)]:
-                registry.remove_stored(gone)
+            if gone := [key for key in registry.stored_entries() if not disk.has_file(key)]:
+                registry.remove_stored_entries(gone)
 
 
 def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
@@ -395,7 +397,7 @@ class _EntrySummary:
 
         A variant after only the nearest of them is not outdated, because the others did not fit into the context.
         """
-        for text in {text for _, text in index.texts()} if self._after else ():
+        for text in set(index.texts()) if self._after else ():
             if variants := self._after.get(renderer.chunk_ids(text)):
                 near = index.similar_texts(text, NUM_SIMILAR, lambda each: renderer.chunk_ids(each) in self.ids)
                 nearest = tuple(map(hash, renderer.context_parts(reversed(near))))
@@ -474,7 +476,7 @@ def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks
     from ragblend.engine.transformers.model import load_tokenizer
 
     # Read before the texts, so that texts added by another process have a later generation and number.
-    made, last_text = index.manifest, registry.last_number()
+    made, last_text = index.manifest, registry.last_text_number()
     try:
         tokenizer, _ = load_tokenizer(made.tokenizer)
     except RagblendError:
@@ -482,7 +484,7 @@ def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks
     renderer = Renderer(tokenizer)
     if renderer.fingerprint != made.tokenizer_fingerprint:
         return None
-    texts = {text for _, text in index.texts()}.union(registry.texts_of_documents())
+    texts = set(index.texts()).union(registry.texts_of_documents())
     return _LiveChunks(
         set(map(renderer.chunk_ids, texts)), renderer.separator_ids, made.generation, last_text, renderer
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ragblend.catalog.database import find_catalog
+from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.registry import register_shared_model
 from ragblend.config import Settings
 from ragblend.engine.load import register_model, remembered_model
@@ -174,7 +174,7 @@ def _check_keys(path: Path, api_key: str | None) -> None:
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
     """Replace this process by the server. Never returns; raises RagblendError if the server cannot be started."""
     launch = build_server_command(options, flags)
-    catalog, checkpoint = find_catalog(launch.store, options.settings.catalog), launch.checkpoint
+    catalog, checkpoint = resolve_catalog(launch.store, options.settings.catalog), launch.checkpoint
     register_shared_model(catalog, checkpoint.fingerprint, checkpoint.name, new_model=False)
     register_model(launch.store, checkpoint.fingerprint, checkpoint.facts(), True, options.settings.catalog)
     if launch.prefix_ids:

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from ragblend.catalog.database import find_catalog
+from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.leases import LEASE_S, Leases
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.catalog.sent_documents import (
-    DocumentTable,
     SentDocument,
+    SentDocumentTable,
     StoredCounts,
     WaitingDocument,
     document_name,
@@ -85,8 +85,8 @@ class Documents:
         *,
         catalog: str | None = None,
     ) -> None:
-        place = find_catalog(root, catalog)
-        self._table = DocumentTable(place)
+        place = resolve_catalog(root, catalog)
+        self._table = SentDocumentTable(place)
         self._leases = Leases(str(place)) if self._table.is_shared else None
         self._held, self._renew_at_s = set[str](), 0.0
         self._lock_path = root / LOCK_FILE
@@ -150,7 +150,7 @@ class Documents:
             done = total = 0
         return {
             "collections": self._table.summarize(namespace, collection, ingestion),
-            "reasons": self._table.with_reason(namespace, collection, ingestion, MAX_REASONS),
+            "reasons": self._table.documents_with_reason(namespace, collection, ingestion, MAX_REASONS),
             "batch": {"num_done": done, "num_chunks": total},
         }
 
@@ -190,7 +190,7 @@ class Documents:
                     batch = self._table.waiting(_BATCH, _BATCH_CHARS)
                     self._store_by_embedder(batch)
                     return bool(batch)
-                batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.others())
+                batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.leased_by_others())
                 if not batch:
                     return False
                 with self._leased([row.name for row in batch]) as leased:

@@ -51,7 +51,7 @@ def assert_whole(index: ChunkIndex) -> None:
     assert index.sources("precomputed") == ["/d/a.md"]
     assert [chunk.text for chunk in index.chunks()] == [DARK, ROCK, GREY, DARK]
     assert dict(next(index.chunks()).metadata) == {"title": "/d/"}
-    assert (index.manifest.chunk_size, index.manifest.generation, index.registry_name) == (64, 5, OWNER.collection)
+    assert (index.manifest.chunk_size, index.manifest.generation, index.collection) == (64, 5, OWNER.collection)
     left = index.orphaned_texts()
     assert (left.texts, left.sources, left.source_of) == ((SPLITS,), (), {SPLITS: "/d/b.md"})
     pending = PendingDeletion("entry-x", "redis://far", "/d/b.md", text_key(b"Chalk is soft.".decode()))
@@ -60,7 +60,7 @@ def assert_whole(index: ChunkIndex) -> None:
     np.testing.assert_array_equal(index.embed([DARK]), HashingEmbedder(8).embed([DARK]))
     assert index.registry.texts_of(OWNER) == {DARK, ROCK, GREY, SPLITS}
     assert index.registry.texts_of(DocumentName("langchain", "9")) == {"Of a framework."}
-    assert index.registry.stored() == {"entry-a": "model"}
+    assert index.registry.stored_entries() == {"entry-a": "model"}
     assert index.find_problems() == []
 
 

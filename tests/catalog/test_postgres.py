@@ -17,7 +17,7 @@ from postgres import PASSWORD, PostgresServer, fresh_schema, start_postgres
 
 from ragblend import load_engine
 from ragblend.catalog import known_chunks
-from ragblend.catalog.database import find_catalog
+from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import SCHEMA_VERSION, DocumentName
@@ -74,7 +74,7 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
     for change in (
         lambda: other.add(["a"]),
         lambda: other.add_ids([("a", IDS)], "t", ""),
-        lambda: other.record_entry("0" * 32, [IDS], ""),
+        lambda: other.record_entry_chunks("0" * 32, [IDS], ""),
         lambda: one.release(["a"]),
     ):
         change()
@@ -323,18 +323,18 @@ def test_a_catalogue_has_the_documents_of_one_model_unless_another_is_added(
         registry.add_model("f" * 8, "other", new_model=False)
     with load_engine("demo", tmp_path / "two", catalog=shared_catalog) as engine:
         engine.precompute("A text.")
-        assert list(engine.known_chunks._registry.stored()) == []
+        assert list(engine.known_chunks._registry.stored_entries()) == []
     assert not (tmp_path / "two" / CATALOG_FILE).exists()
 
 
 def test_a_catalogue_is_where_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_catalog(tmp_path) == tmp_path / CATALOG_FILE
-    assert find_catalog(tmp_path, "postgresql://a@b/c") == "postgresql://a@b/c"
+    assert resolve_catalog(tmp_path) == tmp_path / CATALOG_FILE
+    assert resolve_catalog(tmp_path, "postgresql://a@b/c") == "postgresql://a@b/c"
     monkeypatch.setenv("RAGBLEND_CATALOG", "postgres://d@e/f")
-    assert find_catalog(tmp_path) == "postgres://d@e/f"
+    assert resolve_catalog(tmp_path) == "postgres://d@e/f"
     monkeypatch.setenv("RAGBLEND_CATALOG", "mysql://d:hush@e/f")
     with pytest.raises(UsageError, match=r"catalog is 'mysql://.*choose postgresql://") as caught:
-        find_catalog(tmp_path)
+        resolve_catalog(tmp_path)
     assert "hush" not in str(caught.value)
 
 

@@ -42,7 +42,7 @@ def assert_whole(folder: Path) -> None:
     assert disk.read_context() == "similar"
     with open_registry(disk) as registry:
         assert TEXT in registry
-        assert len(registry.similar_entries()) == 2
+        assert len(registry.stored_variants()) == 2
     with open_index(folder) as index:
         assert index.search("roof garden", 1)[0].chunk.text == TEXT
     report = verify_store(folder)

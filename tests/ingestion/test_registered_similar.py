@@ -169,7 +169,7 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
     assert 0 < len(left) < len(before)
     assert not any(MOSS in texts_in(engine, header) for header in left)
     with open_registry(engine.store) as registry:
-        assert registry.entries_of([engine.renderer.chunk_ids(text) for text in (BELL, MOSS)], "") == [[], []]
+        assert registry.entries_of_chunks([engine.renderer.chunk_ids(text) for text in (BELL, MOSS)], "") == [[], []]
 
 
 def test_removing_one_chunk_reads_no_other_entry(opened, monkeypatch):

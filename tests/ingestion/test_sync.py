@@ -74,7 +74,7 @@ class Corpus:
 
     def texts(self) -> set[str]:
         """What the index, the store and the registry hold; all three must agree."""
-        texts = {text for _, text in self.index.texts()}
+        texts = set(self.index.texts())
         with open_registry(self.engine.store) as registry:
             assert set(registry.texts()) == texts
         keys = {self.engine.key(Chunk(text)) for text in texts}
@@ -465,7 +465,7 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
         assert (garbage.texts, garbage.pins) == (("An orphan.",), ("gone.txt",))
     assert sorted(DiskStore(corpus.root / "kv").keys()) == before
     with open_registry(corpus.engine.store) as registry:
-        assert set(registry.texts()) == {text for _, text in corpus.index.texts()}
+        assert set(registry.texts()) == set(corpus.index.texts())
     known = corpus.engine.known_chunks
     assert [text in known for text in ("An orphan.", "Behind.", BELL)] == [False, False, True]
     assert set(corpus.engine.store.disk_tier.pins()) == {f"{corpus.docs}/b.txt", "by hand"}

@@ -83,7 +83,7 @@ _INDEX_VERSION = 3
 _NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
 
 
-def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: bool) -> None:
+def import_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: bool) -> None:
     """Copy the files of an earlier version into the catalogue. Remove them if `is_kept`, so not for one in memory.
 
     After a kill, the next call copies the remaining files. Raises CorruptError for a damaged file, StoreMismatchError
