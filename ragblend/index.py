@@ -274,20 +274,16 @@ class ChunkIndex(IndexedDocuments):
         """
         for text in texts:
             check_unicode(text, "a text to embed")
-        stored = self.vectors(texts)
-        missing = dict.fromkeys(text for text in texts if text_key(text.strip()) not in stored)
-        taken = [text for text in missing if made is not None and text in made]
-        left = [text for text in missing if made is None or text not in made]
-        fresh = dict(
-            zip(taken, self._unit_rows([made[text] for text in taken] if made else (), len(taken)), strict=True)
-        )
+        keys = [text_key(text.strip()) for text in texts]
+        stored = {key: np.frombuffer(vector, "<f4") for key, vector in self.vectors(texts).items()}
+        missing = dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key not in stored)
+        known = {text: made[text] for text in missing if text in made} if made is not None else {}
+        left = [text for text in missing if text not in known]
+        fresh = dict(zip(known, self._unit_rows([*known.values()], len(known)), strict=True))
         with self._embedder_lock:
-            rows = self._unit_rows(self.embedder.embed(left) if left else (), len(left))
-        fresh |= zip(left, rows, strict=True)
-        found = [
-            fresh[text] if text in fresh else np.frombuffer(stored[text_key(text.strip())], "<f4") for text in texts
-        ]
-        return np.array(found, np.float32).reshape(len(texts), self._made_by.dim)
+            fresh |= zip(left, self._unit_rows(self.embedder.embed(left) if left else (), len(left)), strict=True)
+        rows = [fresh[text] if text in fresh else stored[key] for text, key in zip(texts, keys, strict=True)]
+        return np.array(rows, np.float32).reshape(len(texts), self._made_by.dim)
 
     def remove_document(self, source: str) -> int:
         """Remove a document. Return the number of its chunks. Raises NotFoundError for an unknown source."""

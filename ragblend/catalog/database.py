@@ -94,12 +94,12 @@ class Catalog:
                 self._connection.close()
                 self._connection = None
 
-    def version(self) -> tuple[int, int]:
+    def change_counter(self) -> tuple[int, int]:
         """Return a value that changes with every change by another process or object, and when this object changes
         token ids.
         """
         with self._locked() as connection:
-            return self._dialect.version(connection), self._num_changes
+            return self._dialect.change_counter(connection), self._num_changes
 
     def truncate_log(self) -> None:
         """Remove deleted rows from the file's write-ahead log. While another process reads, they remain there."""

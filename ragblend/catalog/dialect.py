@@ -32,16 +32,16 @@ class Dialect(ABC):
         Raises StoreMismatchError for a database with other tables.
         """
 
-    @abstractmethod
     def release(self, connection: Connection) -> None:
         """Return the connection of a shared database to its pool after a call."""
+        connection.close()
 
     @abstractmethod
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
         """Begin a transaction: DEFERRED for several reads of one state, IMMEDIATE to write, one process at a time."""
 
     @abstractmethod
-    def version(self, connection: Connection) -> int:
+    def change_counter(self, connection: Connection) -> int:
         """Return a number that changes with every commit of another process. It is read for each prompt."""
 
     @abstractmethod

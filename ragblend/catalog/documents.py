@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, select, update
 
 from ragblend.catalog.index_rows import (
     IngestedFile,
@@ -38,8 +38,11 @@ from ragblend.catalog.schema import (
     batches,
     checksummed_columns,
     existing,
+    insert_rows,
     is_among,
     is_intact,
+    matches,
+    select_checked,
     text_key,
     with_checksum,
 )
@@ -64,9 +67,9 @@ _A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_among(CHUNKS.c.text_ke
 _KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_among(CHUNKS.c.text_key)).distinct()
 _KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_among(DOCUMENTS.c.source))
 _HAS_TEXT = select(CHUNKS.c.id).where(CHUNKS.c.text_key == bindparam("text_key")).limit(1)
-_OF_ENTRY = [PENDING_DELETIONS.c[name] == bindparam(f"b_{name}") for name in ("key", "place")]
+_OF_ENTRY = matches(PENDING_DELETIONS, "key", "place")
 _DELETE_EMPTY_FILE = delete(FILES).where(
-    FILES.c.path == bindparam("b_path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
+    matches(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
 )
 
 
@@ -254,7 +257,7 @@ class IndexedDocuments:
         with self._write() as connection:
             last_of = {(entry.key, entry.place): entry for entry in entries}
             self.clear_deletions(last_of.values())
-            _insert(connection, PENDING_DELETIONS, (entry._asdict() for entry in last_of.values()))
+            insert_rows(connection, PENDING_DELETIONS, (entry._asdict() for entry in last_of.values()))
             connection.execute(delete(ORPHANED_TEXTS).where(ORPHANED_TEXTS.c.number <= orphaned.last_number))
 
     def pending_deletions(self) -> list[PendingDeletion]:
@@ -264,16 +267,14 @@ class IndexedDocuments:
     def is_deletion_pending(self, entry: PendingDeletion) -> bool:
         """Return True if the entry is still recorded and no chunk has its text again."""
         with self.read_transaction():
-            rows = self._rows(
-                select(*checksummed_columns(PENDING_DELETIONS)).where(*_OF_ENTRY), b_key=entry.key, b_place=entry.place
-            )
+            rows = self._rows(select_checked(PENDING_DELETIONS, _OF_ENTRY), b_key=entry.key, b_place=entry.place)
             return any(tuple(row[:4]) == entry for row in rows) and not self._rows(_HAS_TEXT, text_key=entry.text_key)
 
     def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:
         """Remove the records of entries that were deleted or are needed again."""
         if rows := [{"b_key": entry.key, "b_place": entry.place} for entry in entries]:
             with self._write() as connection:
-                connection.execute(delete(PENDING_DELETIONS).where(*_OF_ENTRY), rows)
+                connection.execute(delete(PENDING_DELETIONS).where(_OF_ENTRY), rows)
 
     # --- writing ---
 
@@ -289,8 +290,8 @@ class IndexedDocuments:
                 number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
             self._delete_document(connection, number)
             document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
-            _insert(connection, DOCUMENTS, [{**document, "status": "indexed"}])
-            _insert(
+            insert_rows(connection, DOCUMENTS, [{**document, "status": "indexed"}])
+            insert_rows(
                 connection,
                 CHUNKS,
                 (chunk_values(*item, number, place, generation) for place, item in enumerate(items.values())),
@@ -331,8 +332,8 @@ class IndexedDocuments:
         if given := {note.path: note._asdict() for note in notes}:
             with self._write() as connection:
                 paths = [{"b_path": path} for path in given]
-                connection.execute(delete(FILES).where(FILES.c.path == bindparam("b_path")), paths)
-                _insert(connection, FILES, given.values())
+                connection.execute(delete(FILES).where(matches(FILES, "path")), paths)
+                insert_rows(connection, FILES, given.values())
                 connection.execute(_DELETE_EMPTY_FILE, paths)
 
     def clear(self) -> None:
@@ -355,7 +356,7 @@ class IndexedDocuments:
         return rows
 
     def _fact(self, name: str) -> str:
-        rows = self._rows(select(*checksummed_columns(INDEX_FACTS)).where(INDEX_FACTS.c.name == bindparam("b")), b=name)
+        rows = self._rows(select_checked(INDEX_FACTS, matches(INDEX_FACTS, "name")), b_name=name)
         value = next((str(row.value) for row in rows if is_intact(row)), "")
         if not value or (name == "generation" and not value.isdecimal()):
             raise self.registry.damage_error(f"the row {name!r} of the index's facts is missing or damaged")
@@ -364,7 +365,7 @@ class IndexedDocuments:
     def _put_fact(self, name: str, value: str) -> None:
         with self._write() as connection:
             connection.execute(delete(INDEX_FACTS).where(INDEX_FACTS.c.name == name))
-            _insert(connection, INDEX_FACTS, [{"name": name, "value": value}])
+            insert_rows(connection, INDEX_FACTS, [{"name": name, "value": value}])
 
     def _advance(self) -> int:
         generation = self.generation() + 1
@@ -382,7 +383,7 @@ class IndexedDocuments:
     @staticmethod
     def _record_orphans(connection: Connection, source: str, texts: Iterable[str]) -> None:
         # The table never reuses a number, so a reader can delete the rows it has read, and no later ones.
-        _insert(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
+        insert_rows(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
 
     def _rows_with_ids(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         return [row for some in batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]
@@ -400,16 +401,10 @@ def _facts_as_text(facts: Mapping[str, object]) -> str:
     return json.dumps({key: str(value) for key, value in facts.items()})
 
 
-def _insert(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> None:
-    """Insert rows with their checksums."""
-    if listed := [with_checksum(table, **row) for row in rows]:
-        connection.execute(insert(table), listed)
-
-
 def _update(connection: Connection, table: Table, rows: Iterable[Row[Any]], **changes: object) -> None:
     """Change columns of rows, and their checksums."""
     key = next(iter(table.primary_key.columns))
-    changed = [with_checksum(table, **{**row._mapping, **changes}) for row in rows]
+    changed = [with_checksum(table, {**row._mapping, **changes}) for row in rows]
     if changed:
         names = [*changes, "checksum"]
         statement = update(table).where(key == bindparam("b_key")).values({n: bindparam(f"b_{n}") for n in names})

@@ -46,9 +46,9 @@ class KnownChunks:
         self._lock, self._outage_lock = threading.Lock(), threading.Lock()
         self._retry_at_s = 0.0  # on the monotonic clock, during an outage
         self._num_failures = 0
+        self._version: tuple[int, int] | None = None  # of the registry, from which the cached values are
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
         self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text: registry.has_ids(text, tokenizer, namespace))
-        self._version_of_texts: tuple[int, int] | None = None
         self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: registry.document_with_ids(number, namespace))
         self._clear()
 
@@ -65,10 +65,7 @@ class KnownChunks:
 
     def _contains(self, text: str) -> bool:
         with self._turn():
-            version = self._registry.version()
-            if version != self._version_of_texts:
-                self._has_text.cache_clear()
-                self._version_of_texts = version
+            self._drop_stale_caches()
             return self._has_text(text)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
@@ -130,25 +127,32 @@ class KnownChunks:
         """Close the registry's file and drop the index. The next call opens the file at that path again."""
         with self._lock:
             self._registry.close()
-            self._cached_ids.cache_clear()
-            self._cached_document.cache_clear()
+            self._version = None
             self._clear()
 
     def _clear(self) -> None:
         self._index = TokenIndex(self._cached_ids)
-        self._version: tuple[int, int] | None = None
+        self._indexed_version: tuple[int, int] | None = None
         self._last_number = 0
         self._num_removals = 0
 
+    def _drop_stale_caches(self) -> tuple[int, int]:
+        """Clear the caches if the registry has changed. Return its change counter."""
+        version = self._registry.change_counter()
+        if version != self._version:
+            self._has_text.cache_clear()
+            self._cached_ids.cache_clear()  # the index ignores chunks without ids, which are removed ones
+            self._cached_document.cache_clear()
+            self._version = version
+        return version
+
     def _update(self) -> None:
         """Add and remove what changed in the registry since the last call."""
-        version = self._registry.version()
-        if version == self._version:
+        version = self._drop_stale_caches()
+        if version == self._indexed_version:
             return
-        if self._version is not None and version < self._version:  # another database replaced the file
+        if self._indexed_version is not None and version < self._indexed_version:  # another database replaced the file
             self._clear()
-        self._cached_ids.cache_clear()  # the index ignores chunks without ids, which are removed ones
-        self._cached_document.cache_clear()
         num_removals = self._registry.num_removals()
         added = self._registry.ids_after(self._last_number, *self._owner)
         if num_removals != self._num_removals:  # because counting is slow in PostgreSQL
@@ -159,7 +163,7 @@ class KnownChunks:
             self._num_removals = num_removals
         self._index.add(added)
         self._last_number = max((number for number, _ in added), default=self._last_number)
-        self._version = version
+        self._indexed_version = version
 
 
 def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:

@@ -99,7 +99,7 @@ class PostgresDialect(Dialect):
         with _silence_limit(connection, LOCK_TIMEOUT_S + 5.0):
             connection.exec_driver_sql(_BEGIN[kind])
 
-    def version(self, connection: Connection) -> int:
+    def change_counter(self, connection: Connection) -> int:
         """Return the number of write transactions of all processes."""
         with _silence_limit(connection, VERSION_TIMEOUT_S):
             opened: Any = connection.connection.dbapi_connection

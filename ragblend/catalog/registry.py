@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Select, Table, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
@@ -43,10 +43,12 @@ from ragblend.catalog.schema import (
     batches,
     checksummed_columns,
     existing,
+    insert_rows,
     is_among,
     is_intact,
+    matches,
+    select_checked,
     text_key,
-    with_checksum,
 )
 from ragblend.errors import StoreMismatchError, is_unicode
 from ragblend.files.store_folder import FORMER_REGISTRY_FILE
@@ -61,40 +63,32 @@ class SimilarVariant(NamedTuple):
     is_stored: bool = False
 
 
-def _of(table: Table, *names: str) -> list[Any]:
-    """Return the conditions that columns equal the parameters `b_<column>`."""
-    return [table.c[name] == bindparam(f"b_{name}") for name in names]
-
-
-def _checked(table: Table, *where: Any) -> Select[Any]:
-    """Return a query for the columns that `is_intact` checks."""
-    return select(*checksummed_columns(table)).where(*where)
-
-
 _OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
 _IDS_AFTER = (
     select(TOKEN_IDS.c.number, *checksummed_columns(TOKEN_IDS))
     .where(TOKEN_IDS.c.number > bindparam("number"), *_OWNED_IDS)
     .order_by(TOKEN_IDS.c.number)
 )
-_IDS_OF_NUMBER = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "number"))
-_IDS_OF_TEXT = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "key"), *_OWNED_IDS)
+_IDS_OF_NUMBER = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "number"))
+_IDS_OF_TEXT = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "key"), *_OWNED_IDS)
 _DOCUMENT_WITH_IDS = (
     select(DOCUMENT_TEXTS.c.id)
     .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
-    .where(*_of(TOKEN_IDS, "number"), *_of(DOCUMENT_TEXTS, "namespace"), DOCUMENT_TEXTS.c.id != "")
+    .where(matches(TOKEN_IDS, "number"), matches(DOCUMENT_TEXTS, "namespace"), DOCUMENT_TEXTS.c.id != "")
     .order_by(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
 )
-_IDS_OF_TEXTS = _checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
-_DELETE_IDS = delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "key"), *_OWNED_IDS)
-_OWNERS_OF_IDS = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "key")).order_by(TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace)
+_IDS_OF_TEXTS = select_checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
+_DELETE_IDS = delete(TOKEN_IDS).where(matches(TOKEN_IDS, "key"), *_OWNED_IDS)
+_OWNERS_OF_IDS = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "key")).order_by(
+    TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace
+)
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _REMOVALS = "removals"
 _NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
-_HAS_TEXT = select(TEXTS.c.number).where(*_of(TEXTS, "key"))
+_HAS_TEXT = select(TEXTS.c.number).where(matches(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_among(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_among(DOCUMENT_TEXTS.c.key))
-_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(*_of(DOCUMENT_TEXTS, *DocumentName._fields))
+_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(matches(DOCUMENT_TEXTS, *DocumentName._fields))
 _KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
     (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
     | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
@@ -103,30 +97,32 @@ _KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_among(STORED_ENTRIES.c.
 _TEXTS_OF = (
     select(TEXTS.c.text)
     .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
-    .where(*_of(DOCUMENT_TEXTS, *DocumentName._fields))
+    .where(matches(DOCUMENT_TEXTS, *DocumentName._fields))
 )
 _TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
     TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key).where(DOCUMENT_TEXTS.c.id != ""))
 )
 _OWNED_TEXTS = select(TEXTS.c.text).where(TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key)))
-_DISOWN = delete(DOCUMENT_TEXTS).where(*_of(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
+_DISOWN = delete(DOCUMENT_TEXTS).where(matches(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentName._fields]
-_OWNERS_OF = select(*_OWNER_COLUMNS).where(*_of(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_VERSION = _checked(VERSIONS, *_of(VERSIONS, *DocumentName._fields))
-_CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(*_of(ENTRY_CHUNKS, "entry"))
-_ENTRIES_OF = _checked(ENTRY_CHUNKS, *_of(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(ENTRY_CHUNKS.c.entry)
+_OWNERS_OF = select(*_OWNER_COLUMNS).where(matches(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
+_VERSION = select_checked(VERSIONS, matches(VERSIONS, *DocumentName._fields))
+_CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(matches(ENTRY_CHUNKS, "entry"))
+_ENTRIES_OF = select_checked(ENTRY_CHUNKS, matches(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(
+    ENTRY_CHUNKS.c.entry
+)
 _VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checksummed_columns(VARIANTS))
 _VARIANTS = (
     select(*_VARIANT_COLUMNS)
     .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
-    .where(*_of(VARIANTS, "embedder"))
+    .where(matches(VARIANTS, "embedder"))
     .order_by(VARIANTS.c.number)
 )
 _VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
 _MISSING_VARIANTS = _VARIANTS.where(VARIANTS.c.is_stored == 0)
-_VARIANT = _checked(VARIANTS, *_of(VARIANTS, "entry", "embedder"))
-_COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(*_of(VARIANTS, "embedder"))
-_SET_VARIANT_STORED = update(VARIANTS).where(*_of(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
+_VARIANT = select_checked(VARIANTS, matches(VARIANTS, "entry", "embedder"))
+_COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(matches(VARIANTS, "embedder"))
+_SET_VARIANT_STORED = update(VARIANTS).where(matches(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
 
 
 class ChunkRegistry(Catalog):
@@ -166,7 +162,7 @@ class ChunkRegistry(Catalog):
 
     def texts_of(self, document: DocumentName) -> set[str]:
         """Return the texts that belong to a document."""
-        return {row.text for row in self._rows(_TEXTS_OF, **_parameters(document))}
+        return {row.text for row in self._rows(_TEXTS_OF, **document.parameters())}
 
     def documents_of(self, text: str) -> list[DocumentName]:
         """Return the names of the documents that have a text."""
@@ -212,39 +208,41 @@ class ChunkRegistry(Catalog):
 
     def add(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> int:
         """Add texts to a document, without blank ones. Return the number of texts that no document had."""
-        key_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
-        with self._locked() as connection:
-            if not any(self._find_missing(connection, key_of, document)):
-                return 0
-            with self._write():
-                new, unowned = self._find_missing(connection, key_of, document)  # another process may have added some
-                _insert(connection, TEXTS, ({"key": key, "text": key_of[key]} for key in new))
-                owner = document._asdict()
-                _insert(
-                    connection, DOCUMENT_TEXTS, (with_checksum(DOCUMENT_TEXTS, **owner, key=key) for key in unowned)
-                )
-        return len(new)
+        text_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
 
-    @staticmethod
-    def _find_missing(
-        connection: Connection, keys: Iterable[bytes], document: DocumentName
-    ) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys without a text, and the keys of texts that the document does not have."""
-        known = existing(connection, _KNOWN_KEYS, keys)
-        owned = existing(connection, _KEYS_OF_DOCUMENT, keys, **_parameters(document))
-        return [key for key in keys if key not in known], [key for key in keys if key not in owned]
+        def missing_texts(connection: Connection) -> list[dict[str, object]]:
+            known = existing(connection, _KNOWN_KEYS, text_of)
+            return [{"key": key, "text": text} for key, text in text_of.items() if key not in known]
+
+        def missing_owners(connection: Connection) -> list[dict[str, object]]:
+            owned = existing(connection, _KEYS_OF_DOCUMENT, text_of, **document.parameters())
+            return [{**document._asdict(), "key": key} for key in text_of if key not in owned]
+
+        return self._insert_missing((TEXTS, missing_texts), (DOCUMENT_TEXTS, missing_owners))
+
+    def _insert_missing(self, *tables: tuple[Table, Callable[[Connection], list[dict[str, object]]]]) -> int:
+        """Insert the rows that the functions return. Return the number of rows of the first table.
+
+        The write transaction, which waits for other writers, only begins if a row is missing.
+        """
+        with self._locked() as connection:
+            if not any(missing(connection) for _, missing in tables):
+                return 0
+            with self._write():  # another process may have inserted some rows
+                num_rows = [insert_rows(connection, table, missing(connection)) for table, missing in tables]
+        return num_rows[0]
 
     def version_of(self, document: DocumentName) -> str:
         """Return the version of a document that `set_version` recorded; "" for none."""
-        rows = self._rows(_VERSION, **_parameters(document))
+        rows = self._rows(_VERSION, **document.parameters())
         return next((str(row.version) for row in rows if is_intact(row)), "")
 
     def set_version(self, document: DocumentName, version: str) -> None:
         """Record the version of a document; "" removes the record."""
         with self._write() as connection:
-            connection.execute(delete(VERSIONS).where(*_of(VERSIONS, *DocumentName._fields)), _parameters(document))
+            connection.execute(delete(VERSIONS).where(matches(VERSIONS, *DocumentName._fields)), document.parameters())
             if version:
-                _insert(connection, VERSIONS, [with_checksum(VERSIONS, **document._asdict(), version=version)])
+                insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
 
     def preview_release(self, texts_of: Mapping[DocumentName, Iterable[str]]) -> list[str]:
         """Return the texts that no document would have if each of these documents had only the texts given here.
@@ -272,14 +270,14 @@ class ChunkRegistry(Catalog):
         if not released:
             return []
         with self._write() as connection:
-            connection.execute(_DISOWN, [{**_parameters(document), "b_key": key} for key in released])
+            connection.execute(_DISOWN, [{**document.parameters(), "b_key": key} for key in released])
             kept = existing(connection, _OWNED_KEYS, released)
             gone = [text for key, text in released.items() if key not in kept]
             self.remove(gone)
             elsewhere = kept - existing(connection, _KEYS_OF_NAMESPACE, released, b_namespace=document.namespace)
             if elsewhere:
                 values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
-                connection.execute(delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "namespace", "key")), values)
+                connection.execute(delete(TOKEN_IDS).where(matches(TOKEN_IDS, "namespace", "key")), values)
                 self._count_removal(connection)
         return gone
 
@@ -292,7 +290,7 @@ class ChunkRegistry(Catalog):
             # Deleting by key also deletes damaged rows.
             num_removed = len(existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
             for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
-                connection.execute(delete(table).where(*_of(table, "key")), keys)
+                connection.execute(delete(table).where(matches(table, "key")), keys)
             self._count_removal(connection)
             return num_removed
 
@@ -328,7 +326,7 @@ class ChunkRegistry(Catalog):
                     new = missing()
                     if new:
                         connection.execute(_DELETE_IDS, [{**owner, "b_key": key} for key in new])
-                    _insert(connection, TOKEN_IDS, (with_checksum(TOKEN_IDS, **owner, key=k, ids=rows[k]) for k in new))
+                    insert_rows(connection, TOKEN_IDS, ({**owner, "key": key, "ids": rows[key]} for key in new))
                     self._num_changes += 1
 
     def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
@@ -390,16 +388,12 @@ class ChunkRegistry(Catalog):
     def record_stored_entries(self, keys: Iterable[str], fingerprint: str) -> None:
         """Record the keys of stored entries with the fingerprint of their model."""
         given = list(dict.fromkeys(keys))
-        with self._locked() as connection:
-            if len(existing(connection, _KNOWN_ENTRIES, given)) < len(given):
-                with self._write():
-                    known = existing(connection, _KNOWN_ENTRIES, given)
-                    rows = (
-                        with_checksum(STORED_ENTRIES, entry=key, fingerprint=fingerprint)
-                        for key in given
-                        if key not in known
-                    )
-                    _insert(connection, STORED_ENTRIES, rows)
+
+        def missing(connection: Connection) -> list[dict[str, object]]:
+            known = existing(connection, _KNOWN_ENTRIES, given)
+            return [{"entry": key, "fingerprint": fingerprint} for key in given if key not in known]
+
+        self._insert_missing((STORED_ENTRIES, missing))
 
     def remove_stored_entries(self, keys: Iterable[str]) -> None:
         """Remove the records of deleted entries, so that `verify` does not report them as missing."""
@@ -411,7 +405,7 @@ class ChunkRegistry(Catalog):
 
         Damaged rows are left out, because their keys may be wrong.
         """
-        rows = self._rows(_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
+        rows = self._rows(select_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows if is_intact(row)}
 
     # --- chunks that an entry contains or was computed after ---
@@ -421,18 +415,12 @@ class ChunkRegistry(Catalog):
         self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
     def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
-        def missing() -> list[tuple[bytes, str]]:
+        def missing(connection: Connection) -> list[dict[str, object]]:
             known = {tuple(row) for row in connection.execute(_CHUNKS_OF_ENTRY, {"b_entry": entry})}
-            return [chunk for chunk in dict.fromkeys(chunks) if chunk not in known]
+            new = (chunk for chunk in dict.fromkeys(chunks) if chunk not in known)
+            return [{"ids_hash": ids_hash, "namespace": namespace, "entry": entry} for ids_hash, namespace in new]
 
-        with self._locked() as connection:
-            if missing():
-                with self._write():
-                    rows = (
-                        with_checksum(ENTRY_CHUNKS, ids_hash=ids_hash, namespace=namespace, entry=entry)
-                        for ids_hash, namespace in missing()
-                    )
-                    _insert(connection, ENTRY_CHUNKS, rows)
+        self._insert_missing((ENTRY_CHUNKS, missing))
 
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
         """Return for each chunk (token ids) the keys of the entries that contain it or were computed after it."""
@@ -496,10 +484,10 @@ class ChunkRegistry(Catalog):
             values: dict[str, object] = {"entry": each.entry, "key": text_key(each.text.strip()), "embedder": embedder}
             values |= {"vector": each.vector, "is_stored": int(each.is_stored)}
             row_of.pop(each.entry, None)
-            row_of[each.entry] = with_checksum(VARIANTS, **values)
+            row_of[each.entry] = values
         with self._write() as connection:
             _delete_entries(connection, VARIANTS, row_of)
-            _insert(connection, VARIANTS, row_of.values())
+            insert_rows(connection, VARIANTS, row_of.values())
 
     def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
         """Record that variants are stored, or that they are not. `entries`: their keys."""
@@ -517,18 +505,9 @@ def _as_variant(row: Any) -> SimilarVariant:
     return SimilarVariant(row.entry, row.text, row.vector, bool(row.is_stored))
 
 
-def _parameters(document: DocumentName) -> dict[str, object]:
-    return {f"b_{name}": value for name, value in document._asdict().items()}
-
-
-def _insert(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> None:
-    if listed := list(rows):
-        connection.execute(insert(table), listed)
-
-
 def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:
     if rows := [{"b_entry": entry} for entry in entries]:
-        connection.execute(delete(table).where(*_of(table, "entry")), rows)
+        connection.execute(delete(table).where(matches(table, "entry")), rows)
 
 
 def _normalize(text: str) -> str:

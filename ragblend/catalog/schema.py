@@ -7,7 +7,7 @@ in the table's `info`. A text needs none, because its key is its hash. Opens no 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -25,7 +25,10 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    and_,
     bindparam,
+    insert,
+    select,
     text,
 )
 from sqlalchemy.types import UserDefinedType
@@ -50,6 +53,10 @@ class DocumentName(NamedTuple):
     collection: str = ""
     id: str = ""
     namespace: str = ""
+
+    def parameters(self) -> dict[str, object]:
+        """Return the parameters for the condition `matches(table, *DocumentName._fields)`."""
+        return {f"b_{name}": value for name, value in self._asdict().items()}
 
     @property
     def is_index(self) -> bool:
@@ -191,7 +198,17 @@ TOKEN_IDS = _checked_table(
 )
 """The token ids of texts, for each tokenizer (its fingerprint) and namespace."""
 
-COUNT_COLUMNS = ("num_chunks", "num_tokens", "num_known_kv", "num_new_kv", "new_kv_bytes")
+
+class StoredCounts(NamedTuple):
+    """Counts for one stored document: its chunks and tokens, chunks whose KV was stored before, and new KV."""
+
+    num_chunks: int = 0
+    num_tokens: int = 0
+    num_known_kv: int = 0
+    num_new_kv: int = 0
+    new_kv_bytes: int = 0
+
+
 SENT_DOCUMENTS = Table(
     "sent_documents",
     METADATA,
@@ -199,7 +216,7 @@ SENT_DOCUMENTS = Table(
     *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
     *(Column(name, TEXT, nullable=False, server_default="") for name in ("stored_version", "reason")),
     Column("body", TEXT),
-    *(Column(name, INTEGER, nullable=False, server_default="0") for name in COUNT_COLUMNS),
+    *(Column(name, INTEGER, nullable=False, server_default="0") for name in StoredCounts._fields),
     UniqueConstraint("namespace", "collection", "id"),
     sqlite_autoincrement=True,
 )
@@ -283,9 +300,18 @@ def is_intact(row: Sequence[Any]) -> bool:
     return bool(row[-1] == row_checksum(*row[:-1]))
 
 
-def with_checksum(table: Table, **values: object) -> dict[str, object]:
-    """Return the values of a row, and the checksum over the table's checked columns."""
-    return {**values, "checksum": row_checksum(*(values[name] for name in table.info["checked"]))}
+def with_checksum(table: Table, row: Mapping[str, object]) -> dict[str, object]:
+    """Return a row with its checksum, if the table has checksums."""
+    checked = table.info.get("checked")
+    return {**row, "checksum": row_checksum(*(row[name] for name in checked))} if checked else {**row}
+
+
+def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> int:
+    """Insert rows with their checksums. Return their number."""
+    listed = [with_checksum(table, row) for row in rows]
+    if listed:
+        connection.execute(insert(table), listed)
+    return len(listed)
 
 
 def text_key(stripped: str) -> bytes:
@@ -301,6 +327,16 @@ def batches(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Yield the values in lists of at most `MAX_VALUES`."""
     listed = list(values)
     return (listed[start : start + MAX_VALUES] for start in range(0, len(listed), MAX_VALUES))
+
+
+def select_checked(table: Table, *where: ColumnElement[bool]) -> Select[Any]:
+    """Return a query for the columns that `is_intact` checks."""
+    return select(*checksummed_columns(table)).where(*where)
+
+
+def matches(table: Table, *names: str) -> ColumnElement[bool]:
+    """Return the condition that each of these columns equals the statement's parameter `b_<column>`."""
+    return and_(*(table.c[name] == bindparam(f"b_{name}") for name in names))
 
 
 def is_among(column: ColumnElement[Any]) -> ColumnElement[bool]:

@@ -11,19 +11,23 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, bindparam, case, cast, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, case, cast, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog
-from ragblend.catalog.schema import COUNT_COLUMNS, INTEGER, SENT_DOCUMENTS, existing, is_among
+from ragblend.catalog.schema import (
+    INTEGER,
+    SENT_DOCUMENTS,
+    DocumentName,
+    StoredCounts,
+    existing,
+    is_among,
+    matches,
+)
 
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
-_OF_DOCUMENT = (
-    _ROW.namespace == bindparam("b_namespace"),
-    _ROW.collection == bindparam("b_collection"),
-    _ROW.id == bindparam("b_id"),
-)
-_COUNTS = [column for column in _ROW if column.name in COUNT_COLUMNS]
+_OF_DOCUMENT = matches(SENT_DOCUMENTS, *DocumentName._fields)
+_COUNTS = [_ROW[name] for name in StoredCounts._fields]
 _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
 
 
@@ -62,16 +66,6 @@ def document_name(namespace: str, collection: str, document_id: str) -> str:
     return json.dumps([namespace, collection, document_id])
 
 
-class StoredCounts(NamedTuple):
-    """Counts for one stored document: its chunks and tokens, chunks whose KV was stored before, and new KV."""
-
-    num_chunks: int = 0
-    num_tokens: int = 0
-    num_known_kv: int = 0
-    num_new_kv: int = 0
-    new_kv_bytes: int = 0
-
-
 class SentDocumentTable(Catalog):
     """The documents that were sent to the servers of one catalogue. Safe between threads and processes."""
 
@@ -83,17 +77,21 @@ class SentDocumentTable(Catalog):
         ingestion = uuid4().hex  # unique among all replicas
         with self._write() as connection:
             for document in documents:
-                key, body = _key(namespace, document.collection, document.id), document.body
-                query = select(_ROW.version, _ROW.stored_version, _ROW.body).where(*_OF_DOCUMENT)
-                version, stored_version, waiting = connection.execute(query, key).first() or ("", "", None)
+                name, body = DocumentName(document.collection, document.id, namespace), document.body
+                query = select(_ROW.version, _ROW.stored_version, _ROW.body).where(_OF_DOCUMENT)
+                older = connection.execute(query, name.parameters()).first() or ("", "", None)
+                version, stored_version, waiting = older
                 if "adds" in body:
                     if version == document.version and waiting is not None:
                         body = _joined(json.loads(waiting), body)
                     stored_version = ""  # not all of its chunks are stored
-                connection.execute(delete(SENT_DOCUMENTS).where(*_OF_DOCUMENT), key)
-                row = {"namespace": namespace, "collection": document.collection, "id": document.id}
-                row |= {"ingestion": ingestion, "version": document.version, "stored_version": stored_version}
-                row |= {"metadata": json.dumps(document.metadata), "body": json.dumps(body)}
+                connection.execute(delete(SENT_DOCUMENTS).where(_OF_DOCUMENT), name.parameters())
+                row = {**name._asdict(), "ingestion": ingestion, "version": document.version}
+                row |= {
+                    "stored_version": stored_version,
+                    "metadata": json.dumps(document.metadata),
+                    "body": json.dumps(body),
+                }
                 connection.execute(insert(SENT_DOCUMENTS), row)
         return ingestion
 
@@ -148,14 +146,15 @@ class SentDocumentTable(Catalog):
         changes = {"body": None, "stored_version": "", "reason": "its removal is unfinished; remove it again"}
         if ids:
             with self._write() as connection:
-                keys = [_key(namespace, collection, each) for each in ids]
-                connection.execute(update(SENT_DOCUMENTS).where(*_OF_DOCUMENT).values(**changes), keys)
+                rows = [DocumentName(collection, each, namespace).parameters() for each in ids]
+                connection.execute(update(SENT_DOCUMENTS).where(_OF_DOCUMENT).values(**changes), rows)
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str]) -> int:
         """Remove documents. Return their number, without unknown ids."""
-        removed = delete(SENT_DOCUMENTS).where(*_OF_DOCUMENT)
+        removed = delete(SENT_DOCUMENTS).where(_OF_DOCUMENT)
         with self._write() as connection:
-            num_removed = sum(connection.execute(removed, _key(namespace, collection, each)).rowcount for each in ids)
+            names = (DocumentName(collection, each, namespace) for each in ids)
+            num_removed = sum(connection.execute(removed, name.parameters()).rowcount for name in names)
         self.truncate_log()
         return num_removed
 
@@ -184,16 +183,12 @@ class SentDocumentTable(Catalog):
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
         """Return the fields of a document, except its body, and its `status`; None for an unknown document."""
-        query = select(*_FACTS, _STATUS.label("status")).where(*_OF_DOCUMENT)
-        rows = self._rows(query, **_key(namespace, collection, document_id))
+        query = select(*_FACTS, _STATUS.label("status")).where(_OF_DOCUMENT)
+        rows = self._rows(query, **DocumentName(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None
 
 
 _STATUSES = ("stored", "pending", "failed")
-
-
-def _key(namespace: str, collection: str, document_id: str) -> dict[str, str]:
-    return {"b_namespace": namespace, "b_collection": collection, "b_id": document_id}
 
 
 def _chosen(namespace: str, collection: str | None, ingestion: str | None = None) -> list[ColumnElement[bool]]:

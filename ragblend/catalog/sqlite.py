@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import cast
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
@@ -33,20 +32,16 @@ class SqliteDialect(Dialect):
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.name, self.key = str(path), path
-        self._errors = _NamedErrors(path or Path(), self.fix_hint())
 
     def connect(self) -> Connection:
         """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue."""
         return _open(self.path, self.fix_hint())
 
-    def release(self, connection: Connection) -> None:
-        """Do nothing: the file stays open for the next call."""
-
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
         """Begin a transaction."""
         connection.exec_driver_sql(f"BEGIN {kind}")
 
-    def version(self, connection: Connection) -> int:
+    def change_counter(self, connection: Connection) -> int:
         """Return SQLite's data_version, which does not count the connection's own commits."""
         return int(_sqlite(connection).execute("PRAGMA data_version").fetchone()[0])
 
@@ -61,9 +56,17 @@ class SqliteDialect(Dialect):
         """
         truncate_log(_sqlite(connection))
 
-    def wrap_errors(self) -> AbstractContextManager[None]:
-        """Raise RagblendErrors in place of SQLite's and SQLAlchemy's."""
-        return self._errors
+    @contextmanager
+    def wrap_errors(self) -> Iterator[None]:
+        """Raise RagblendErrors in place of SQLite's and SQLAlchemy's errors."""
+        try:
+            yield
+        except (DBAPIError, sqlite3.Error, UnicodeDecodeError, OSError) as error:
+            original = error.orig if isinstance(error, DBAPIError) else error
+            if not isinstance(original, sqlite3.Error | UnicodeDecodeError | OSError):
+                raise
+            with wrap_sqlite_errors(self.path or Path(), self.fix_hint()):
+                raise original from (error if original is not error else error.__cause__)
 
     def fix_hint(self) -> str:
         """Return a sentence with the commands that repair or replace a damaged file."""
@@ -77,22 +80,6 @@ def explain_reingestion(path: Path | None) -> str:
         f"delete {path}* and run ragblend ingest DOCS --store {path and path.parent} (stored KV is reused, not "
         "recomputed), then add the documents of frameworks and servers again"
     )
-
-
-class _NamedErrors(AbstractContextManager[None]):
-    """`wrap_sqlite_errors` for SQLAlchemy. An object that is reused, because each call of a catalogue enters it."""
-
-    def __init__(self, path: Path, fix: str) -> None:
-        self._path, self._fix = path, fix
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            original = error.orig if isinstance(error, DBAPIError) else error
-            if isinstance(original, sqlite3.Error | UnicodeDecodeError | OSError):
-                with wrap_sqlite_errors(self._path, self._fix):
-                    raise original from (error if original is not error else error.__cause__)
 
 
 @cache

@@ -8,12 +8,11 @@ Depends on the index, engines and stores, not on files or frameworks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from itertools import chain
 from typing import TypeVar
 
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
@@ -186,8 +185,7 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
     places = _map_deleters(engine)
     keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
     unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, places)
-    with closing(open_registry(engine.store)) as noting:
-        noting.remove_stored_entries(keys)
+    registry.remove_stored_entries(keys)
     registry.set_variants_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
     num_removed, problem = 0, ""
     for place, delete in places.items():

@@ -70,7 +70,7 @@ def refused(kind: type[BaseException], call: Callable[[], object], *words: str) 
 
 def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_catalog: str) -> None:
     one, other = ChunkRegistry(shared_catalog), ChunkRegistry(shared_catalog)
-    versions = [one.version()]
+    versions = [one.change_counter()]
     for change in (
         lambda: other.add(["a"]),
         lambda: other.add_ids([("a", IDS)], "t", ""),
@@ -78,11 +78,11 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
         lambda: one.release(["a"]),
     ):
         change()
-        versions.append(one.version())
-        assert one.version() == versions[-1]
+        versions.append(one.change_counter())
+        assert one.change_counter() == versions[-1]
     assert len({*versions}) == 5
     refused(KeyboardInterrupt, lambda: other.add(interrupted("b")))  # inside of its transaction
-    assert (one.version(), len(one)) == (versions[-1], 0)
+    assert (one.change_counter(), len(one)) == (versions[-1], 0)
 
 
 def test_processes_that_write_at_the_same_time_exclude_each_other(shared_catalog: str) -> None:
