@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,10 +261,11 @@ class ChunkIndex(IndexedDocuments):
         self._replace(source, content_hash, items, file)
         self._changed = True
 
-    def find_texts_without_vectors(self, texts: Sequence[str]) -> list[str]:
+    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
         """Return the `texts` that no chunk of the index has, without duplicates."""
-        stored = self.vectors(texts)
-        return list(dict.fromkeys(text for text in texts if text_key(text.strip()) not in stored))
+        texts = dict.fromkeys(texts)
+        stored = self.stored_vectors(texts)
+        return [text for text in texts if text_key(text.strip()) not in stored]
 
     def embed(self, texts: Sequence[str], made: Mapping[str, FloatArray] | None = None) -> FloatArray:
         """Return a unit vector per text, [n, dim]. A text that a chunk of the index has is not embedded again.
@@ -275,7 +276,7 @@ class ChunkIndex(IndexedDocuments):
         for text in texts:
             check_unicode(text, "a text to embed")
         keys = [text_key(text.strip()) for text in texts]
-        stored = {key: np.frombuffer(vector, "<f4") for key, vector in self.vectors(texts).items()}
+        stored = {key: np.frombuffer(vector, "<f4") for key, vector in self.stored_vectors(texts).items()}
         missing = dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key not in stored)
         known = {text: made[text] for text in missing if text in made} if made is not None else {}
         left = [text for text in missing if text not in known]
@@ -384,7 +385,7 @@ class ChunkIndex(IndexedDocuments):
 
         They are compared by stored vectors, without `text` itself and without duplicates. An unknown text has none.
         """
-        own = self.vectors([text]).get(text_key(text.strip()))
+        own = self.stored_vectors([text]).get(text_key(text.strip()))
         if own is None or not np.any(vector := np.frombuffer(own, "<f4")):
             return []
         seen, found = {text_key(text.strip())}, list[str]()
@@ -531,7 +532,7 @@ class ChunkIndex(IndexedDocuments):
         if recorded := self.read_metadata().get("probe"):
             return PROBE_TEXT, np.frombuffer(base64.b64decode(recorded), "<f4")
         with suppress(CorruptError):
-            for row in self.rows(self.ids()[:1].tolist()):
+            for row in self.rows(self.row_ids()[:1].tolist()):
                 return row.text, np.frombuffer(row.vector, "<f4")
         return None
 

@@ -207,7 +207,7 @@ class Catalog:
         return found
 
 
-def drop_catalog(root: Path) -> None:
+def delete_catalog_files(root: Path) -> None:
     """Delete the files of a damaged catalogue from a store's folder. The next ingestion creates a new one."""
     for name in (FORMER_REGISTRY_FILE, FORMER_SERVER_FILE, FORMER_INDEX_FILE, CATALOG_FILE):
         for suffix in ("-wal", "-shm", ""):

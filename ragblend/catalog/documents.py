@@ -176,9 +176,9 @@ class IndexedDocuments:
     def texts_since(self, generation: int) -> list[str]:
         """Return the texts of the chunks that were written after this generation."""
         with self.read_transaction():
-            return [row.text for row in self.rows(self.ids(newer_than=generation).tolist())]
+            return [row.text for row in self.rows(self.row_ids(newer_than=generation).tolist())]
 
-    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
+    def stored_vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
         """Return the stored vectors (little-endian float32) of `texts`, by `text_key` of the stripped text.
 
         Texts that no chunk has are left out.
@@ -194,7 +194,7 @@ class IndexedDocuments:
                         found[row.text_key] = row.vector
         return found
 
-    def ids(self, newer_than: int = -1) -> NDArray[np.int64]:
+    def row_ids(self, newer_than: int = -1) -> NDArray[np.int64]:
         """Return the row ids [n] of the chunks written after generation `newer_than`, in document order."""
         return np.array([row.id for row in self._rows(_IDS_SINCE, generation=newer_than)], np.int64)
 

@@ -153,7 +153,7 @@ class KnownChunks:
             return
         if self._indexed_version is not None and version < self._indexed_version:  # another database replaced the file
             self._clear()
-        num_removals = self._registry.num_removals()
+        num_removals = self._registry.num_id_removals()
         added = self._registry.ids_after(self._last_number, *self._owner)
         if num_removals != self._num_removals:  # because counting is slow in PostgreSQL
             num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)

@@ -189,7 +189,7 @@ class ChunkRegistry(Catalog):
                 found["num_chunks"] += num_chunks
         return counts
 
-    def texts_of_documents(self) -> list[str]:
+    def texts_of_named_documents(self) -> list[str]:
         """Return the texts of documents with an id, which frameworks or clients of a server have added.
 
         In a shared catalogue they include the texts of indexes, which may be on other machines.
@@ -344,12 +344,12 @@ class ChunkRegistry(Catalog):
             self._count_removal(connection)
 
     def _count_removal(self, connection: Connection) -> None:
-        row = {"name": _REMOVALS, "value": str(self.num_removals() + 1)}
+        row = {"name": _REMOVALS, "value": str(self.num_id_removals() + 1)}
         connection.execute(delete(META).where(META.c.name == _REMOVALS))
         connection.execute(insert(META), row)
         self._num_changes += 1
 
-    def num_removals(self) -> int:
+    def num_id_removals(self) -> int:
         """Return the number of removals of token ids, of all tokenizers and namespaces."""
         rows = self._rows(_NUM_REMOVALS)
         return int(rows[0].value) if rows else 0

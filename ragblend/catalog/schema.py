@@ -340,12 +340,12 @@ def matches(table: Table, *names: str) -> ColumnElement[bool]:
 
 
 def is_among(column: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Return the condition that a column's value is in the statement's parameter `values`, a list."""
+    """Return the condition that a column's value is in the list that the statement has as its parameter `values`."""
     return column.in_(bindparam("values", expanding=True))
 
 
 def existing(connection: Connection, query: Select[Any], values: Iterable[Any], **parameters: object) -> set[Any]:
-    """Return the subset of `values` that the database contains. `query` selects one column by `is_among`."""
+    """Return the `values` that `query` finds. The query selects one column with the condition `is_among(column)`."""
     found: set[Any] = set()
     for some in batches(values):
         found.update(connection.execute(query, {"values": some, **parameters}).scalars())

@@ -58,10 +58,10 @@ class FaissVectors:
 
     def sync(self, catalogue: IndexedDocuments) -> None:
         """Make the vectors equal to the catalogue's: add new ones, replace changed ones, remove the others."""
-        changed, held = catalogue.ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
+        changed, held = catalogue.row_ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
         stale, missing = np.isin(held, changed), changed
         if held.size - np.count_nonzero(stale) + changed.size != catalogue.num_chunks:  # some were removed
-            wanted = catalogue.ids()
+            wanted = catalogue.row_ids()
             stale |= ~np.isin(held, wanted)
             missing = wanted[~np.isin(wanted, held[~stale])]
         if stale.any():

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import text_key
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, UsageError, check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
@@ -31,8 +30,8 @@ class SimilarChunkFinder(Protocol):
         `text` itself and without duplicates.
         """
 
-    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
-        """Return the stored vectors of `texts`, by `text_key` of the stripped text. Unknown texts are left out."""
+    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+        """Return the `texts` that no chunk has, without duplicates."""
 
 
 def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
@@ -112,8 +111,8 @@ def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: Simila
     similar = [chunk for chunk in chunks if chunk.context == "similar"]
     if index is None or not similar:
         return 0
-    known = index.vectors({text for chunk in similar for text in chunk.context_texts})
-    stale = [chunk for chunk in similar if any(text_key(text.strip()) not in known for text in chunk.context_texts)]
+    removed = set(index.find_missing_texts(text for chunk in similar for text in chunk.context_texts))
+    stale = [chunk for chunk in similar if not removed.isdisjoint(chunk.context_texts)]
     return sum(engine.forget(chunk) for chunk in stale)
 
 

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ragblend.catalog.registry import ChunkRegistry, SimilarVariant
-from ragblend.catalog.schema import text_key
 from ragblend.corpus.embedders import (
     Embedder,
     FloatArray,
@@ -72,9 +71,9 @@ class RegisteredChunkFinder:
                 found.append(near)
         return found
 
-    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
-        """See `SimilarChunkFinder`. The keys are those of registered texts; the values are empty."""
-        return {text_key(text.strip()): b"" for text in texts if text in self.registry}
+    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+        """Return the `texts` that no document has, without duplicates."""
+        return [text for text in dict.fromkeys(texts) if text not in self.registry]
 
     def _entry(self, text: str) -> str:
         return self.engine.key(Chunk(text, context="similar"))

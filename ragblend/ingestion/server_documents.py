@@ -64,7 +64,7 @@ def send_indexed_chunks(
 
     The chunks are sent with the index's vectors, so that the server finds the same similar chunks.
     """
-    vectors = index.vectors(chunk.text for chunk in chunks)
+    vectors = index.stored_vectors(chunk.text for chunk in chunks)
     embedder = f"{index.manifest.embedder} {index.manifest.embedder_version}"
     sent: dict[str, dict[str, Any]] = {}
     for chunk in chunks:

@@ -219,7 +219,7 @@ class _SyncPass:
             self._saved_s = perf_counter()
 
     def _embed(self, texts: list[str]) -> Callable[[], Mapping[str, FloatArray]]:
-        missing = self.index.find_texts_without_vectors(texts) if self._workers is not None else []
+        missing = self.index.find_missing_texts(texts) if self._workers is not None else []
         if self._workers is None or not missing:
             return dict
         rows = self._workers.embed(missing, self.index.manifest.embedder)

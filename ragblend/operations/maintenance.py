@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.catalog.database import drop_catalog
+from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, open_registry
 from ragblend.catalog.schema import DocumentName
@@ -214,7 +214,7 @@ def drop_unreadable_files(report: VerifyReport, store: str | Path) -> None:
         except CorruptError:
             is_sound = False
         if not is_sound:  # the file's structure is damaged, so deleting rows does not repair it
-            drop_catalog(disk.root)
+            delete_catalog_files(disk.root)
             _record_stored(disk)
         what = f"damaged rows of {CATALOG_FILE} were" if is_sound else f"{CATALOG_FILE} was"
         report.dropped.append(f"{what} removed; {_LOSS_MESSAGES[CATALOG_FILE]}")
@@ -312,7 +312,7 @@ def collect_garbage(
                 f"the tokenizer of the index {index} cannot be loaded, so orphans are unknown; "
                 "run ragblend gc without --orphans, or make the model available"
             )
-        kept = set(map(str.strip, opened.texts())).union(registry.texts_of_documents())
+        kept = set(map(str.strip, opened.texts())).union(registry.texts_of_named_documents())
         if dry_run:
             unwanted = set(_find_orphans(disk.headers(), used))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
@@ -321,7 +321,7 @@ def collect_garbage(
         orphans, freed_bytes = _drop_orphans(disk, opened, registry, used)
         with opened.write_transaction(), registry.block_additions():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
-            kept.update(registry.texts_of_documents(), registry.texts_after(used.last_text))
+            kept.update(registry.texts_of_named_documents(), registry.texts_after(used.last_text))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
             registry.remove_ids_without_text()
@@ -484,7 +484,7 @@ def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks
     renderer = Renderer(tokenizer)
     if renderer.fingerprint != made.tokenizer_fingerprint:
         return None
-    texts = set(index.texts()).union(registry.texts_of_documents())
+    texts = set(index.texts()).union(registry.texts_of_named_documents())
     return _LiveChunks(
         set(map(renderer.chunk_ids, texts)), renderer.separator_ids, made.generation, last_text, renderer
     )
