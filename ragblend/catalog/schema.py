@@ -110,14 +110,16 @@ def _number() -> Column[int]:
     return Column("number", INTEGER, primary_key=True)
 
 
-def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked: str, key: str = "") -> Table:
-    """Return a table with a checksum over the columns `checked`, names separated by spaces.
+def _checked_table(
+    name: str, *columns: Column[Any] | UniqueConstraint, key: str = "", unchecked: str = "number"
+) -> Table:
+    """Return a table with a checksum over all columns except `unchecked`, names separated by spaces.
 
     `key`: the columns of the primary key; "" if one column already is the primary key.
     """
-    for column in columns:
-        if isinstance(column, Column) and column.name in key.split():
-            column.primary_key = True
+    values = [column for column in columns if isinstance(column, Column)]
+    for column in values:
+        column.primary_key = column.primary_key or column.name in key.split()
     return Table(
         name,
         METADATA,
@@ -125,7 +127,7 @@ def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked:
         Column("checksum", INTEGER, nullable=False),
         sqlite_autoincrement=columns[0].name == "number",
         sqlite_with_rowid=not key,
-        info={"checked": checked.split()},
+        info={"checked": [column.name for column in values if column.name not in unchecked.split()]},
     )
 
 
@@ -147,7 +149,6 @@ VERSIONS = _checked_table(
     "document_versions",
     *(_text(name) for name in (*DocumentName._fields, "version")),
     key="collection id namespace",
-    checked="collection id namespace version",
 )
 """The version of each document whose caller gave one."""
 DOCUMENT_TEXTS = _checked_table(
@@ -155,21 +156,13 @@ DOCUMENT_TEXTS = _checked_table(
     *(_text(name) for name in DocumentName._fields),
     _blob("key"),
     key="collection id namespace key",
-    checked="collection id namespace key",
 )
 """The documents that each text belongs to."""
 Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
-STORED_ENTRIES = _checked_table(
-    "stored_entries", _text("entry"), _text("fingerprint"), key="entry", checked="entry fingerprint"
-)
+STORED_ENTRIES = _checked_table("stored_entries", _text("entry"), _text("fingerprint"), key="entry")
 """Entries that were stored and not deleted, with the fingerprint of their model."""
 ENTRY_CHUNKS = _checked_table(
-    "entry_chunks",
-    _blob("ids_hash"),
-    _text("namespace"),
-    _text("entry"),
-    key="ids_hash namespace entry",
-    checked="ids_hash namespace entry",
+    "entry_chunks", _blob("ids_hash"), _text("namespace"), _text("entry"), key="ids_hash namespace entry"
 )
 """The chunks, as hashes of their token ids, that an entry contains or was computed after."""
 Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
@@ -181,7 +174,7 @@ VARIANTS = _checked_table(
     _text("embedder"),
     _blob("vector"),
     Column("is_stored", INTEGER, nullable=False),
-    checked="entry key embedder vector",
+    unchecked="number is_stored",
 )
 """Requested similar variants of chunks that frameworks added, with the vectors that find their similar chunks."""
 Index("variants_by_key", VARIANTS.c.key)
@@ -194,7 +187,6 @@ TOKEN_IDS = _checked_table(
     _blob("key"),
     _blob("ids"),
     UniqueConstraint("key", "tokenizer", "namespace"),
-    checked="tokenizer namespace key ids",
 )
 """The token ids of texts, for each tokenizer (its fingerprint) and namespace."""
 
@@ -233,16 +225,16 @@ LEASES = Table(
     Column("expires_at", DateTime(timezone=True), nullable=False),
 )
 """The server that works on each document, and the end of its lease."""
-INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name", checked="name value")
+INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name")
 """Facts of the index (embedder, dimension, tokenizer, ...), and its generation."""
-FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), key="path", checked="path version top")
+FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), key="path")
 """The files from which the documents of the index came."""
 DOCUMENTS = _checked_table(
     "documents",
     _number(),
     Column("source", TEXT, nullable=False, unique=True),
     *(_text(name) for name in ("file", "content_hash", "status")),
-    checked="number source file content_hash status",
+    unchecked="",
 )
 Index("documents_by_file", DOCUMENTS.c.file)
 CHUNKS = _checked_table(
@@ -255,12 +247,11 @@ CHUNKS = _checked_table(
     Column("generation", INTEGER, nullable=False),
     _blob("text_key"),
     UniqueConstraint("document", "ordinal"),
-    checked="id document ordinal start end text metadata vector generation text_key",
 )
 Index("chunks_by_text", CHUNKS.c.text_key)
 # A search lists new chunks from this index alone, without reading texts and vectors.
 Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
-ORPHANED_TEXTS = _checked_table("orphaned_texts", _number(), _text("source"), _text("text"), checked="source text")
+ORPHANED_TEXTS = _checked_table("orphaned_texts", _number(), _text("source"), _text("text"))
 """Texts that documents of the index lost. The rows are deleted when the entries are in `pending_deletions`."""
 PENDING_DELETIONS = _checked_table(
     "pending_deletions",
@@ -268,7 +259,6 @@ PENDING_DELETIONS = _checked_table(
     *(_text(name) for name in ("key", "place", "source")),
     _blob("text_key"),
     UniqueConstraint("key", "place"),
-    checked="key place source text_key",
 )
 """Entries to be deleted, and the tier to delete them from, which may be unreachable."""
 INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)

@@ -123,13 +123,8 @@ class _SyncPass:
         keep_missing: bool,
         reader: FileReader,
     ) -> None:
-        self.index, self.scan, self.chunker, self.on_progress, self.keep_missing = (
-            index,
-            scan,
-            chunker,
-            on_progress,
-            keep_missing,
-        )
+        self.index, self.scan, self.chunker = index, scan, chunker
+        self.on_progress, self.keep_missing = on_progress, keep_missing
         self._workers, self._reader = workers, reader
         skipped = [*(ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside), *scan.not_files]
         self.result = SyncResult(failures=list(scan.unreadable), skipped=skipped)
