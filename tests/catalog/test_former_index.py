@@ -1,4 +1,4 @@
-"""The folder of an earlier version, whose index had a database of its own, is read into the catalogue once."""
+"""The index database of an earlier version is copied into the catalogue once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ragblend.index import ChunkIndex, open_index
 
 HERE = Path(__file__).parent
 DUMPS = {FORMER_INDEX_FILE: "former_index.sql", CATALOG_FILE: "former_catalog.sql"}
-"""What `chunks.sqlite` and `catalog.sqlite` had, as the last version with an index of its own wrote them."""
+"""Write `chunks.sqlite` and `catalog.sqlite` as the last version with a separate index database did."""
 OWNER = DocumentName("index:1efb8f56cf484f9e95d941d216b3d3d6")
 DARK, ROCK, GREY, SPLITS = "Basalt is dark.", "Basalt is a rock.", "Slate is grey.", "Slate splits."
 
@@ -98,7 +98,7 @@ def test_a_reading_that_is_cut_short_anywhere_is_finished_by_the_next(
         patch.setattr(former, "remove_file", killed)
         with pytest.raises(KeyboardInterrupt):
             open_index(folder, HashingEmbedder(8))
-    with sqlite3.connect(folder / CATALOG_FILE) as file:  # another process, which had it open, changes it meanwhile
+    with sqlite3.connect(folder / CATALOG_FILE) as file:  # another process has it open and changes it
         assert file.execute("SELECT count(*) FROM chunks").fetchone() == (4,)
         file.execute("DELETE FROM pending_deletions")
     file.close()

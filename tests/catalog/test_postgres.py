@@ -144,7 +144,9 @@ def test_a_server_that_was_restarted_is_found_again_by_the_next_call(own_server:
     registry.add(["before"])
     own_server.stop(stop)
     for _ in range(2):
-        refused(BackendUnreachableError, lambda: registry.add(["meanwhile"]), "127.0.0.1", "/postgres", "refused")
+        refused(
+            BackendUnreachableError, lambda: registry.add(["during the outage"]), "127.0.0.1", "/postgres", "refused"
+        )
     own_server.start()
     assert registry.add(["after"]) == 1
     assert list(registry.texts()) == ["before", "after"]
@@ -251,8 +253,8 @@ def test_who_may_not_open_it_is_told_what_to_correct(postgres: str) -> None:
     assert "postgresql://***@127.0.0.1" in text
     missing = postgres.removesuffix("/postgres") + "/nowhere"
     refused(BackendUnreachableError, lambda: ChunkRegistry(missing), "rejects the connection", "nowhere")
-    nobody = "postgresql://user:hush%2Fhush@127.0.0.1:1/postgres"
-    refused(BackendUnreachableError, lambda: ChunkRegistry(nobody), "does not answer", "refused", "127.0.0.1:1")
+    unused_port = "postgresql://user:hush%2Fhush@127.0.0.1:1/postgres"
+    refused(BackendUnreachableError, lambda: ChunkRegistry(unused_port), "does not answer", "refused", "127.0.0.1:1")
     unknown = "postgresql://user:hush%2Fhush@nowhere.invalid/postgres"
     refused(BackendUnreachableError, lambda: ChunkRegistry(unknown), "nowhere.invalid")
     refused(UsageError, lambda: ChunkRegistry(postgres + "?foo=hush"), "cannot be read", "postgresql://USER")

@@ -19,7 +19,7 @@ def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog:
     former = tmp_path / FORMER_SERVER_FILE
     with closing(sqlite3.connect(former)) as file:
         file.executescript(Path(__file__).with_name("former_documents.sql").read_text())
-    ChunkRegistry(tmp_path / CATALOG_FILE).close()  # whoever opens the folder first
+    ChunkRegistry(tmp_path / CATALOG_FILE).close()  # the first process that opens the folder
     with SentDocumentTable(tmp_path / CATALOG_FILE) as table:
         assert not former.exists()
         found = table.get("", "notes", "1")

@@ -101,7 +101,7 @@ def assert_same(ours: Path, theirs: Path) -> None:
 
 
 def entries(home: Path) -> dict[str, int]:
-    """What is stored: an entry that is written again is another file, with an inode of its own."""
+    """Return the stored files with their inodes. An entry that is written again has another inode."""
     return {path.name: path.stat().st_ino for path in (home / "kv").glob("kv/??/*.safetensors")}
 
 
@@ -192,11 +192,13 @@ def test_a_driver_that_is_killed_goes_on_with_the_same_command(corpus, alone, tm
         assert second.poll() is None
         time.sleep(0.01)
     os.kill(at_work.pop(), signal.SIGKILL)
-    told = json.loads(second.communicate()[0])  # and nothing else: Ray tells of the death elsewhere
+    report = json.loads(second.communicate()[0])  # and no other output: Ray logs the death of the worker
     assert second.returncode == 0
     assert_same(tmp_path, alone("none"))
     stored = entries(tmp_path)
-    assert told["num_new_kv"] + told["num_known_kv"] == len(stored) < told["num_chunks"]  # a text that repeats is one
+    assert (
+        report["num_new_kv"] + report["num_known_kv"] == len(stored) < report["num_chunks"]
+    )  # a text that repeats is one
     assert {name: stored[name] for name in seen} == seen
 
 

@@ -35,7 +35,7 @@ from ragblend.precompute import ingest, open_engine_index, precompute_documents
 FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "James Bell plays chess."
 
 
-PARTS = [" ".join([sentence] * 3) for sentence in (FOX, KERN, BELL)]  # paragraphs that are chunks of their own
+PARTS = [" ".join([sentence] * 3) for sentence in (FOX, KERN, BELL)]  # each paragraph is one chunk
 IN_PARTS: dict[str, Any] = {"chunk_size": 24, "context": "similar"}
 
 
