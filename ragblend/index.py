@@ -165,7 +165,7 @@ class ChunkIndex(IndexedDocuments):
         self._embedder_lock = threading.RLock()  # an embedder may not be thread-safe
         self._embedder = None if isinstance(embedder, str) else embedder
         self._changed = False
-        self._is_behind = False  # the search file lacks changes of a process that was killed before `save`
+        self._is_outdated = False  # the search file lacks changes of a process that was killed before `save`
         self._check_structure()
         self._made_by = self.manifest
         self._id = bytes.fromhex(self.read_metadata().get("id", "")).ljust(16, b"\0")
@@ -300,7 +300,7 @@ class ChunkIndex(IndexedDocuments):
     @property
     def is_saved(self) -> bool:
         """True if `vectors.faiss` contains all changes of this object, and of processes killed before `save`."""
-        return not self._changed and not self._is_behind
+        return not self._changed and not self._is_outdated
 
     def save(self) -> None:
         """Write `vectors.faiss` in one step. After a kill, the next open adds the missing rows.
@@ -313,7 +313,7 @@ class ChunkIndex(IndexedDocuments):
         folder = Directory(self.path, fsync=True, full_hint="Free disk space and run the command again")
         folder.remove_stale_files()
         folder.write(self.path / VECTORS_FILE, data)
-        self._changed = self._is_behind = False
+        self._changed = self._is_outdated = False
 
     def rebuild(self) -> None:
         """Build `vectors.faiss` again from the vectors in the catalogue. Embeds no text."""
@@ -473,7 +473,7 @@ class ChunkIndex(IndexedDocuments):
         stored_generation = self._vectors.generation
         with self.read_transaction():
             self._sync_vectors(force=True)
-        self._is_behind = self._vectors.generation != stored_generation
+        self._is_outdated = self._vectors.generation != stored_generation
         if damage:
             logger.warning("%s; it was rebuilt from %s without loss", damage, CATALOG_FILE)
         if stored_generation < 0:

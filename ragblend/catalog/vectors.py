@@ -81,13 +81,13 @@ class FaissVectors:
         total = len(self)
         if not total:
             return {}
-        wanted, asked = min(k, total), min(2 * k + 8, total)
+        num_wanted, num_read = min(k, total), min(2 * k + 8, total)
         while True:
-            scores, ids = (found[0] for found in self.faiss.search(vector, asked))
-            if asked == total or scores[-1] < scores[wanted - 1]:
+            scores, ids = (found[0] for found in self.faiss.search(vector, num_read))
+            if num_read == total or scores[-1] < scores[num_wanted - 1]:
                 break
-            asked = min(8 * asked, total)  # more vectors may have the last cosine
-        best = np.lexsort((ids, -scores))[:wanted]
+            num_read = min(8 * num_read, total)  # more vectors may have the last cosine
+        best = np.lexsort((ids, -scores))[:num_wanted]
         return dict(zip(ids[best].tolist(), scores[best].tolist(), strict=True))
 
 

@@ -42,13 +42,13 @@ def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> N
     """
     if requested is None and engine.context == engine.default_context == "none":
         return
-    policy, remembered = CONTEXT.validate("context", requested or engine.context), engine.store.read_context()
-    if remembered not in (None, "none", policy):
+    policy, recorded = CONTEXT.validate("context", requested or engine.context), engine.store.read_context()
+    if recorded not in (None, "none", policy):
         raise UsageError(
-            f"the chunks of the store have the context {remembered!r}, not {policy!r}; change it for all chunks: "
+            f"the chunks of the store have the context {recorded!r}, not {policy!r}; change it for all chunks: "
             f"ragblend precompute --context {policy}"
         )
-    if policy != remembered or policy != engine.context:
+    if policy != recorded or policy != engine.context:
         engine.set_context_policy(policy)
 
 

@@ -53,8 +53,8 @@ class RegisteredChunkFinder:
 
         The texts that such a variant was computed after were removed, or no similar text existed when it was added.
         """
-        lost = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
-        return [Chunk(each.text, context="similar") for each in lost]
+        missing = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
+        return [Chunk(each.text, context="similar") for each in missing]
 
     def mark_stored(self, chunks: Iterable[Chunk]) -> None:
         """Record which similar variants among `chunks` are stored."""

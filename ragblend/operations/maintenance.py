@@ -174,8 +174,8 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     indexed = {chunk.text.strip() for chunk in chunks}
     with open_registry(engine.store) as registry:
         others = [Chunk(text) for text in registry.texts() if text not in indexed]
-        behind = [chunk for chunk in chunk_variants(chunks, engine.context) if chunk.context is not None]
-        again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
+        variants = [chunk for chunk in chunk_variants(chunks, engine.context) if chunk.context is not None]
+        again = [chunk for chunk in (*variants, *others) if engine.key(chunk) in lost] if lost else []
         repaired = precompute_chunks(
             [*chunks, *again],
             engine,
@@ -372,8 +372,8 @@ def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) ->
 
 def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[str]:
     """Yield the keys of entries that no chunk in use needs."""
-    behind_prefix = (header for header in headers if header.prefix_ids)
-    found = find_orphaned_keys(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
+    after_prefix = (header for header in headers if header.prefix_ids)
+    found = find_orphaned_keys(after_prefix, lambda ids: None if ids in used.ids else True, used.joint)
     return (key for key, _ in found)
 
 
