@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from ragblend.catalog.schema import DocumentName
 from ragblend.errors import RagblendError, StoreMismatchError
 from ragblend.files.directory import remove_file
-from ragblend.files.sqlite import connect, transaction, wrap_sqlite_errors
+from ragblend.files.sqlite import connect, wrap_sqlite_errors
 from ragblend.files.store_folder import (
     FORMER_INDEX_FILE,
     FORMER_MANIFEST,
@@ -115,7 +115,9 @@ def _copy(
 ) -> int:
     """Copy the tables. Return the number of rows of the first one."""
     former.create_function("name_part", 2, lambda document, part: _split(str(document))[part], deterministic=True)
-    with transaction(former, "DEFERRED"), transaction(connection, "IMMEDIATE"):
+    former.execute("BEGIN")
+    connection.execute("BEGIN IMMEDIATE")
+    with former, connection:  # both commit, or roll back after an error
         tables = {name for (name,) in former.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if path.name == FORMER_INDEX_FILE and tables:
             _check_index(former, path)

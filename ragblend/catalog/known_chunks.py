@@ -61,19 +61,19 @@ class KnownChunks:
         self._registry.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
-        return isinstance(text, str) and self._ask(lambda: self._contains(text), False)
+        return isinstance(text, str) and self._unless_outage(lambda: self._contains(text), False)
 
     def _contains(self, text: str) -> bool:
-        with self._turn():
+        with self._hold_lock():
             self._drop_stale_caches()
             return self._has_text(text)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the runs of chunks in a prompt, in prompt order. They do not overlap."""
-        return self._ask(lambda: self._find_runs(token_ids), [])
+        return self._unless_outage(lambda: self._find_runs(token_ids), [])
 
     def _find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
-        with self._turn():
+        with self._hold_lock():
             self._update()
             index = self._index
         runs = index.find_runs(token_ids) if len(index) else []
@@ -83,7 +83,7 @@ class KnownChunks:
             if (ids := self._cached_ids(run.chunk)) is not None
         ]
 
-    def _ask(self, call: Callable[[], T], default: T) -> T:
+    def _unless_outage(self, call: Callable[[], T], default: T) -> T:
         """Return the call's result, or the default while the registry's server does not answer.
 
         After a pause, one caller queries the server again. Other callers get the default and do not wait.
@@ -104,7 +104,7 @@ class KnownChunks:
         return found
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Hold the lock. Raise BackendUnreachableError if another call failed while this one waited for the lock."""
         num_failures = self._num_failures
         with self._lock:
@@ -114,7 +114,7 @@ class KnownChunks:
                 yield
             except BackendUnreachableError as error:
                 self._num_failures += 1
-                self._record_outage(error)
+                self._record_outage(error)  # before a waiting call fails, so that this error is logged
                 raise
 
     def _record_outage(self, error: BackendUnreachableError) -> None:

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.directory import probe_disk_full, to_write_error
@@ -54,25 +53,6 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
         connection.close()
         raise
     return connection
-
-
-@contextmanager
-def transaction(connection: sqlite3.Connection, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
-    """Run the block in a transaction: DEFERRED to read one state, IMMEDIATE to write as the only process.
-
-    Inside another transaction, the block is part of that one.
-    """
-    if connection.in_transaction:
-        yield
-        return
-    connection.execute(f"BEGIN {kind}")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        with suppress(sqlite3.Error):
-            connection.execute("ROLLBACK")
-        raise
 
 
 def row_checksum(*columns: object) -> int:
