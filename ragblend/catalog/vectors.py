@@ -22,8 +22,8 @@ _TRAILER = struct.Struct("<16sq32s")  # the index's id, the generation, and the 
 
 
 class FaissVectors:
-    """A FAISS index of the catalogue's unit vectors [dim] by row id, at one `generation` of the catalogue. `sync` adds
-    or rebuilds what is missing or stale.
+    """A FAISS index of the catalogue's unit vectors [dim] by row id, at one `generation` of the catalogue. `sync`
+    updates the vectors to the latest generation.
     """
 
     def __init__(self, dim: int, generation: int = -1) -> None:
