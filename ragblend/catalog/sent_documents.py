@@ -56,13 +56,13 @@ class WaitingDocument(NamedTuple):
     body: dict[str, Any]
 
     @property
-    def name(self) -> str:
-        """A unique name of the document, the same for all its versions."""
-        return document_name(self.namespace, self.collection, self.id)
+    def lease_name(self) -> str:
+        """Name of the document in `Leases`, the same for all its versions."""
+        return lease_name(self.namespace, self.collection, self.id)
 
 
-def document_name(namespace: str, collection: str, document_id: str) -> str:
-    """Return a unique name for a document, as JSON."""
+def lease_name(namespace: str, collection: str, document_id: str) -> str:
+    """Return the name of a document in `Leases`: namespace, collection and id as JSON."""
     return json.dumps([namespace, collection, document_id])
 
 
@@ -99,21 +99,21 @@ class SentDocumentTable(Catalog):
         """Return the documents to store next, all of one collection, in the order in which they were sent.
 
         There are at most `limit`. Their bodies have at most `max_chars` characters in all, unless the first alone has
-        more. `taken`: the names (`WaitingDocument.name`) of documents to leave out.
+        more. `taken`: the names (`WaitingDocument.lease_name`) of documents to leave out.
         """
         waiting = select(_ROW.namespace, _ROW.collection, _ROW.id).where(_ROW.body.is_not(None)).order_by(_ROW.number)
         columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.version, _ROW.body)
         found: list[WaitingDocument] = []
         with self._transaction("DEFERRED") as connection:
             first = connection.execute(waiting.limit(1 + len(taken))).all()
-            owner = next((row for row in first if document_name(*row) not in taken), None)
+            owner = next((row for row in first if lease_name(*row) not in taken), None)
             if owner is None:
                 return []
             is_next = (_ROW.body.is_not(None), _ROW.namespace == owner.namespace, _ROW.collection == owner.collection)
             query = select(*columns).where(*is_next).order_by(_ROW.number).limit(limit + len(taken))
             with connection.execute(query) as rows:
                 for *values, body in rows:
-                    if taken and document_name(*values[1:4]) in taken:
+                    if taken and lease_name(*values[1:4]) in taken:
                         continue
                     max_chars -= len(body)
                     if found and (max_chars < 0 or len(found) == limit):

@@ -32,7 +32,7 @@ from ragblend.catalog.sent_documents import (
     SentDocumentTable,
     StoredCounts,
     WaitingDocument,
-    document_name,
+    lease_name,
 )
 from ragblend.catalog.vectors import normalize_rows
 from ragblend.chunker import split
@@ -133,7 +133,7 @@ class Documents:
                 if not ids:
                     return 0, 0
                 self._table.begin_removal(namespace, collection, ids)
-                names = [document_name(namespace, collection, each) for each in ids]
+                names = [lease_name(namespace, collection, each) for each in ids]
                 with self._leased(names, _REMOVAL_WAIT_S) as leased:
                     if len(leased) < len({*names}):
                         raise _BusyError("another server is storing these documents; try again")
@@ -193,8 +193,8 @@ class Documents:
                 batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.leased_by_others())
                 if not batch:
                     return False
-                with self._leased([row.name for row in batch]) as leased:
-                    mine = self._table.still_waiting(row for row in batch if row.name in leased)
+                with self._leased([row.lease_name for row in batch]) as leased:
+                    mine = self._table.still_waiting(row for row in batch if row.lease_name in leased)
                     self._store_by_embedder(mine)
                 return True
         except _BusyError:
