@@ -310,8 +310,8 @@ class IndexedDocuments:
                 raise self._not_found(source)
             self._advance()
             self._delete_document(connection, found.number)
-            notes = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
-            self.record_files(IngestedFile(note.path, "", note.top) for note in notes)  # the file is read again
+            records = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
+            self.record_files(IngestedFile(record.path, "", record.top) for record in records)  # the file is read again
             self._record_orphans(connection, source, (row.text for row in old))
         return len(old)
 
@@ -327,9 +327,9 @@ class IndexedDocuments:
                 raise self._not_found(source)
             _update(connection, DOCUMENTS, rows, status=status)
 
-    def record_files(self, notes: Iterable[IngestedFile]) -> None:
+    def record_files(self, records: Iterable[IngestedFile]) -> None:
         """Record ingested files, each in place of its older record. A file without documents is not recorded."""
-        if given := {note.path: note._asdict() for note in notes}:
+        if given := {record.path: record._asdict() for record in records}:
             with self._write() as connection:
                 paths = [{"b_path": path} for path in given]
                 connection.execute(delete(FILES).where(matches(FILES, "path")), paths)

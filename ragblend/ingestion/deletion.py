@@ -40,16 +40,16 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     disk = engine.store.disk_tier
     if disk is not None:
         disk.clean()
-    left = index.orphaned_texts()
-    if not left.last_number and not index.pending_deletions():
+    orphaned = index.orphaned_texts()
+    if not orphaned.last_number and not index.pending_deletions():
         return 0, ""
     with index.registry_for(engine.store) as registry:
         if hasattr(engine, "remove_documents"):  # a server deletes replaced texts when it receives the new version
-            num_removed: int = engine.remove_documents(index.collection or "langchain", left.sources)
-            index.schedule_deletions((), left)
+            num_removed: int = engine.remove_documents(index.collection or "langchain", orphaned.sources)
+            index.schedule_deletions((), orphaned)
             return num_removed, ""
-        if left.last_number:
-            _schedule_deletions(left, index, engine, registry)
+        if orphaned.last_number:
+            _schedule_deletions(orphaned, index, engine, registry)
         index.registry.truncate_log()
         registry.truncate_log()
         return _run_deletions(index, engine, registry)
@@ -60,23 +60,23 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
     return {*index.orphaned_texts().sources, *(entry.source for entry in index.pending_deletions())}
 
 
-def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
+def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Release the texts in the registry, and record their entries in place of the texts."""
-    gone = registry.release(left.texts, DocumentName(index.collection))
-    for source in left.sources:
+    released = registry.release(orphaned.texts, DocumentName(index.collection))
+    for source in orphaned.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
     pending = []
-    for key, text in keys_to_delete(gone, engine, registry, everywhere=True).items():
-        pending += [PendingDeletion(key, place, left.source_of.get(text, ""), text_key(text)) for place in places]
-    if gone and engine.context == "similar":
+    for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
+        pending += [PendingDeletion(key, place, orphaned.source_of.get(text, ""), text_key(text)) for place in places]
+    if released and engine.context == "similar":
         unseen = _find_unseen_remote_keys(
             (engine.key(Chunk(text, context="similar")) for text in index.texts()), engine, places
         )
         pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
     with index.write_transaction():  # also a transaction of the registry if they share a catalogue
         registry.remove_stored_entries({entry.key for entry in pending})
-        index.schedule_deletions(pending, left)
+        index.schedule_deletions(pending, orphaned)
 
 
 def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
@@ -98,11 +98,11 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
 
     Return the number of deleted entries, and the error of an unreachable remote tier, or "".
     """
-    places, noted = _map_deleters(engine), index.pending_deletions()
-    gone: set[str] = set()
+    places, recorded = _map_deleters(engine), index.pending_deletions()
+    deleted: set[str] = set()
     problem = ""
     for place, delete in places.items():
-        entries = [entry for entry in noted if entry.place == place]
+        entries = [entry for entry in recorded if entry.place == place]
         for start in range(0, len(entries), _BATCH):
             batch, done, unwanted = entries[start : start + _BATCH], list[PendingDeletion](), list[str]()
             with index.write_transaction(), registry.block_additions() as is_registered:
@@ -111,7 +111,7 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
                         if not is_registered(entry.text_key) and index.is_deletion_pending(entry):
                             unwanted.append(entry.key)
                             if delete(entry.key):
-                                gone.add(entry.key)
+                                deleted.add(entry.key)
                         done.append(entry)
                 except BackendUnreachableError as error:
                     problem = str(error)
@@ -120,7 +120,7 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
                     registry.remove_entry_chunks(unwanted)  # including entries that were evicted earlier
             if problem:
                 break
-    return len(gone), problem
+    return len(deleted), problem
 
 
 def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
@@ -222,14 +222,14 @@ def delete_old_texts(
     texts_of: the texts that each document keeps. Documents of other namespaces do not count. Return the number of
     deleted entries, and the error of an unreachable remote tier, or "".
     """
-    gone = registry.preview_release(texts_of)
-    num_removed, problem = _delete_kv(gone, engine, registry)
+    released = registry.preview_release(texts_of)
+    num_removed, problem = _delete_kv(released, engine, registry)
     for name, texts in texts_of.items():  # after the deletion, so that after a kill the same call finds the texts
         registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
-    registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in gone)  # of this namespace only
-    if gone and _has_similar(engine, registry):  # another process may have stored a variant before the release
-        num_late, late_problem = _delete_kv(gone, engine, registry)
+    registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in released)  # of this namespace only
+    if released and _has_similar(engine, registry):  # another process may have stored a variant before the release
+        num_late, late_problem = _delete_kv(released, engine, registry)
         num_removed, problem = num_removed + num_late, problem or late_problem
-    if gone:
+    if released:
         registry.truncate_log()
     return num_removed, problem

@@ -128,13 +128,13 @@ class _SyncPass:
         self._workers, self._reader = workers, reader
         skipped = [*(ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside), *scan.not_files]
         self.result = SyncResult(failures=list(scan.unreadable), skipped=skipped)
-        self._notes, self._known = index.files(), index.documents()  # by path
+        self._records, self._known = index.files(), index.documents()  # by path
         self._unread: set[str] = set()  # existing files that could not be read; their documents are kept
         self._empty: set[str] = set()  # files that were read and are no documents
         self._made_by: dict[str, str] = {}  # file by source
         self._waiting: list[tuple[Document, str, list[Chunk]]] = []
         self._finished: list[tuple[IngestedFile, list[str]]] = []  # recorded after the waiting documents are indexed
-        self._coming: deque[_Batch] = deque()  # being embedded, oldest first
+        self._batches: deque[_Batch] = deque()  # being embedded, oldest first
         self._saved_s, self._num_embedded = perf_counter(), 0
 
     def read(self, path: str) -> None:
@@ -142,9 +142,9 @@ class _SyncPass:
         try:
             file = self._reader.open(path)
             version = self._make_file_version(path, file.digest)
-            note = self._notes.get(path)
-            if note is not None and note.version == version:
-                self._record_unchanged(note)
+            record = self._records.get(path)
+            if record is not None and record.version == version:
+                self._record_unchanged(record)
             else:
                 self._queue_changed(path, version, file.read())
         except FileNotFoundError:  # deleted after its folder was listed, or a broken link
@@ -162,39 +162,39 @@ class _SyncPass:
         self.on_progress("read", len(self.result.sources), None)
         self._flush_if_many()
 
-    def _record_unchanged(self, note: IngestedFile) -> None:
-        sources = list(self._known.get(note.path, ()))
+    def _record_unchanged(self, record: IngestedFile) -> None:
+        sources = list(self._known.get(record.path, ()))
         self.result.sources += sources
         self.result.num_unchanged += len(sources)
-        self._made_by.update(dict.fromkeys(sources, note.path))
-        if (top := self._find_scan_root(note.path)) != note.top:
-            self._finished.append((note._replace(top=top), []))
+        self._made_by.update(dict.fromkeys(sources, record.path))
+        if (top := self._find_scan_root(record.path)) != record.top:
+            self._finished.append((record._replace(top=top), []))
 
     def _queue_changed(self, path: str, version: str, contents: FileContents) -> None:
-        had, sources = self._known.get(path, {}), []
+        old_hashes, sources = self._known.get(path, {}), []
         for document in contents.documents:
             source = document.source
             sources.append(source)
             self._made_by[source] = path
-            wanted = f"{document.content_hash}:{self.chunker.version}"
-            if had.get(source) == wanted:
+            document_version = f"{document.content_hash}:{self.chunker.version}"
+            if old_hashes.get(source) == document_version:
                 self.result.num_unchanged += 1
                 continue
             chunks = locate(document, self.chunker.split(document))
             log.info("%s: %d characters in %d chunks", display_source(source), len(document.text), len(chunks))
-            self._waiting.append((document, wanted, chunks))
-            self.result.num_updated += source in had
-            self._flush_if_many()  # a file may hold more documents than memory
-        gone = [source for source in had.keys() - set(sources) if not contents.may_be_unread(source)]
+            self._waiting.append((document, document_version, chunks))
+            self.result.num_updated += source in old_hashes
+            self._flush_if_many()  # the documents of a file may be larger than memory
+        missing_sources = [source for source in old_hashes.keys() - set(sources) if not contents.may_be_unread(source)]
         self.result.notes += (ReadFailure(source, sentence) for sentence, source in contents.notes.items())
         if contents.failure:
             self.result.failures.append(ReadFailure(path, contents.failure))
         # Without a version, the next ingestion reads the file again: to report the failure again, or remove documents.
-        is_done = not contents.failure and not (gone and self.keep_missing)
-        note = IngestedFile(path, version if is_done else "", self._find_scan_root(path))
-        self._finished.append((note, [] if self.keep_missing else sorted(gone)))
+        is_done = not contents.failure and not (missing_sources and self.keep_missing)
+        record = IngestedFile(path, version if is_done else "", self._find_scan_root(path))
+        self._finished.append((record, [] if self.keep_missing else sorted(missing_sources)))
         self.result.sources += sources
-        if path not in self._notes:
+        if path not in self._records:
             self.result.new_versions.add(version)
 
     def _flush_if_many(self) -> None:
@@ -204,11 +204,11 @@ class _SyncPass:
     def flush(self, num_ahead: int) -> None:
         """Start to embed the waiting documents. Index the oldest batches until `num_ahead` are left."""
         texts = [chunk.text for _, _, chunks in self._waiting for chunk in chunks]
-        self._coming.append(_Batch(self._waiting, self._finished, self._embed(texts)))
+        self._batches.append(_Batch(self._waiting, self._finished, self._embed(texts)))
         self._waiting, self._finished = [], []
-        while len(self._coming) > num_ahead:
-            self._commit(self._coming[0])
-            self._coming.popleft()  # not before: `read` records an error as its file's, and the last `flush` raises it
+        while len(self._batches) > num_ahead:
+            self._commit(self._batches[0])
+            self._batches.popleft()  # not before: `read` records an error as its file's, and the last `flush` raises it
         if perf_counter() - self._saved_s > _SAVE_EVERY_S:
             self.index.save()
             self._saved_s = perf_counter()
@@ -233,24 +233,24 @@ class _SyncPass:
                 first += len(chunks)
             self._num_embedded += first
             self.on_progress("embed", self._num_embedded, None)
-        for _, gone in batch.files:
-            self._remove(gone)
+        for _, missing_sources in batch.files:
+            self._remove(missing_sources)
         if batch.files:
-            self.index.record_files(note for note, _ in batch.files)
+            self.index.record_files(record for record, _ in batch.files)
 
     def remove_missing(self) -> None:
         """Remove the documents of missing files."""
-        for note in self.index.files().values():
-            if self.scan.is_covered(note.path) and self._is_missing(note):
-                self._remove(self._known.get(note.path, ()))
+        for record in self.index.files().values():
+            if self.scan.is_covered(record.path) and self._is_missing(record):
+                self._remove(self._known.get(record.path, ()))
 
-    def _is_missing(self, note: IngestedFile) -> bool:
-        path, scan = note.path, self.scan
+    def _is_missing(self, record: IngestedFile) -> bool:
+        path, scan = record.path, self.scan
         if path in self._empty or path in scan.links:
             return True
         if path in self._unread or path in scan.filtered_out or scan.is_below_unreadable(path):
             return False
-        return _is_deleted(path) or scan.is_hidden(path, note.top)
+        return _is_deleted(path) or scan.is_hidden(path, record.top)
 
     def _remove(self, sources: Iterable[str]) -> None:
         for source in sources:
@@ -260,8 +260,8 @@ class _SyncPass:
 
     def _find_scan_root(self, path: str) -> str:
         """Return the path through which the file was ingested; after several ingestions the uppermost folder."""
-        top, note = self.scan.files[path], self._notes.get(path)
-        return note.top if note is not None and is_in(top, note.top) else top
+        top, record = self.scan.files[path], self._records.get(path)
+        return record.top if record is not None and is_in(top, record.top) else top
 
     def _make_file_version(self, path: str, digest: str) -> str:
         return f"{digest}:{self._reader.version(path)}:{self.chunker.version}"
@@ -273,9 +273,9 @@ def find_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) ->
     A moved folder is such a case: its documents are in the index twice.
     """
     lost: dict[str, int] = {}
-    for note in index.files().values() if result.new_versions else ():
-        if note.version in result.new_versions and not scan.is_covered(note.path) and _is_deleted(note.path):
-            lost[note.top] = lost.get(note.top, 0) + 1
+    for record in index.files().values() if result.new_versions else ():
+        if record.version in result.new_versions and not scan.is_covered(record.path) and _is_deleted(record.path):
+            lost[record.top] = lost.get(record.top, 0) + 1
     return lost
 
 
