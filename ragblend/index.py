@@ -292,11 +292,6 @@ class ChunkIndex(IndexedDocuments):
         self._changed = True
         return num_removed
 
-    def set_chunker(self, chunk_size: int, splitter: str = "") -> None:
-        """Record the chunk size in tokens, or the name of the splitter, of the following documents."""
-        self.write_metadata(chunk_size=chunk_size, splitter=splitter)
-        self._changed = True
-
     @property
     def is_saved(self) -> bool:
         """True if `vectors.faiss` contains all changes of this object, and of processes killed before `save`."""

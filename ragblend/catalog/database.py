@@ -20,14 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.postgres import PostgresDialect, is_postgres_url
-from ragblend.catalog.schema import (
-    CHECKED_TABLES,
-    ENTRY_CHUNKS,
-    TEXTS,
-    checksummed_columns,
-    is_intact,
-    text_key,
-)
+from ragblend.catalog.schema import CHECKED_TABLES, ENTRY_CHUNKS, TEXTS, checksummed_columns, is_intact, text_key
 from ragblend.catalog.sqlite import SqliteDialect
 from ragblend.config import trusted_setting
 from ragblend.errors import CorruptError
@@ -48,12 +41,6 @@ def resolve_catalog(folder: Path, url: str | None = None) -> str | Path:
     return folder / CATALOG_FILE if url is None else str(TierOptions(catalog=url).catalog)
 
 
-def _open_dialect(place: str | Path | None) -> Dialect:
-    if isinstance(place, str) and is_postgres_url(place):
-        return PostgresDialect(place)
-    return SqliteDialect(user_path(place, "catalog").absolute() if place is not None else None)
-
-
 class Catalog:
     """The catalogue at `place`: an SQLite file, the URL of a PostgreSQL database, or None for one in memory.
 
@@ -63,7 +50,14 @@ class Catalog:
     """
 
     def __init__(self, place: str | Path | None = None) -> None:
-        self._dialect = _open_dialect(place)
+        self._dialect: Dialect
+        if isinstance(place, str) and is_postgres_url(place):
+            self._dialect = PostgresDialect(place)
+        else:
+            self._dialect = SqliteDialect(user_path(place, "catalog").absolute() if place is not None else None)
+        self.name = self._dialect.name  # the file, or the URL without user and password, for messages
+        self.key = self._dialect.key  # equal for catalogues over the same database; None for one in memory
+        self.is_shared = self._dialect.is_shared  # True for a database server, which stores on several machines share
         self._lock = threading.RLock()
         self._connection: Connection | None = None
         self._is_writing = False
@@ -71,21 +65,6 @@ class Catalog:
         _OPEN_CATALOGS.add(self)
         with self._locked():  # an error is raised here, not at the first prompt
             pass
-
-    @property
-    def key(self) -> object:
-        """Equal for catalogues over the same database; None for one in memory."""
-        return self._dialect.key
-
-    @property
-    def name(self) -> str:
-        """The file, or the URL without user and password, for messages."""
-        return self._dialect.name
-
-    @property
-    def is_shared(self) -> bool:
-        """True for a database server's catalogue, which stores on several machines may share."""
-        return self._dialect.is_shared
 
     def close(self) -> None:
         """Close the file. No data is lost; the next call opens the file again."""
@@ -119,7 +98,7 @@ class Catalog:
             found = self.find_structure_problems()
             for what, damaged in self._damaged_rows().items():
                 if damaged:
-                    found.append(f"{self._dialect.name}: the checksums of {len(damaged)} {what} do not match")
+                    found.append(f"{self.name}: the checksums of {len(damaged)} {what} do not match")
             return found
 
     def remove_damaged_rows(self) -> None:
@@ -136,7 +115,7 @@ class Catalog:
 
     def damage_error(self, what: str) -> CorruptError:
         """Return the error to raise for damaged rows; `what` says which. Its message contains the fix."""
-        return CorruptError(f"{self._dialect.name}: {what}. {self._dialect.fix_hint()}")
+        return CorruptError(f"{self.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:
         return self

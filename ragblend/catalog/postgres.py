@@ -228,21 +228,16 @@ def _engine(url: str) -> Engine:
 
 def _connect(url: str) -> Any:
     """Return a connection in autocommit mode, which closes itself if the server stops answering."""
+    from psycopg.conninfo import conninfo_to_dict
+
+    options = conninfo_to_dict(url).get("options") or ""
     return _connection_class().connect(
         url,
         autocommit=True,
         connect_timeout=CONNECT_TIMEOUT_S,
         application_name="ragblend",
-        options=_options(url),
+        options=f"{options} -c lock_timeout={int(LOCK_TIMEOUT_S * 1000)}".strip(),
     )
-
-
-def _options(url: str) -> str:
-    """Return the session's settings: the URL's own, and the lock timeout."""
-    from psycopg.conninfo import conninfo_to_dict
-
-    given = conninfo_to_dict(url).get("options") or ""
-    return f"{given} -c lock_timeout={int(LOCK_TIMEOUT_S * 1000)}".strip()
 
 
 @cache

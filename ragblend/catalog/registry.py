@@ -139,7 +139,7 @@ class ChunkRegistry(Catalog):
             known = {row.name: row.value for row in connection.execute(query)}
             if known and key not in known and not new_model:
                 raise StoreMismatchError(
-                    f"{self._dialect.name} is the catalogue of {', '.join(sorted(known.values()))}, but the engine "
+                    f"{self.name} is the catalogue of {', '.join(sorted(known.values()))}, but the engine "
                     f"runs {name}; name another database or schema: `catalog`"
                 )
             if key not in known:

@@ -14,15 +14,7 @@ from uuid import uuid4
 from sqlalchemy import ColumnElement, case, cast, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog
-from ragblend.catalog.schema import (
-    INTEGER,
-    SENT_DOCUMENTS,
-    DocumentName,
-    StoredCounts,
-    existing,
-    is_among,
-    matches,
-)
+from ragblend.catalog.schema import INTEGER, SENT_DOCUMENTS, DocumentName, StoredCounts, existing, is_among, matches
 
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +33,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
         f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
         + (f"\n{report.problem}" if report.problem else "")
     )
-    print_result(report._asdict(), text, json_)
+    print_result(asdict(report), text, json_)
     if report.num_dropped:
         raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
 

@@ -85,7 +85,8 @@ def _entry_folders(folder: Path) -> Iterator[Path]:
 
 def _migrate(folder: Path) -> bool:
     """Move the files of an earlier layout. Return False if the folder is read-only; the files are then not moved."""
-    if not _has_former_files(folder):
+    is_current = next(_entry_folders(folder), None) is None
+    if is_current and not _has_former_index(folder) and not _has_former_metadata(folder):
         return True
     try:
         with _locked(folder):
@@ -95,10 +96,6 @@ def _migrate(folder: Path) -> bool:
             raise to_write_error(error, folder) from error
         return False
     return True
-
-
-def _has_former_files(folder: Path) -> bool:
-    return _has_former_index(folder) or _has_former_metadata(folder) or next(_entry_folders(folder), None) is not None
 
 
 def _has_former_index(folder: Path) -> bool:

@@ -94,7 +94,7 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
                     "given; use one (ragblend.ingest, ragblend precompute), or the context 'none'"
                 )
             context_texts = tuple(reversed(index.similar_texts(chunk.text, NUM_SIMILAR, is_allowed)))  # nearest last
-            while context_texts and not _fits(chunk, context_texts, engine):
+            while context_texts and _num_prefill_tokens(chunk, context_texts, engine) > engine.context_length:
                 context_texts = context_texts[1:]
             chunk = replace(chunk, context_texts=context_texts)
             if not context_texts:
@@ -129,10 +129,6 @@ def explain_unfit_text(text: str, engine: Engine) -> str:
         f"it has {num_tokens} tokens with the system text, but {engine.name} reads {engine.context_length}; split it "
         "into chunks that leave space for a question"
     )
-
-
-def _fits(chunk: Chunk, context_texts: Sequence[str], engine: Engine) -> bool:
-    return _num_prefill_tokens(chunk, context_texts, engine) <= engine.context_length
 
 
 def _num_prefill_tokens(chunk: Chunk, context_texts: Sequence[str], engine: Engine) -> int:

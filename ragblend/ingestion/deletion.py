@@ -16,7 +16,6 @@ from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
-from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
@@ -147,18 +146,14 @@ def keys_to_delete(
         for ids, text in text_of.items():
             for entry in dict.fromkeys(chain.from_iterable(registry.entries_of_chunks((ids, ids + joint), namespace))):
                 keys.setdefault(entry, text)
-        mine = (header for header in _unrecorded_headers(engine.store) if header.namespace == namespace)
-        for entry, text in find_orphaned_keys(mine, text_of.get, joint):
+        unrecorded = chain.from_iterable(tier.headers() for tier in engine.store.tiers if tier.disk_tier is None)
+        headers = (header for header in unrecorded if header.namespace == namespace)
+        for entry, text in find_orphaned_keys(headers, text_of.get, joint):
             keys.setdefault(entry, text)
     for text in texts:
         for version in all_variants(text):
             keys.setdefault(engine.key(version), text)
     return keys
-
-
-def _unrecorded_headers(store: KVStore) -> Iterator[KVHeader]:
-    """Yield the headers of the tiers without a disk tier, because only the disk tier's entries are recorded."""
-    return chain.from_iterable(tier.headers() for tier in store.tiers if tier.disk_tier is None)
 
 
 def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:

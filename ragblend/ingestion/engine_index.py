@@ -72,7 +72,7 @@ def resolve_chunker(
                 f"the chunker changes from {made.chunker} to {name or f'{size} tokens'}: the documents of this "
                 "ingestion are split and prefilled again, other documents when they are ingested"
             )
-        index.set_chunker(size, name)
+        index.write_metadata(chunk_size=size, splitter=name)
     if splitter is not None:
         return ChunkerConfig(splitter, name)
     return ChunkerConfig(lambda document: split(document, engine.renderer.count_tokens, size), str(size))

@@ -406,14 +406,15 @@ class _EntrySummary:
                         yield key
 
 
-class PushReport(NamedTuple):
+@dataclass(slots=True)
+class PushReport:
     """Result of `push_store`, as numbers of entries and bytes."""
 
-    num_sent: int
-    num_known: int  # entries that the remote tier had
-    num_damaged: int
-    num_dropped: int  # entries that were not sent
-    sent_bytes: int
+    num_sent: int = 0
+    num_known: int = 0  # entries that the remote tier had
+    num_damaged: int = 0
+    num_dropped: int = 0  # entries that were not sent
+    sent_bytes: int = 0
     problem: str = ""  # why the last dropped entry was not sent
     is_full: bool = False  # the remote tier has no free space
 
@@ -433,27 +434,28 @@ def push_store(
     disk.clean()
     remote.clean()
     known, keys = set(remote.keys()), list(disk.keys())
-    num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
-    problem, is_full = "", False
+    report = PushReport()
     for done, key in enumerate(keys, start=1):
         if key in known:
-            num_known += 1
+            report.num_known += 1
         elif not remote.breaker.is_closed:
-            num_dropped += 1
+            report.num_dropped += 1
         else:
             try:
                 found = disk.get(key)
                 if found is not None:
                     remote.send(found)
-                    num_sent, sent_bytes = num_sent + 1, sent_bytes + found.nbytes
+                    report.num_sent += 1
+                    report.sent_bytes += found.nbytes
                 else:
-                    num_damaged += 1
+                    report.num_damaged += 1
             except DamagedEntryError:
-                num_damaged += 1
+                report.num_damaged += 1
             except (BackendUnreachableError, StoreFullError) as error:
-                num_dropped, problem, is_full = num_dropped + 1, str(error), isinstance(error, StoreFullError)
+                report.num_dropped += 1
+                report.problem, report.is_full = str(error), isinstance(error, StoreFullError)
         progress("push", done, len(keys))
-    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem, is_full)
+    return report
 
 
 class _LiveChunks(NamedTuple):
