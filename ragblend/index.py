@@ -356,7 +356,8 @@ class ChunkIndex(IndexedDocuments):
         neighbours: number of chunks before and after each hit in its document to return as well, without duplicates.
         order: "score" sorts by hit; "document" sorts documents by their best hit, and their chunks by reading order.
         is_allowed: returns False for chunks to leave out, both hits and neighbours; None allows all.
-        The search includes every committed document of any process. Raises UsageError for other values.
+        The search includes every committed document of any process. Raises UsageError for `k` below 1, negative
+        `neighbours` or another `order`.
         """
         if k < 1 or neighbours < 0 or order not in ("score", "document"):
             raise UsageError(

@@ -53,9 +53,9 @@ def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> N
 
 
 def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """Return the variants of `chunks` that a store of this policy keeps: each alone and, if "similar", after others.
+    """Return `chunks` and, for the policy "similar", a similar variant of each.
 
-    `attach_similar_texts` adds the texts that similar variants are computed after.
+    `attach_similar_texts` adds the texts that a similar variant is computed after.
     """
     found: list[Chunk] = []
     for chunk in chunks:

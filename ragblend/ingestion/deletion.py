@@ -32,9 +32,9 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     """Delete the KV, registry rows and pins of texts that the index's documents have lost.
 
-    Return the number of deleted entries, and the error of an unreachable remote tier, or "". The next call by an engine
-    with that tier deletes its entries; this machine then stores only their keys. Texts that a framework's document also
-    has are kept, and so are texts that were added again.
+    Texts that a framework's document also has are kept, and so are texts that were added again. Return the number of
+    deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay recorded,
+    and the next call by an engine with the tier deletes them.
     """
     disk = engine.store.disk_tier
     if disk is not None:
