@@ -187,7 +187,7 @@ def test_an_embedder_of_the_same_name_that_returns_other_vectors_is_refused_befo
         for embeds in (lambda: index.search("Who?"), lambda: index.add_document("new", "h", [Chunk("x", "new")])):
             with pytest.raises(
                 StoreMismatchError,
-                match=r"another model or revision .*'hashing'.* apart .*delete ",
+                match=r"another model or revision .*'hashing'.* distance 1\.41 .*delete ",
             ):
                 embeds()
         assert index.sources() == list(FACTS)
@@ -645,7 +645,7 @@ def test_an_index_that_was_embedded_the_old_way_is_told_apart_and_says_what_to_d
         index.create(facts)  # as it was written before
     old = open_index(tmp_path / "old")
     assert old.manifest.embedder_version == 1
-    with pytest.raises(StoreMismatchError, match=r"version 1 of 'minilm', this is version 2.*ingest DOCS --store"):
+    with pytest.raises(StoreMismatchError, match=r"version 1 of 'minilm', but this is version 2.*ingest DOCS --store"):
         old.search("Who?")
     old.close()
     for embedder in ("minilm", MiniLMEmbedder()):

@@ -52,10 +52,7 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify`, with the results of a repair. The values of dictionaries are reasons.
-
-    `orphans` and `num_without_kv` are None without an index. A repair counts them again.
-    """
+    """Result of `verify` and of a repair. The values of dictionaries are reasons."""
 
     checked: int = 0  # entries
     damaged: dict[str, str] = field(default_factory=dict)  # entries, by key
@@ -63,8 +60,8 @@ class VerifyReport:
     damaged_files: dict[str, str] = field(default_factory=dict)  # other files of the store, by relative path
     damaged_remote: dict[str, str] = field(default_factory=dict)  # entries of the remote tier, by key
     index_problems: list[str] = field(default_factory=list)
-    orphans: int | None = None  # entries that no chunk needs
-    num_without_kv: int | None = None  # indexed chunks; not damage, because a store may contain only some
+    orphans: int | None = None  # entries that no chunk needs; None without an index
+    num_without_kv: int | None = None  # indexed chunks, which is no damage; None without an index
     outdated: list[str] = field(default_factory=list)  # keys of variants whose chunk now has other similar chunks
     num_repaired: int = 0  # chunks
     dropped: list[str] = field(default_factory=list)  # removed files, and how to create them again

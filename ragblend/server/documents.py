@@ -26,11 +26,10 @@ import numpy as np
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.leases import LEASE_S, Leases
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentName, StoredCounts
 from ragblend.catalog.sent_documents import (
     SentDocument,
     SentDocumentTable,
-    StoredCounts,
     WaitingDocument,
     lease_name,
 )

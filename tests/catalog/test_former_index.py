@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragblend.catalog import former
+from ragblend.catalog import former_files
 from ragblend.catalog.index_rows import IngestedFile, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName, text_key
@@ -95,7 +95,7 @@ def test_a_reading_that_is_cut_short_anywhere_is_finished_by_the_next(
         path.unlink(missing_ok=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(former, "remove_file", killed)
+        patch.setattr(former_files, "remove_file", killed)
         with pytest.raises(KeyboardInterrupt):
             open_index(folder, HashingEmbedder(8))
     with sqlite3.connect(folder / CATALOG_FILE) as file:  # another process has it open and changes it
@@ -126,7 +126,7 @@ def test_damaged_rows_are_found_in_the_catalogue(folder: Path) -> None:
 
 def test_a_former_index_of_another_version_is_refused_and_a_damaged_one_is_said(folder: Path) -> None:
     change(folder / FORMER_INDEX_FILE, "PRAGMA user_version = 2")
-    with pytest.raises(StoreMismatchError, match="index schema 2, this ragblend reads 3"):
+    with pytest.raises(StoreMismatchError, match="index schema 2, but this ragblend reads schema 3"):
         open_index(folder, HashingEmbedder(8))
     (folder / FORMER_INDEX_FILE).write_bytes(b"not a database at all" * 100)
     with pytest.raises(CorruptError, match=r"chunks\.sqlite is damaged .* ingest the documents again"):

@@ -206,7 +206,7 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
     said = [record.getMessage() for record in caplog.records if record.name == known_chunks.__name__]
     assert [message.partition(":")[0] for message in said] == [
         "no stored chunk is found, so prompts are prefilled without stored KV",
-        "the catalogue answers again",
+        "the catalogue answers again, so stored chunks are found in prompts",
     ]
 
 
@@ -301,7 +301,7 @@ def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> No
         refused(StoreMismatchError, lambda: ChunkRegistry(url), "a catalogue of version 0")
         made = f"UPDATE catalog_meta SET value = '{SCHEMA_VERSION}' WHERE name = 'schema'"
         execute(url, made, "DROP TABLE texts CASCADE")
-        refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "other tables than a catalogue")
+        refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "not a catalogue, its tables differ")
         assert dialect.is_postgres_url(url)
     refused(StoreNotWritableError, lambda: ChunkRegistry(f"{postgres}?options=-csearch_path%3Dnone"), "schema")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable, StoredCounts
+from ragblend.catalog.schema import StoredCounts
+from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_SERVER_FILE
 
 
