@@ -1,5 +1,5 @@
-"""Documents come, change and go at random in one store, by folders and by both frameworks: what is left is what a new
-store would have. `RAGBLEND_FAULTS=full` raises the count."""
+"""Documents are added, changed and removed at random, by folders and by both frameworks, on one machine or two: what is
+left is what a new store would have. `RAGBLEND_FAULTS=full` raises the count."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores import InMemoryVectorStore
+from postgres import fresh_schema, running_postgres
 
 from ragblend import ChatBlend
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.documents import delete_precomputed
@@ -32,49 +34,76 @@ FACTS = ("works for Nexex in the old harbour", "plays the flute in the town hall
 TEXTS = [f"{name} {fact}, and has done so for many years." for name in NAMES for fact in FACTS]
 
 
-class Everything:
-    """One store and all who bring documents to it. `expected`: the texts that each of them has."""
+class Machine:
+    """A store's folder with an engine, a folder of documents, and two vector stores over databases that all share."""
 
-    def __init__(self, root: Path, llm: ChatBlend, context: ContextPolicy, rng: random.Random) -> None:
-        self.root, self.llm, self.context, self.rng = root, llm, context, rng
-        assert isinstance(llm.engine, TransformersEngine)
-        self.engine: TransformersEngine = llm.engine
-        self.docs = root / "docs"
-        self.docs.mkdir()
+    def __init__(
+        self, root: Path, docs: Path, options: dict[str, Any], databases: dict[str, InMemoryVectorStore]
+    ) -> None:
+        self.root, self.docs = root, docs
+        self.docs.mkdir(parents=True, exist_ok=True)
+        self.llm = ChatBlend(model="demo", store=str(root), engine_options={"memory_gib": 0, **options})
+        assert isinstance(self.llm.engine, TransformersEngine)
+        self.engine: TransformersEngine = self.llm.engine
         self.stores = {
-            name: BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm=llm, collection=name)
-            for name in ("one", "two")
+            name: BlendVectorStore(database, llm=self.llm, collection=name) for name, database in databases.items()
         }
-        self.added: dict[str, dict[str, list[str]]] = {"one": {}, "two": {}, "nodes": {}}
 
-    def write_file(self) -> None:
-        (self.docs / f"{self.rng.randrange(6)}.md").write_text(self.rng.choice(TEXTS))
-
-    def move_file(self) -> None:
-        if found := sorted(self.docs.iterdir()):
-            self.rng.choice(found).rename(self.docs / f"{self.rng.randrange(6)}.md")
-
-    def delete_file(self) -> None:
-        if found := sorted(self.docs.iterdir()):
-            self.rng.choice(found).unlink()
-
-    def ingest_folder(self) -> None:
-        with open_engine_index(self.root / "store", self.engine, "hashing", 64) as index:
+    def ingest_folder(self, context: ContextPolicy) -> None:
+        with open_engine_index(self.root, self.engine, "hashing", 64) as index:
             try:
-                ingest(self.docs, self.engine, index, context=self.context)
+                ingest(self.docs, self.engine, index, context=context)
             except EmptyCorpusError:
                 assert not list(self.docs.iterdir())
 
+
+class Everything:
+    """Machines, and all who bring documents to them. `added`: the texts of each document, by collection."""
+
+    def __init__(self, root: Path, options: list[dict[str, Any]], context: ContextPolicy, seed: int = 7) -> None:
+        """options: the engine options of each machine; `store`, the name of its folder, is one of them."""
+        self.context, self.rng = context, random.Random(seed)
+        databases = {name: InMemoryVectorStore(DeterministicFakeEmbedding(size=8)) for name in ("one", "two")}
+        self.machines = []
+        for each in options:
+            store = each.pop("store")
+            self.machines.append(
+                Machine(root / store, root / f"{store} documents", each | {"context": context}, databases)
+            )
+        self.added: dict[str, dict[str, list[str]]] = {"one": {}, "two": {}, "nodes": {}}
+
+    @property
+    def machine(self) -> Machine:
+        """A machine at random."""
+        return self.rng.choice(self.machines)
+
+    def write_file(self) -> None:
+        (self.machine.docs / f"{self.rng.randrange(6)}.md").write_text(self.rng.choice(TEXTS))
+
+    def move_file(self) -> None:
+        docs = self.machine.docs
+        if found := sorted(docs.iterdir()):
+            self.rng.choice(found).rename(docs / f"{self.rng.randrange(6)}.md")
+
+    def delete_file(self) -> None:
+        if found := sorted(self.machine.docs.iterdir()):
+            self.rng.choice(found).unlink()
+
+    def ingest_folder(self) -> None:
+        self.machine.ingest_folder(self.context)
+
     def add_documents(self) -> None:
-        name, texts = self.rng.choice(sorted(self.stores)), self.rng.sample(TEXTS, 2)
+        stores = self.machine.stores
+        name, texts = self.rng.choice(sorted(stores)), self.rng.sample(TEXTS, 2)
         ids = [str(number) for number in self.rng.sample(range(4), 2)]  # of another store's documents as well
-        self.stores[name].add_documents([Document(text, id=each) for text, each in zip(texts, ids, strict=True)])
+        stores[name].add_documents([Document(text, id=each) for text, each in zip(texts, ids, strict=True)])
         self.added[name] |= {each: [text] for text, each in zip(texts, ids, strict=True)}
 
     def delete_document(self) -> None:
-        name = self.rng.choice(sorted(self.stores))
+        stores = self.machine.stores
+        name = self.rng.choice(sorted(stores))
         if found := sorted(self.added[name]):
-            self.stores[name].delete([gone := self.rng.choice(found)])
+            stores[name].delete([gone := self.rng.choice(found)])
             del self.added[name][gone]
 
     def add_nodes(self) -> None:
@@ -83,35 +112,61 @@ class Everything:
         texts = self.rng.sample(TEXTS, 3)
         for batch in (texts[:2], texts[2:]):
             precompute_documents(
-                batch, self.llm, ids=[name] * len(batch), versions=[version] * len(batch), collection="nodes"
+                batch, self.machine.llm, ids=[name] * len(batch), versions=[version] * len(batch), collection="nodes"
             )
         self.added["nodes"][name] = texts
 
     def delete_nodes(self) -> None:
         if found := sorted(self.added["nodes"]):
-            delete_precomputed([gone := self.rng.choice(found)], self.llm, collection="nodes")
+            delete_precomputed([gone := self.rng.choice(found)], self.machine.llm, collection="nodes")
             del self.added["nodes"][gone]
+
+    def run(self, num_steps: int) -> None:
+        """Take steps at random. Check the stores after every 40, and at the end."""
+        for number in range(num_steps):
+            self.rng.choice(STEPS)(self)
+            if number % 40 == 39 or number == num_steps - 1:
+                for machine in self.machines:
+                    machine.ingest_folder(self.context)
+                self.assert_whole()
 
     def expected(self) -> set[str]:
         added = {text for documents in self.added.values() for texts in documents.values() for text in texts}
-        return added | {path.read_text() for path in self.docs.iterdir()}
+        folders = {machine.docs for machine in self.machines}
+        return added | {path.read_text() for docs in folders for path in docs.iterdir()}
 
     def assert_whole(self) -> None:
-        """The store holds what is expected, and nothing tells of any other text."""
-        wanted = self.expected()
-        with open_registry(self.engine.store) as registry:
-            assert set(registry.texts()) == wanted
-        ids = {self.engine.renderer.chunk_ids(text) for text in wanted}
-        alone = {self.engine.key(Chunk(text, context="none")) for text in wanted}
-        found = list(DiskStore(self.root / "store").headers())
-        assert {header.key for header in found if not header.context} == alone
-        for header in found:
+        """The stores hold what is expected, and no entry is of, or was computed after, any other text."""
+        wanted, engine = self.expected(), self.machines[0].engine
+        for machine in self.machines:
+            with open_registry(machine.engine.store) as registry:
+                assert set(registry.texts()) == wanted
+        ids = {engine.renderer.chunk_ids(text) for text in wanted}
+        alone = {engine.key(Chunk(text, context="none")) for text in wanted}
+        headers = self.all_headers()
+        assert {header.key for header in headers if not header.context} == alone
+        for header in headers:
             assert header.token_ids in ids
             for part in header.context_ids:
                 assert any(part[: len(each)] == each for each in ids), "computed after a text that is gone"
-        report = verify_store(self.root / "store")
-        assert not report.has_problems, report
-        assert not report.num_without_kv
+        for machine in self.machines:
+            report = verify_store(machine.root)
+            assert not report.has_problems, report
+            assert len(self.machines) > 1 or not report.num_without_kv
+
+    def all_headers(self) -> list[KVHeader]:
+        """Headers of all entries, in the folders and in the remote tiers."""
+        found = []
+        for machine in self.machines:
+            machine.engine.store.flush()
+            found += DiskStore(machine.root).headers()
+            for tier in machine.engine.store.remote_tiers:
+                found += [kv.header for key in tier.keys() if (kv := tier.get(key)) is not None]
+        return found
+
+    def close(self) -> None:
+        for machine in self.machines:
+            machine.engine.close()
 
 
 STEPS: tuple[Callable[[Everything], None], ...] = (
@@ -122,23 +177,42 @@ STEPS: tuple[Callable[[Everything], None], ...] = (
 
 
 @pytest.fixture
-def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Everything]:
-    options: dict[str, Any] = {"context": request.param, "memory_gib": 0}
-    llm = ChatBlend(model="demo", store=str(tmp_path / "store"), engine_options=options)
-    yield Everything(tmp_path, llm, request.param, random.Random(7))
-    llm.engine.close()
+def build(tmp_path: Path) -> Iterator[Callable[..., Everything]]:
+    """`build(options, context)`: see `Everything`. Closed at the end."""
+    built: list[Everything] = []
+
+    def build_one(*args: Any) -> Everything:
+        built.append(Everything(tmp_path, *args))
+        return built[-1]
+
+    yield build_one
+    for each in built:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    with running_postgres() as url:
+        yield url
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opened", ["none", "similar"], indirect=True)
-def test_after_any_operations_the_store_holds_what_is_left_and_nothing_of_what_went(
-    opened: Everything, counted: Callable[[str], None]
+@pytest.mark.parametrize("context", ["none", "similar"])
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_one_folder_holds_what_is_left_and_nothing_of_what_was_removed(
+    build: Callable[..., Everything], num_engines: int, context: ContextPolicy, counted: Callable[[str], None]
 ) -> None:
-    for number in range(NUM_STEPS):
-        opened.rng.choice(STEPS)(opened)
-        if number % 40 == 39:
-            opened.ingest_folder()
-            opened.assert_whole()
-    opened.ingest_folder()
-    opened.assert_whole()
-    counted(f"{NUM_STEPS} operations by a folder and three collections, context {opened.context}: whole")
+    build([{"store": "store"} for _ in range(num_engines)], context).run(NUM_STEPS)
+    counted(f"{NUM_STEPS} operations by {num_engines} engines over one folder, context {context}: whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["none", "similar"])
+def test_two_machines_with_one_catalogue_hold_what_is_left(
+    build: Callable[..., Everything], tmp_path: Path, postgres_url: str, context: ContextPolicy,
+    counted: Callable[[str], None],
+) -> None:  # fmt: skip
+    with fresh_schema(postgres_url) as catalog:
+        shared = {"catalog": catalog, "remote": f"file://{tmp_path}/remote"}
+        build([{"store": name, **shared} for name in ("first", "second")], context).run(NUM_STEPS)
+    counted(f"{NUM_STEPS} operations on two machines with one catalogue, context {context}: whole")
