@@ -248,7 +248,7 @@ def test_an_overlong_document_is_indexed_and_stops_no_other(
     assert store.add_documents([Document(A, id="a"), Document(long, id="b"), Document(B, id="c")]) == ["a", "b", "c"]
     assert known(chat, A, long, B) == [True, False, True]
     assert len(store.get_by_ids(["a", "b", "c"])) == 3
-    assert "not prefilled: b: it takes" in caplog.text
+    assert "not prefilled: b: it has" in caplog.text
 
 
 async def test_async_methods_precompute_too(store: BlendVectorStore, chat: ChatBlend) -> None:

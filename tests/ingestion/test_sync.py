@@ -521,7 +521,7 @@ def test_a_change_is_logged_where_nobody_listens(corpus, caplog):
     corpus.ingest()
     with caplog.at_level(logging.WARNING):
         corpus.ingest(chunk_size=16, notify=None)
-    assert "chunks are 16 tokens now" in caplog.text
+    assert "the chunker changes from 32 tokens to 16 tokens" in caplog.text
 
 
 def test_an_embedder_in_a_folder_has_one_name_from_everywhere(tmp_path, monkeypatch):
