@@ -1,8 +1,8 @@
-"""Chunks on disk with their vectors: add, replace, remove, search. No pickle, every write whole or not at all.
+"""`ChunkIndex`: adds, replaces, removes and searches chunks with their vectors on disk.
 
-The catalogue is the truth (see `catalog.documents`). `vectors.faiss` is derived from it: read when the index is opened,
-brought up to date by the rows written since, and made again where it is missing or damaged. One machine, one writer at
-a time, any number of readers. Knows vectors and chunks, nothing about prompts, KV or models. Read `search` first, then
+The catalogue contains all data (see `catalog.documents`). `vectors.faiss` is derived from it. Opening an index reads
+the file and adds the rows written since; a missing or damaged file is rebuilt. One machine has one writer at a time and
+any number of readers. Depends on vectors and chunks, not on prompts, KV or LLMs. Read `search` first, then
 `_sync_vectors`.
 """
 
@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from sqlalchemy import Row
 
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import as_chunk
-from ragblend.catalog.registry import ChunkRegistry, catalog_of, open_registry
+from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
 from ragblend.catalog.schema import text_key
 from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.catalog.vectors import FaissVectors, normalize_rows
@@ -48,7 +48,7 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import user_path
 from ragblend.files.reading import read_file
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, open_folder
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, open_store_folder
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk
 
@@ -58,12 +58,12 @@ _VECTORS_BYTES = 1 << 40
 _CHECK_AT_OPEN_BYTES = 64 * 2**20  # the pages of a larger catalogue are checked by `find_problems`
 
 PROBE_TEXT = "The vector of this sentence identifies the embedding model of an index."
-"""Embedded when an index is created, and again before another process embeds its first text."""
+"""Text that is embedded when an index is created, and again before another process embeds its first text."""
 _MAX_PROBE_DISTANCE = 0.1  # between unit vectors: MiniLM in bfloat16 is .008 from float32, unrelated vectors 1.4
 
 
 class SearchHit(NamedTuple):
-    """A chunk found. `score` is the cosine, `rank` counts hits from 0; a neighbour carries those of its hit."""
+    """A chunk that a search found. `score`: cosine. `rank`: 0 for the best hit. A neighbour has those of its hit."""
 
     chunk: Chunk
     score: float
@@ -73,7 +73,10 @@ class SearchHit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What made the index. `generation` counts its changes; chunk size (tokens) and splitter are the latest used."""
+    """Facts of an index: its embedder, tokenizer, chunk size in tokens, number of changes (`generation`) and sizes.
+
+    `chunk_size` and `splitter` are those of the last ingestion.
+    """
 
     embedder: str
     embedder_version: int
@@ -84,11 +87,11 @@ class Manifest:
     generation: int
     num_documents: int
     num_chunks: int
-    splitter: str = ""  # somebody else's, that cut instead
+    splitter: str = ""  # name and version of the application's splitter; "": ragblend's chunker
 
     @property
     def chunker(self) -> str:
-        """What the index was cut with, as calibrations name it."""
+        """Name of the splitter or chunk size, as calibrations record it."""
         return self.splitter or f"{self.chunk_size} tokens"
 
 
@@ -101,19 +104,19 @@ def open_index(
     tokenizer_fingerprint: str = "",
     chunk_size: int = 0,
 ) -> ChunkIndex:
-    """The index in folder `path`; with `create` an empty one where there is none. A relative path is resolved once,
-    here, so the index stays where it is when the working folder changes.
+    """Return the index in the folder `path`. With `create`, a missing index is created.
 
-    `embedder` defaults to the one that made the index (loaded at the first text), for a new index to
-    `default_embedder()`. The other arguments are recorded at creation only. Raises NotFoundError, StoreMismatchError
-    (another embedder, another schema), or CorruptError. An embedder of the recorded name that returns other vectors
-    raises StoreMismatchError at the first text.
+    A relative path is resolved at once, so a later change of the working folder has no effect. `embedder` defaults to
+    the index's own, which is loaded at the first text; for a new index to `default_embedder()`. The other arguments are
+    facts of a new index. Raises NotFoundError for a missing index, StoreMismatchError for another embedder or schema,
+    CorruptError for damage. At the first text, an embedder of the recorded name that returns other vectors raises
+    StoreMismatchError.
     """
     named = user_path(path, "index")
-    folder = open_folder(named, "index")
+    folder = open_store_folder(named, "index")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
-    missing = NotFoundError(f"no documents in {named}; add some: ragblend ingest DOCS --store {named}")
+    missing = NotFoundError(f"{named} has no documents; add some: ragblend ingest DOCS --store {named}")
     if not create and not any(os.path.lexists(folder / name) for name in (CATALOG_FILE, FORMER_INDEX_FILE)):
         raise missing
     registry = ChunkRegistry(folder / CATALOG_FILE)
@@ -136,22 +139,22 @@ def open_index(
 
 
 def _embedder_id(embedder: str) -> str:
-    """The name of an embedder; a folder's is the same from every working folder."""
+    """Return the name of an embedder. A folder is named by its absolute path."""
     folder = user_path(embedder, "embedder")
     return str(folder.resolve()) if folder.is_dir() else embedder
 
 
 def _embed_probe(embedder: Embedder, text: str) -> FloatArray:
-    """[dim] float32, length 1."""
+    """Return the unit vector [dim] float32 of a text."""
     return normalize_rows(embedder.embed([text])[0])
 
 
 class ChunkIndex(IndexedDocuments):
-    """An open index; `open_index` makes one. A context manager: leaving it saves what changed and closes it.
+    """An open index; create it with `open_index`. A context manager that saves changes and closes the index.
 
-    What it holds is told by the methods of `IndexedDocuments`. A document counts as soon as `add_document` returns: a
-    killed ingestion loses none, and every reader finds it at the next search. Threads may share an index. Any method
-    raises CorruptError when stored bytes are not what was written.
+    `IndexedDocuments` has the methods that read documents. `add_document` commits before it returns, so a killed
+    ingestion loses no added document, and every reader finds it at the next search. Threads may share an index. Every
+    method raises CorruptError for damaged rows.
     """
 
     def __init__(
@@ -159,17 +162,17 @@ class ChunkIndex(IndexedDocuments):
     ) -> None:
         super().__init__(registry)
         self.path = path
-        self._embedder_lock = threading.RLock()  # an embedder is not promised to be thread-safe
+        self._embedder_lock = threading.RLock()  # an embedder may not be thread-safe
         self._embedder = None if isinstance(embedder, str) else embedder
         self._changed = False
-        self._is_behind = False  # the search file lacks changes of somebody who was killed before saving them
+        self._is_outdated = False  # the search file lacks changes of a process that was killed before `save`
         self._check_structure()
         self._made_by = self.manifest
         self._id = bytes.fromhex(self.read_metadata().get("id", "")).ljust(16, b"\0")
         if embedder is not None:
             self._check_embedder(embedder)
-        # Read here, not under the embedder's lock: a thread that holds the catalogue's may be waiting for that one.
-        self._probe = None if is_new else self._read_probe()  # None: nothing to compare, or compared already
+        # Not read under the embedder's lock: a thread that holds the catalogue's lock may wait for that lock.
+        self._probe = None if is_new else self._read_probe()  # None: there is none, or it was compared
         self._vectors = FaissVectors(self._made_by.dim)
         if is_new:
             self.save()
@@ -178,7 +181,7 @@ class ChunkIndex(IndexedDocuments):
 
     @property
     def manifest(self) -> Manifest:
-        """The facts of the index as they are now."""
+        """Current facts of the index."""
         with self.read_transaction():
             facts = self.read_metadata()
             return Manifest(
@@ -196,9 +199,9 @@ class ChunkIndex(IndexedDocuments):
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder of this index; found by its recorded name when none was given.
+        """Embedder of this index. If none was given, it is loaded by the recorded name.
 
-        Raises StoreMismatchError when its vector of the probe text is not the one that the index has.
+        Raises StoreMismatchError if its vector of the probe text differs from the recorded one.
         """
         with self._embedder_lock:
             if self._embedder is None:
@@ -210,23 +213,24 @@ class ChunkIndex(IndexedDocuments):
             return self._embedder
 
     @property
-    def registry_name(self) -> str:
-        """The name by which the chunk registry of a store knows what this index has; "" for an index made before
-        indexes had an id of their own."""
+    def collection(self) -> str:
+        """Collection under which a store's registry has the texts of this index; "" for an old index without an id."""
         made_with = self.read_metadata().get("id", "")
         return f"index:{made_with}" if made_with else ""
 
     @contextmanager
     def registry_for(self, store: Any) -> Iterator[ChunkRegistry]:
-        """Yield the registry of a KVStore: that of this index where both are in one folder, so that a transaction of
-        the index is one of the registry."""
-        if catalog_of(store) == self.registry.key:
+        """Yield the registry of a KVStore.
+
+        If index and store share a catalogue, it is the index's registry, so a transaction of the index includes it.
+        """
+        if catalog_location(store) == self.registry.key:
             yield self.registry
         else:
             with open_registry(store) as registry:
                 yield registry
 
-    # --- changing it ---
+    # --- changes ---
 
     def add_document(
         self,
@@ -237,18 +241,18 @@ class ChunkIndex(IndexedDocuments):
         *,
         file: str = "",
     ) -> None:
-        """Store a document whole, in place of its older version if there is one; equal chunks are stored once.
+        """Store a document in place of its older version, in one transaction. Equal chunks are stored once.
 
-        vectors: [len(chunks), dim], normalised here; None to embed the texts now. Every chunk's `source` must be
-        `source`, or UsageError, and all text Unicode. `file`: what it was read from, if it was. `vectors.faiss` follows
-        at `save`.
+        vectors: [len(chunks), dim], which are normalized; None: embed the texts now. file: the path of the file that
+        contains the document; "" for none. `save` writes `vectors.faiss`. Raises UsageError for a chunk with another
+        `source`, and for text that is not valid Unicode.
         """
         for text in (source, *(chunk.text for chunk in chunks)):
             check_unicode(text, f"the document {source!r}")
         other_source = next((chunk.source for chunk in chunks if chunk.source != source), None)
         if other_source is not None:
             raise UsageError(
-                f"a chunk of {other_source!r} was given to document {source!r}; give each document its own"
+                f"a chunk of document {source!r} has the source {other_source!r}; add each document with its own chunks"
             )
         if vectors is None:
             vectors = self.embed([chunk.text for chunk in chunks])
@@ -257,77 +261,68 @@ class ChunkIndex(IndexedDocuments):
         self._replace(source, content_hash, items, file)
         self._changed = True
 
-    def find_texts_without_vectors(self, texts: Sequence[str]) -> list[str]:
-        """Those of `texts` that no chunk has, wherever, each once."""
-        stored = self.vectors(texts)
-        return list(dict.fromkeys(text for text in texts if text_key(text.strip()) not in stored))
+    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+        """Return the `texts` that no chunk of the index has, without duplicates."""
+        texts = dict.fromkeys(texts)
+        stored = self.stored_vectors(texts)
+        return [text for text in texts if text_key(text.strip()) not in stored]
 
     def embed(self, texts: Sequence[str], made: Mapping[str, FloatArray] | None = None) -> FloatArray:
-        """[n, dim] a vector per text. A text that some chunk has, wherever, is not embedded again.
+        """Return a unit vector per text, [n, dim]. A text that a chunk of the index has is not embedded again.
 
-        made: [dim] vectors by text that this index's embedder has made elsewhere. Raises UsageError for a text that is
-        not Unicode.
+        made: vectors [dim] by text, which the index's embedder has computed in another process. Raises UsageError for
+        text that is not valid Unicode.
         """
         for text in texts:
             check_unicode(text, "a text to embed")
-        stored = self.vectors(texts)
-        missing = dict.fromkeys(text for text in texts if text_key(text.strip()) not in stored)
-        taken = [text for text in missing if made is not None and text in made]
-        left = [text for text in missing if made is None or text not in made]
-        fresh = dict(
-            zip(taken, self._unit_rows([made[text] for text in taken] if made else (), len(taken)), strict=True)
-        )
+        keys = [text_key(text.strip()) for text in texts]
+        stored = {key: np.frombuffer(vector, "<f4") for key, vector in self.stored_vectors(texts).items()}
+        missing = dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key not in stored)
+        known = {text: made[text] for text in missing if text in made} if made is not None else {}
+        left = [text for text in missing if text not in known]
+        fresh = dict(zip(known, self._unit_rows([*known.values()], len(known)), strict=True))
         with self._embedder_lock:
-            rows = self._unit_rows(self.embedder.embed(left) if left else (), len(left))
-        fresh |= zip(left, rows, strict=True)
-        found = [
-            fresh[text] if text in fresh else np.frombuffer(stored[text_key(text.strip())], "<f4") for text in texts
-        ]
-        return np.array(found, np.float32).reshape(len(texts), self._made_by.dim)
+            fresh |= zip(left, self._unit_rows(self.embedder.embed(left) if left else (), len(left)), strict=True)
+        rows = [fresh[text] if text in fresh else stored[key] for text, key in zip(texts, keys, strict=True)]
+        return np.array(rows, np.float32).reshape(len(texts), self._made_by.dim)
 
     def remove_document(self, source: str) -> int:
-        """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""
+        """Remove a document. Return the number of its chunks. Raises NotFoundError for an unknown source."""
         num_removed = super().remove_document(source)
         self._changed = True
         return num_removed
 
-    def set_chunker(self, chunk_size: int, splitter: str = "") -> None:
-        """Note how documents are cut from now on: tokens per chunk, or the splitter that cuts instead."""
-        self.write_metadata(chunk_size=chunk_size, splitter=splitter)
-        self._changed = True
-
     @property
     def is_saved(self) -> bool:
-        """Whether the search files have all that was changed, here or by a process that was killed before it saved."""
-        return not self._changed and not self._is_behind
+        """True if `vectors.faiss` contains all changes of this object, and of processes killed before `save`."""
+        return not self._changed and not self._is_outdated
 
     def save(self) -> None:
-        """Write `vectors.faiss`, whole or not at all; killed before that, the next open replays what it lacks.
+        """Write `vectors.faiss` in one step. After a kill, the next open adds the missing rows.
 
-        Before that the catalogue's log is emptied into its file, so that the vectors tell of no change that is not
-        durable.
+        First the catalogue's log is copied into its file, so that the vectors contain no change that is not durable.
         """
         self.registry.truncate_log()
         with self._search_snapshot():
             data = self._vectors.to_bytes(self._id)
-        folder = Directory(self.path, fsync=True, full_hint="Make room and run the command again")
+        folder = Directory(self.path, fsync=True, full_hint="Free disk space and run the command again")
         folder.remove_stale_files()
         folder.write(self.path / VECTORS_FILE, data)
-        self._changed = self._is_behind = False
+        self._changed = self._is_outdated = False
 
     def rebuild(self) -> None:
-        """Make the search structure anew from the catalogue, and save it. Embeds nothing."""
+        """Build `vectors.faiss` again from the vectors in the catalogue. Embeds no text."""
         with self.read_transaction():
             self._vectors = FaissVectors(self._made_by.dim)
             self._sync_vectors()
         self.save()
 
     def find_problems(self) -> list[str]:
-        """Whatever is wrong with the stored bytes, a sentence each; empty when all is well. Reads everything."""
+        """Return one sentence for each damage to the catalogue or `vectors.faiss`. Reads all rows."""
         return [*self.registry.find_problems(), *self.find_search_problems()]
 
     def find_search_problems(self) -> list[str]:
-        """Whatever is wrong with the search file, a sentence each."""
+        """Return one sentence for each damage to `vectors.faiss`."""
         stored, damage = self._read_vectors()
         try:
             self._check_generation(stored.generation)
@@ -345,7 +340,7 @@ class ChunkIndex(IndexedDocuments):
         finally:
             self.close()
 
-    # --- searching it ---
+    # --- search ---
 
     def search(
         self,
@@ -356,12 +351,13 @@ class ChunkIndex(IndexedDocuments):
         order: Literal["score", "document"] = "score",
         is_allowed: Callable[[Chunk], bool] | None = None,
     ) -> list[SearchHit]:
-        """The `k` chunks nearest to `query`, a question or a vector [dim]; fewer when the index holds fewer.
+        """Return the `k` chunks nearest to `query`, a question or a vector [dim]; fewer if the index has fewer.
 
-        is_allowed: returns False for chunks to leave out, as hits and as neighbours; None allows all.
-        neighbours: also this many chunks before and after each hit in its document, placed around it, none twice.
-        order: "document" sorts documents by their best hit and, inside each, by reading order.
-        Sees every document that any process has committed, saved or not.
+        neighbours: number of chunks before and after each hit in its document to return as well, without duplicates.
+        order: "score" sorts by hit; "document" sorts documents by their best hit, and their chunks by reading order.
+        is_allowed: returns False for chunks to leave out, both hits and neighbours; None allows all.
+        The search includes every committed document of any process. Raises UsageError for `k` below 1, negative
+        `neighbours` or another `order`.
         """
         if k < 1 or neighbours < 0 or order not in ("score", "document"):
             raise UsageError(
@@ -381,10 +377,11 @@ class ChunkIndex(IndexedDocuments):
         return [hit for _, hit in placed]
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool] = lambda text: True) -> list[str]:
-        """The texts of the `count` chunks nearest to the chunk of this text, by the vectors that are stored, nearest
-        first: other texts than this one, none twice, that `may_stand` accepts. Fewer where there are no more.
+        """Return up to `count` texts nearest to `text` for which `is_allowed` returns True, nearest first.
+
+        They are compared by stored vectors, without `text` itself and without duplicates. An unknown text has none.
         """
-        own = self.vectors([text]).get(text_key(text.strip()))
+        own = self.stored_vectors([text]).get(text_key(text.strip()))
         if own is None or not np.any(vector := np.frombuffer(own, "<f4")):
             return []
         seen, found = {text_key(text.strip())}, list[str]()
@@ -400,8 +397,10 @@ class ChunkIndex(IndexedDocuments):
         return found
 
     def _rows_by_score(self, vector: FloatArray, num_first: int) -> Iterator[tuple[Row[Any], float]]:
-        """Yield rows with their cosines to `vector` [1, dim], the nearest first. `num_first` are read at once, then
-        four times as many; equal cosines are in order of ids, so 3 rows begin with the best 1."""
+        """Yield rows with their cosines to `vector` [1, dim], nearest first; equal cosines by row id.
+
+        `num_first` rows are read first, then four times as many, and so on.
+        """
         done, wanted = 0, num_first
         while True:
             score_of = self._vectors.nearest(vector, wanted)
@@ -422,12 +421,12 @@ class ChunkIndex(IndexedDocuments):
                 is_neighbour = row.id not in rank_of
                 if is_neighbour and is_allowed is not None and not is_allowed(as_chunk(row)):
                     continue
-                rank = rank_of[hit.id if is_neighbour else row.id]  # a hit beside another hit keeps its own score
+                rank = rank_of[hit.id if is_neighbour else row.id]  # a hit next to another hit keeps its own score
                 placed.setdefault(row.id, (row, SearchHit(as_chunk(row), found[rank][1], rank, is_neighbour)))
         return list(placed.values())
 
     def query_vector(self, query: str | ArrayLike) -> FloatArray:
-        """[1, dim] float32, length 1: the vector of a question, or a vector [dim]."""
+        """Return the unit vector [1, dim] float32 of a question, or of a vector [dim]."""
         if isinstance(query, str):
             check_unicode(query, "the question")
             with self._embedder_lock:
@@ -435,29 +434,31 @@ class ChunkIndex(IndexedDocuments):
         return self._unit_rows(np.reshape(np.asarray(query, np.float32), (1, -1)), 1)
 
     def _unit_rows(self, vectors: ArrayLike, num_rows: int) -> FloatArray:
-        """A copy [num_rows, dim] with rows of length 1."""
+        """Return a copy [num_rows, dim] with rows of length 1. Raises StoreMismatchError for another shape."""
         rows, dim = np.array(vectors, np.float32), self._made_by.dim
         if num_rows == 0 and rows.size == 0:
             return rows.reshape(0, dim)
         if rows.shape != (num_rows, dim):
             raise StoreMismatchError(
-                f"vectors have shape {rows.shape}, {self.path} needs {(num_rows, dim)}, one per text, by "
-                f"{self._made_by.embedder!r}; use it, or {explain_reingestion(self.path / CATALOG_FILE)}"
+                f"vectors have shape {rows.shape}, but {self.path} needs {(num_rows, dim)}, one per text; use its "
+                f"embedder {self._made_by.embedder!r}, or {explain_reingestion(self.path / CATALOG_FILE)}"
             )
         return normalize_rows(rows)
 
-    # --- the search structure ---
+    # --- vectors.faiss ---
 
     @contextmanager
     def _search_snapshot(self) -> Iterator[None]:
-        """One state of the catalogue, and vectors that are as new."""
+        """Read one state of the catalogue inside the block, with vectors of the same generation."""
         with self.read_transaction():
             self._sync_vectors()
             yield
 
     def _check_structure(self) -> None:
-        """Raise CorruptError where the catalogue's file is damaged: a chunk missing from one of its indexes would be
-        unfindable without a word."""
+        """Raise CorruptError if the structure of the catalogue's file is damaged.
+
+        A search would not find a chunk that is missing in one of SQLite's indexes, and report no error.
+        """
         file = self.path / CATALOG_FILE
         if file.exists() and file.stat().st_size <= _CHECK_AT_OPEN_BYTES:
             for problem in self.registry.find_structure_problems():
@@ -468,17 +469,20 @@ class ChunkIndex(IndexedDocuments):
         stored_generation = self._vectors.generation
         with self.read_transaction():
             self._sync_vectors(force=True)
-        self._is_behind = self._vectors.generation != stored_generation
+        self._is_outdated = self._vectors.generation != stored_generation
         if damage:
-            logger.warning("%s; search structure rebuilt from %s, nothing is lost", damage, CATALOG_FILE)
+            logger.warning("%s; it was rebuilt from %s without loss", damage, CATALOG_FILE)
         if stored_generation < 0:
             try:
                 self.save()
-            except RagblendError as error:  # a reader without write permission has its answer all the same
-                logger.warning("the search structure of %s could not be saved: %s", self.path, error)
+            except RagblendError as error:  # a reader without write permission can still search
+                logger.warning("%s could not be saved: %s", self.path / VECTORS_FILE, error)
 
     def _read_vectors(self) -> tuple[FaissVectors, str]:
-        """Return the vectors of the search file, and why they are none: "" also where there is no file."""
+        """Return the vectors of `vectors.faiss`, and the damage because of which they are empty.
+
+        The latter is "" for an undamaged or missing file.
+        """
         path, dim = self.path / VECTORS_FILE, self._made_by.dim
         try:
             return FaissVectors.from_bytes(read_file(path, limit=_VECTORS_BYTES), self._id, dim), ""
@@ -490,18 +494,18 @@ class ChunkIndex(IndexedDocuments):
             return FaissVectors(dim), f"{path} {error}"
 
     def _sync_vectors(self, *, force: bool = False) -> None:
-        """Bring the vectors to the state of the database that the current transaction sees."""
+        """Make the vectors equal to the catalogue's, as the current transaction reads it."""
         if force or self._vectors.generation != self.generation():
             self._check_generation(self._vectors.generation)
             self._vectors.sync(self)
 
     def _check_generation(self, known: int) -> None:
-        """Raise CorruptError when the catalogue, whose counts only grow, has fewer changes than were `known` once."""
+        """Raise CorruptError if the catalogue's generation, which only grows, is below `known`."""
         lost = known - self.generation()
         if lost > 0:
             raise self.registry.damage_error(
-                f"it lacks the last {lost} changes that {VECTORS_FILE} knows of: its log was damaged, or an older copy "
-                "was put back"
+                f"it lacks the last {lost} changes that {VECTORS_FILE} contains, because its log was damaged or an "
+                "older copy was restored"
             )
 
     def _check_embedder(self, embedder: Embedder | str) -> None:
@@ -509,41 +513,42 @@ class ChunkIndex(IndexedDocuments):
         name, dim = (
             (_embedder_id(embedder), made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
         )
-        # Indexes written before name the class of a LangChain embedding only; the probe then decides about its model.
+        # Old indexes recorded only the class of a LangChain embedding. Then the probe vector identifies its model.
         has_name = name == made_by.embedder or name.startswith(f"{made_by.embedder} ")
         if not has_name or dim != made_by.dim:
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
-                f"(dim {dim}); leave `embedder` out to use that one, or {explain_reingestion(self.path / CATALOG_FILE)}"
+                f"(dim {dim}); leave `embedder` out to use the recorded one, or "
+                f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )
         self._check_version(embedder)
 
     def _read_probe(self) -> tuple[str, FloatArray] | None:
-        """A text and its vector [dim] in this index: the probe text's, or in an index without one some chunk's."""
+        """Return a text and its vector [dim]: the probe text, or a chunk in an old index without it, or None."""
         if recorded := self.read_metadata().get("probe"):
             return PROBE_TEXT, np.frombuffer(base64.b64decode(recorded), "<f4")
         with suppress(CorruptError):
-            for row in self.rows(self.ids()[:1].tolist()):
+            for row in self.rows(self.row_ids()[:1].tolist()):
                 return row.text, np.frombuffer(row.vector, "<f4")
         return None
 
     def _check_probe(self, embedder: Embedder, text: str, recorded: FloatArray) -> None:
-        """Raise StoreMismatchError when `embedder` returns another vector for `text` than the one recorded."""
+        """Raise StoreMismatchError if `embedder` returns another vector for `text` than the recorded one [dim]."""
         distance = float(np.linalg.norm(_embed_probe(embedder, text) - recorded))
         if distance > _MAX_PROBE_DISTANCE:
             raise StoreMismatchError(
-                f"{self.path} was made with another model or revision than this {embedder.name!r}: their vectors of "
-                f"one text are {distance:.2f} apart (at most {_MAX_PROBE_DISTANCE} is rounding), so a search would "
+                f"{self.path} was made with another model or revision of {embedder.name!r}: their vectors of one text "
+                f"have the distance {distance:.2f} (rounding causes at most {_MAX_PROBE_DISTANCE}), so a search would "
                 "find the wrong chunks. Pass the embedding that made the index, or "
                 f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )
 
     def _check_version(self, embedder: Embedder | str) -> None:
-        """Raise StoreMismatchError when the vectors here are not what `embedder`, of the same name, gives now."""
+        """Raise StoreMismatchError if the vectors were made by another version of `embedder`."""
         made, now = self._made_by.embedder_version, embedder_version(embedder)
         if made != now:
             raise StoreMismatchError(
-                f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, this is version {now}, "
-                "which reads all of a long chunk and not only its beginning; "
+                f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, but this is version {now}, "
+                "which embeds whole chunks and not only their beginning; "
                 f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )

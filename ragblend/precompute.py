@@ -15,7 +15,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ragblend.catalog.registry import open_registry, store_folders
+from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.chunker import Splitter
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
@@ -27,7 +27,7 @@ from ragblend.engine.store.disk import StoreDefaults
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.capacity import describe_capacity, disk_bytes
+from ragblend.ingestion.capacity import check_capacity, stored_kv_bytes
 from ragblend.ingestion.contexts import (
     SimilarChunkFinder,
     attach_similar_texts,
@@ -37,7 +37,7 @@ from ragblend.ingestion.contexts import (
     explain_unfit_text,
     resolve_context_policy,
 )
-from ragblend.ingestion.deletion import delete_orphaned_kv, registry_for, replace_documents
+from ragblend.ingestion.deletion import delete_old_texts, delete_orphaned_kv
 from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, prefill_again, quantize_stored
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
@@ -47,8 +47,8 @@ from ragblend.ingestion.report import IngestReport
 from ragblend.ingestion.server_documents import (
     LANGCHAIN_COLLECTION,
     as_chunk,
-    describe_document,
     document_id,
+    document_label,
     is_document_server,
     send_documents,
     send_indexed_chunks,
@@ -116,8 +116,8 @@ def ingest(
     remember_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
     disk = engine.store.disk_tier
-    own = [index.path if isinstance(index, ChunkIndex) else index, *store_folders(engine.store)]
-    own += [disk.kv_dir] if disk is not None else []
+    own = [index.path if isinstance(index, ChunkIndex) else index]
+    own += [disk.root, disk.kv_dir] if disk is not None else []
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # An index opened here is closed here, because until then committed rows are only in the database's log.
     with (
@@ -153,7 +153,7 @@ def ingest(
                     f"{num_files} of these files were in {place} before, where they no longer exist; remove their old "
                     f"documents: ragblend remove {place}"
                 )
-    report.store_bytes = disk_bytes(engine)
+    report.store_bytes = stored_kv_bytes(engine)
     report.elapsed_s = perf_counter() - start_s
     return report
 
@@ -200,7 +200,7 @@ def precompute_chunks(
         with closing(open_registry(engine.store)) as registry:
             owner = DocumentName(namespace=engine.namespace)
             if isinstance(index, ChunkIndex):
-                owner = DocumentName(index.registry_name)
+                owner = DocumentName(index.collection)
             registry.add((text for text, *_ in distinct), owner)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
@@ -222,7 +222,7 @@ def precompute_chunks(
     if disk is not None and (missing or renewed):
         num_tokens = sum(_num_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
-        capacity = describe_capacity(disk, forecast)
+        capacity = check_capacity(disk, forecast)
         if notify is not None:
             num_chunks = len(missing) + len(renewed)
             notify(
@@ -240,7 +240,7 @@ def precompute_chunks(
         delete_stale_variants((*missing, *renewed), engine, index)
     if disk is not None:
         with closing(open_registry(engine.store)) as registry:
-            registry.record_stored(filter(disk.has_file, keys.values()), engine.fingerprint)
+            registry.record_stored_entries(filter(disk.has_file, keys.values()), engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
     return report
 
@@ -289,7 +289,7 @@ def precompute_index(
             logger.warning("old variants stay in the remote tier (%s); the same command deletes them there", problem)
         refresh_pins(index.sources(), engine, index)
     report.num_chunks, report.num_documents = index.num_chunks, index.num_documents
-    report.store_bytes = disk_bytes(engine)
+    report.store_bytes = stored_kv_bytes(engine)
     return report
 
 
@@ -343,16 +343,16 @@ def precompute_documents(
         version_of[name] = version
         texts_of.setdefault(name, [])  # a document without a chunk to prefill loses its earlier chunks
         if problem := problems.get(chunk.text):
-            failures.append(ReadFailure(describe_document(document, chunk), problem))
+            failures.append(ReadFailure(document_label(document, chunk), problem))
         elif not has_visible_text(chunk.text):  # a blank chunk in a prompt is prefilled as text
-            skipped.append(ReadFailure(describe_document(document, chunk), "it has no visible text"))
+            skipped.append(ReadFailure(document_label(document, chunk), "it has no visible text"))
         else:
             texts_of[name].append(chunk.text)
             fit.append(chunk)
     for failure in (*failures, *skipped):
         logger.warning("not prefilled: %s: %s", *failure)
     chunks = fit
-    registry = registry_for(llm_or_engine)
+    registry = open_registry(engine.store)
     finder, wanted = open_registered_finder(engine, registry, embedder), chunks
     main = [chunk for chunk in chunks if chunk.context is None]
     if finder is not None:
@@ -376,7 +376,7 @@ def precompute_documents(
     replaced = {
         name: texts for name, texts in texts_of.items() if name in changed or (name.id and not version_of[name])
     }
-    report.num_removed_kv, problem = replace_documents(replaced, engine, registry)
+    report.num_removed_kv, problem = delete_old_texts(replaced, engine, registry)
     for name in changed:  # set last, so that after a killed call the same call replaces the document again
         registry.set_version(name, version_of[name])
     if problem:

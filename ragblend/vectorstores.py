@@ -76,7 +76,7 @@ class BlendEmbeddings(Embeddings):
 class LangChainEmbedder:
     """A LangChain `Embeddings` as the embedder of a ragblend index.
 
-    `name` is recorded in the index; by default the class, model and revision of the embedding.
+    name: recorded in the index; by default the class, model and revision of the embedding.
     """
 
     def __init__(self, embeddings: Embeddings, name: str = "") -> None:
@@ -85,16 +85,16 @@ class LangChainEmbedder:
 
     @cached_property
     def dim(self) -> int:
-        """Return the length of a vector. Embeds one word."""
+        """Length of a vector. Embeds one word to measure it."""
         return len(self.embeddings.embed_query("length"))
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """Return [n, dim] float32 unit rows."""
+        """Return unit rows [n, dim] float32."""
         rows = self.embeddings.embed_documents(list(texts)) if texts else []
         return normalize_rows(np.reshape(np.array(rows, np.float32), (len(texts), self.dim)))
 
     def embed_query(self, text: str, /) -> FloatArray:
-        """Return a [dim] float32 unit vector."""
+        """Return the unit vector [dim] float32 of a question."""
         return normalize_rows(self.embeddings.embed_query(text))
 
 
@@ -107,7 +107,7 @@ def _embedding_name(embeddings: Embeddings) -> str:
     found = (getattr(inner, attribute, None) for attribute in _MODEL_ATTRIBUTES)
     model = next((value for value in found if isinstance(value, str) and value), "")
     if model and Path(model).is_dir():
-        model = str(Path(model).resolve())  # the same from every working folder
+        model = str(Path(model).resolve())  # does not depend on the working folder
     options = getattr(inner, "model_kwargs", None)
     revision = getattr(inner, "revision", None) or (options.get("revision") if isinstance(options, dict) else None)
     return " ".join(str(part) for part in (f"{LANGCHAIN_PREFIX}{type(inner).__name__}", model, revision) if part)
@@ -131,18 +131,18 @@ def _delegate(name: str) -> Any:
 
 
 class BlendVectorStore(VectorStore):
-    """A LangChain vector store; with `llm`, the KV of its documents is precomputed and deleted with them.
+    """A LangChain vector store that also precomputes the KV of its documents, and deletes it with them.
 
-    `inner` holds the documents: any LangChain vector store, an open ragblend index, or the folder of one. Without
-    `llm` (a ChatBlend, a BlendLLM or an engine) documents are only indexed. They are indexed first, so a document whose
-    precomputation fails is still found, and prefilled in its prompts. KV of a text that another document has is kept.
+    inner: the vector store with the documents: any LangChain vector store, an open ragblend index, or its folder.
+    llm: a ChatBlend, a BlendLLM or an engine that precomputes; None: documents are only indexed. Documents are indexed
+    first, so a document whose precomputation fails is still found, and prefilled in prompts. KV of a text that another
+    document has is kept.
+    embedding: the LangChain embedding of the index in the folder; None for an index with a ragblend embedder.
+    collection: a name that separates, in the KV store, the documents of this vector store from others with the same
+    ids. The default consists of the inner store's class and the name of its data (collection, index, table, folder).
+    Stores without such a name, for example in memory, are numbered in the order in which a process opens them.
 
-    `embedding` is the LangChain embedding with which the folder's index was made; an index with a ragblend embedder
-    needs none. Other attributes are the inner store's (`index`, `save_local`, ...).
-
-    `collection`: a name that separates the documents of this vector store, in the KV store, from those of others with
-    the same ids. By default it is made of the inner store's class and the name of its data (collection, index, table,
-    folder). Stores without such a name, for example in memory, are numbered in the order in which a process opens them.
+    Other attributes are the inner store's (`index`, `save_local`, ...).
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class BlendVectorStore(VectorStore):
     ) -> None:
         if embedding is not None and not isinstance(inner, str | Path):
             raise UsageError(
-                f"inner is an open {type(inner).__name__} and has its embedding; leave embedding out, or pass the "
+                f"inner is an open {type(inner).__name__}, which has an embedding; leave embedding out, or pass the "
                 "folder of an index"
             )
         if isinstance(inner, str | Path):
@@ -172,7 +172,7 @@ class BlendVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """Return the embedding of texts and questions."""
+        """Embedding of texts and questions."""
         return self.inner.embeddings
 
     def add_texts(
@@ -183,15 +183,15 @@ class BlendVectorStore(VectorStore):
         ids: list[str] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """Store texts as `add_documents` stores documents, with the same return value and errors."""
+        """Store texts like `add_documents`, with the same result and errors."""
         documents = make_documents(texts, metadatas)
         return self.add_documents(documents, **kwargs, **({"ids": ids} if ids else {}))
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Store documents, each in place of an older one with its id, and precompute them. Return their ids.
+        """Store and precompute documents, each in place of an older one with its id. Return their ids.
 
-        `ids` replace the documents' own. A document that the model cannot prefill is stored nevertheless, and logged,
-        see `precompute_documents`. Raises UsageError, before anything is stored, for another number of ids.
+        ids: used instead of the documents' own ids. A document that the model cannot prefill is stored, and a warning
+        is logged; see `precompute_documents`. Raises UsageError for another number of ids, before storing a document.
         """
         given = resolve_ids(documents, kwargs.get("ids"))
         ids = self.inner.add_documents(documents, **kwargs)
@@ -202,10 +202,10 @@ class BlendVectorStore(VectorStore):
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents and their KV; unknown ids are passed over.
+        """Delete documents and their KV. Unknown ids are ignored.
 
-        Without `ids`, an index deletes all documents that were added through LangChain. Other stores do what their
-        class defines, and the KV is left for `ragblend gc`.
+        Without `ids`, an index deletes all documents that were added through LangChain. For other stores, the class
+        defines the result, and `ragblend gc` deletes the KV.
         """
         if ids is None and isinstance(self.inner, _IndexStore):
             ids = self.inner.ids()
@@ -246,9 +246,9 @@ class BlendVectorStore(VectorStore):
         path: str | Path = "",
         **kwargs: Any,
     ) -> Self:
-        """Return a store over the index in folder `path`, created if there is none, with these texts in it.
+        """Add texts to the index in the folder `path`, which is created if missing, and return the vector store.
 
-        Further arguments are the constructor's: `llm`, `collection`.
+        kwargs: `llm` and `collection`, as in the constructor. Raises UsageError without `path`.
         """
         if not path:
             raise UsageError("path is missing; name the folder of the index: from_texts(..., path='index/')")
@@ -260,8 +260,8 @@ class BlendVectorStore(VectorStore):
 class _IndexStore(VectorStore):
     """A ragblend index (FAISS and SQLite on disk, no pickle) as a LangChain vector store.
 
-    Documents added here are one chunk each, under their own id. Chunks that `ragblend ingest` put into the same index
-    are found too; their ids are the chunks'. A chunk of an ingested file cannot be deleted alone.
+    Each added document is one chunk with the document's id. Searches also find chunks that `ragblend ingest` added to
+    the index, with the chunks' ids. A single chunk of an ingested file cannot be deleted.
     """
 
     def __init__(self, index: ChunkIndex) -> None:
@@ -278,9 +278,9 @@ class _IndexStore(VectorStore):
         return [source.removeprefix(SOURCE_PREFIX) for source in sources if source.startswith(SOURCE_PREFIX)]
 
     def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
-        """Store all documents or none; a document without an id is given one.
+        """Store all documents or none. Return their ids; a document without an id gets a new one.
 
-        A document without visible text is not stored and is logged; an older one of its id is removed.
+        A document without visible text is not stored, and a warning is logged. An older one with its id is removed.
         """
         names = [name or str(uuid.uuid4()) for name in resolve_ids(documents, ids)]
         named = dict(zip(names, documents, strict=True))
@@ -293,7 +293,7 @@ class _IndexStore(VectorStore):
             for name, document in named.items()
             if name not in blank
         ]
-        vectors = self.index.embed([chunk.text for chunk in chunks])  # all at once: embedding is the slow part
+        vectors = self.index.embed([chunk.text for chunk in chunks])  # in one call, because embedding is slow
         with self.index.write_transaction():
             for chunk, vector in zip(chunks, vectors, strict=True):
                 self.index.add_document(chunk.source, chunk.id, [chunk], vector[None, :])
@@ -301,7 +301,7 @@ class _IndexStore(VectorStore):
                 with suppress(NotFoundError):
                     self.index.remove_document(SOURCE_PREFIX + name)
         if blank:
-            logger.warning("not stored: %s: no visible text", ", ".join(blank))
+            logger.warning("documents without visible text were not stored: %s", ", ".join(blank))
         return [name for name in names if name not in blank]
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
@@ -328,8 +328,8 @@ class _IndexStore(VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` documents nearest to a question or a vector, with their cosines.
 
-        `filter` is a dictionary of metadata that a document must have, or a function that is passed a document and
-        returns True to keep it. `neighbours` and `order` are those of `ChunkIndex.search`.
+        filter: a dictionary of metadata that a document must have, or a function of a document that returns True to
+        keep it. kwargs: `neighbours` and `order` of `ChunkIndex.search`.
         """
         hits = self.index.search(query, k, is_allowed=make_predicate(filter), **kwargs)
         return [(as_document(hit.chunk), hit.score) for hit in hits]
@@ -374,15 +374,15 @@ class _IndexStore(VectorStore):
 
 
 _NAMES = ("collection_name", "index_name", "table_name", "namespace", "persist_directory", "location", "path", "folder")
-"""Attributes by which vector stores name their data; some have an underscore before them."""
+"""Attributes in which vector stores have the name of their data, possibly after an underscore."""
 _UNNAMED: WeakKeyDictionary[VectorStore, str] = WeakKeyDictionary()
 _UNNAMED_COUNT: Counter[str] = Counter()
 
 
 def _collection_of(inner: VectorStore) -> str:
-    """Return a name for the documents of a vector store, the same in every process where its attributes name it."""
+    """Return the default collection of a vector store, the same in every process if its attributes name its data."""
     if isinstance(inner, _IndexStore):
-        return inner.index.registry_name or LANGCHAIN_COLLECTION
+        return inner.index.collection or LANGCHAIN_COLLECTION
     kind = type(inner).__name__
     stored = getattr(inner, "__dict__", {})
     attributes = {name.lstrip("_"): value for name, value in stored.items() if isinstance(value, str)}

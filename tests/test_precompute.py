@@ -16,7 +16,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
-from ragblend.ingestion.capacity import describe_capacity
+from ragblend.ingestion.capacity import check_capacity
 from ragblend.ingestion.server_documents import as_chunk
 from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
 from ragblend.prompt.types import Chunk
@@ -119,7 +119,7 @@ def test_precompute_documents_takes_what_frameworks_hand_over(engine):
     assert report.num_new_kv == 3
     assert engine.is_stored("a document.")
     assert as_chunk(given[2]).source == "s"
-    with pytest.raises(UsageError, match="cannot precompute a int"):
+    with pytest.raises(UsageError, match="a document is a int"):
         precompute_documents([3], engine)
 
 
@@ -132,7 +132,7 @@ def _node(text, **fields):
 
 
 LONG, SURROGATE = "a lamp " * 5000, "half \ud83d emoji"
-TOO_LONG = r"it takes \d+ tokens with the system text, demo reads \d+; split it"
+TOO_LONG = r"it has \d+ tokens with the system text, but demo reads \d+; split it"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def stored_dtypes(place: Path) -> set[str]:
 
 @pytest.fixture
 def chunks(corpus, tmp_path):
-    """Chunks of the corpus, precomputed as computed by a store of its own that is thrown away."""
+    """Chunks of the corpus, after their KV was computed in another store, which is deleted."""
     with load_engine("demo", tmp_path / "first") as engine:
         run(corpus, engine, tmp_path)
     with open_index(tmp_path / "index") as index:
@@ -244,7 +244,7 @@ def test_damage_met_while_rewriting_is_prefilled(chunks, tmp_path, monkeypatch):
     monkeypatch.setattr("ragblend.engine.transformers.engine.CPU_PASS_TOKENS", 1)
     for place, kv_dtype in (("reference", "int8"), ("kv", "auto")):
         with load_engine("demo", tmp_path / place, kv_dtype=kv_dtype) as engine:
-            # Each in a pass of its own, as the victim will be: some CPUs round differently where passes are shared.
+            # One chunk per pass, like the repair of the victim: some CPUs round differently if chunks share a pass.
             assert all(engine.precompute(chunk) for chunk in chunks)
     victim = next((tmp_path / "kv").glob("kv/??/*.safetensors"))
     data = bytearray(victim.read_bytes())
@@ -278,17 +278,15 @@ def test_what_the_default_limit_means_is_said_before_prefilling(tmp_path):
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
         store = DiskStore(small / "kv", fsync=False, capacity_bytes="auto")
-        assert describe_capacity(store, 3 << 20) == "8.0 MiB free"
-        with pytest.raises(StoreFullError, match=r"may hold 4.0 MiB: as much as it leaves free.*`disk_gib="):
-            describe_capacity(store, 5 << 20)
+        assert check_capacity(store, 3 << 20) == "8.0 MiB free"
+        with pytest.raises(StoreFullError, match=r"may hold 4.0 MiB: half of the free space.*`disk_gib="):
+            check_capacity(store, 5 << 20)
         for seed in range(3):
             store.put(make_kv(seed, tokens=8192))
-        assert re.search(
-            r"holds 3\..* may hold 4\..*least recently used KV is evicted", describe_capacity(store, 2 << 20)
-        )
+        assert re.search(r"holds 3\..* may hold 4\..*least recently used KV is evicted", check_capacity(store, 2 << 20))
         chosen = DiskStore(small / "kv", fsync=False, capacity_bytes=2 << 20)
-        assert "may hold 2.0 MiB" in describe_capacity(chosen, 4 << 20), "a number is somebody's choice"
-        assert describe_capacity(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"
+        assert "may hold 2.0 MiB" in check_capacity(chosen, 4 << 20), "a configured limit may evict"
+        assert check_capacity(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"
     finally:
         subprocess.run(["umount", "--lazy", str(small)], check=True)
 

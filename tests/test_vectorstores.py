@@ -185,16 +185,16 @@ def test_a_removed_document_leaves_no_record_of_its_chunks_even_where_their_kv_w
         ingest(tmp_path / "a.txt", engine, opened)
         chunk_ids = [engine.renderer.chunk_ids(A)]
         with open_registry(engine.store) as registry:
-            assert registry.entries_of(chunk_ids, "") == [[engine.key(A)]]
+            assert registry.entries_of_chunks(chunk_ids, "") == [[engine.key(A)]]
         for entry in (tmp_path / "kv").glob("kv/??/*.safetensors"):
             entry.unlink()
         remove_documents(opened.sources(), engine, opened)
         with open_registry(engine.store) as registry:
-            assert registry.entries_of(chunk_ids, "") == [[]]
+            assert registry.entries_of_chunks(chunk_ids, "") == [[]]
         engine.precompute(A)
         assert engine.forget(A)
         with open_registry(engine.store) as registry:
-            assert registry.entries_of(chunk_ids, "") == [[]]
+            assert registry.entries_of_chunks(chunk_ids, "") == [[]]
 
 
 def test_one_string_is_one_document(chat: ChatBlend) -> None:
@@ -248,7 +248,7 @@ def test_an_overlong_document_is_indexed_and_stops_no_other(
     assert store.add_documents([Document(A, id="a"), Document(long, id="b"), Document(B, id="c")]) == ["a", "b", "c"]
     assert known(chat, A, long, B) == [True, False, True]
     assert len(store.get_by_ids(["a", "b", "c"])) == 3
-    assert "not prefilled: b: it takes" in caplog.text
+    assert "not prefilled: b: it has" in caplog.text
 
 
 async def test_async_methods_precompute_too(store: BlendVectorStore, chat: ChatBlend) -> None:
@@ -466,7 +466,7 @@ def test_blank_and_zero_width_texts_are_skipped_and_reported(tmp_path: Path, cap
         store.add_texts([B], ids=["blank"])
         assert store.add_texts(["", A, " \n", "\u200b\ufeff"], ids=["blank", "a", "space", "zero"]) == ["a"]
         assert [document.id for document in store.similarity_search("Who?", k=5)] == ["a"]
-        assert caplog.messages == ["not stored: blank, space, zero: no visible text"]
+        assert caplog.messages == ["documents without visible text were not stored: blank, space, zero"]
 
 
 def test_attributes_of_the_inner_store_are_reached(store: BlendVectorStore, tmp_path: Path) -> None:

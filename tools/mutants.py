@@ -89,7 +89,7 @@ chunker-version-ignored         ingestion  _make_file_version
 removes-outside-of-scan         ingestion  remove_missing
     A.is_covered(B) and C  ->  C
 variants-after-removed-stay     ingestion  keys_to_delete
-    A.entries_of((B, B + C), D)  ->  A.entries_of((B,), D)
+    A.entries_of_chunks((B, B + C), D)  ->  A.entries_of_chunks((B,), D)
 deletes-other-namespaces        ingestion  keys_to_delete
     A.namespace == B  ->  True
 row-checksum-skipped            .          _select_checked

@@ -1,1 +1,1 @@
-"""One database in a store's folder: which texts and documents there are, and what is stored of them."""
+"""The catalogue: one database per store with its documents, chunks, vectors, token ids and keys of entries."""

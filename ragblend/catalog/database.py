@@ -1,8 +1,8 @@
-"""The catalogue of a store: how its database is opened, checked and written.
+"""`Catalog`: opens, checks and writes the database of a store.
 
-Every class that keeps tables in it is a `Catalog`. Reads see the last commit of any process; several changes are one
-transaction, in which no other process writes. What SQLite and PostgreSQL do differently is in their `Dialect`. Knows
-the schema; knows no texts, documents or KV.
+Every class with tables in the database is a subclass. Reads return the last commit of any process. Several changes form
+one transaction, in which no other process writes. Each `Dialect` implements what SQLite and PostgreSQL do differently.
+Depends on the schema, not on the meaning of its rows.
 """
 
 from __future__ import annotations
@@ -20,14 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.postgres import PostgresDialect, is_postgres_url
-from ragblend.catalog.schema import (
-    CHECKED_TABLES,
-    ENTRY_CHUNKS,
-    TEXTS,
-    checksummed_columns,
-    is_intact,
-    text_key,
-)
+from ragblend.catalog.schema import CHECKED_TABLES, ENTRY_CHUNKS, TEXTS, checksummed_columns, is_intact, text_key
 from ragblend.catalog.sqlite import SqliteDialect
 from ragblend.config import trusted_setting
 from ragblend.errors import CorruptError
@@ -36,55 +29,42 @@ from ragblend.files.places import user_path
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
 from ragblend.options import TierOptions
 
-_STREAMED = {"stream_results": True}  # large tables, a part at a time
+_STREAMED = {"stream_results": True}  # a table may be larger than memory
 
 
-def find_catalog(folder: Path, url: str | None = None) -> str | Path:
-    """Return where the catalogue of the store in `folder` is: at `url`, at that of RAGBLEND_CATALOG or the user's own
-    settings where it is None, else in the folder.
+def resolve_catalog(folder: Path, url: str | None = None) -> str | Path:
+    """Return the URL or the file of the catalogue of the store in `folder`.
+
+    It is `url` if given, else the URL of RAGBLEND_CATALOG or of the user's settings, else a file in the folder.
     """
     url = url or trusted_setting("catalog")
     return folder / CATALOG_FILE if url is None else str(TierOptions(catalog=url).catalog)
 
 
-def _open_dialect(place: str | Path | None) -> Dialect:
-    if isinstance(place, str) and is_postgres_url(place):
-        return PostgresDialect(place)
-    return SqliteDialect(user_path(place, "catalog").absolute() if place is not None else None)
-
-
 class Catalog:
-    """The catalogue at `place`: an SQLite file, the URL of a PostgreSQL database, or in memory if it is None.
+    """The catalogue at `place`: an SQLite file, the URL of a PostgreSQL database, or None for one in memory.
 
-    Safe between threads and processes: the next call sees what another process has added. `close` closes the file; the
-    next call opens it again, as it does where a connection is lost. Raises CorruptError for a damaged file,
-    StoreMismatchError for a database with other tables, BackendUnreachableError for a server that does not answer.
+    Safe between threads and processes. Each call sees the commits of other processes. After `close` or a lost
+    connection, the next call opens the database again. Raises CorruptError for a damaged file, StoreMismatchError for a
+    database with other tables, BackendUnreachableError for a server that does not answer.
     """
 
     def __init__(self, place: str | Path | None = None) -> None:
-        self._dialect = _open_dialect(place)
+        self._dialect: Dialect
+        if isinstance(place, str) and is_postgres_url(place):
+            self._dialect = PostgresDialect(place)
+        else:
+            self._dialect = SqliteDialect(user_path(place, "catalog").absolute() if place is not None else None)
+        self.name = self._dialect.name  # the file, or the URL without user and password, for messages
+        self.key = self._dialect.key  # equal for catalogues over the same database; None for one in memory
+        self.is_shared = self._dialect.is_shared  # True for a database server, which stores on several machines share
         self._lock = threading.RLock()
         self._connection: Connection | None = None
         self._is_writing = False
-        self._num_changes = 0  # those that this object's classes count: data_version leaves out its own commits
+        self._num_changes = 0  # changes by this object, because SQLite's data_version does not count its own commits
         _OPEN_CATALOGS.add(self)
-        with self._locked():  # fail here rather than at the first prompt
+        with self._locked():  # an error is raised here, not at the first prompt
             pass
-
-    @property
-    def key(self) -> object:
-        """Equal for catalogues over the same database; None for one in memory."""
-        return self._dialect.key
-
-    @property
-    def name(self) -> str:
-        """The place of the database for messages."""
-        return self._dialect.name
-
-    @property
-    def is_shared(self) -> bool:
-        """True for a server's, which stores in other folders, on other machines, may have as well."""
-        return self._dialect.is_shared
 
     def close(self) -> None:
         """Close the file. No data is lost; the next call opens the file again."""
@@ -93,51 +73,49 @@ class Catalog:
                 self._connection.close()
                 self._connection = None
 
-    def version(self) -> tuple[int, int]:
+    def change_counter(self) -> tuple[int, int]:
         """Return a value that changes with every change by another process or object, and when this object changes
         token ids.
         """
         with self._locked() as connection:
-            return self._dialect.version(connection), self._num_changes
+            return self._dialect.change_counter(connection), self._num_changes
 
     def truncate_log(self) -> None:
-        """Remove deleted rows from the file's write-ahead log, where they remain until other processes have stopped
-        reading.
-        """
+        """Remove deleted rows from the file's write-ahead log. While another process reads, they remain there."""
         with self._locked() as connection:
             self._dialect.truncate_log(connection)
 
     def find_structure_problems(self) -> list[str]:
-        """Return one sentence for each problem with the database itself, whatever its rows hold."""
+        """Return one sentence for each damage to the database's structure. Rows are not read."""
         with self._locked() as connection:
             return self._dialect.find_problems(connection)
 
     def find_problems(self) -> list[str]:
-        """Return one sentence for each problem with the catalogue. Raises CorruptError if it cannot be read at all."""
+        """Return one sentence for each damage to the structure or to rows. Raises CorruptError if the database cannot
+        be read.
+        """
         with self._locked():
             found = self.find_structure_problems()
             for what, damaged in self._damaged_rows().items():
                 if damaged:
-                    found.append(f"{self._dialect.name}: {len(damaged)} {what} are not what was written")
+                    found.append(f"{self.name}: the checksums of {len(damaged)} {what} do not match")
             return found
 
     def remove_damaged_rows(self) -> None:
-        """Delete the rows whose checksum does not match. The documents that they belonged to add them again when
-        ingested.
-        """
+        """Delete the rows whose checksum does not match. Ingesting their documents adds them again."""
         with self._write() as connection:
             for what, damaged in self._damaged_rows().items():
                 table = CHECKED_TABLES.get(what, TEXTS)
                 rowid = list(table.primary_key.columns)
                 for values in damaged:
                     connection.execute(delete(table).where(*(c == v for c, v in zip(rowid, values, strict=True))))
-            # The entries in the store's folder are read and recorded again.
+            # Without this mark, the next deletion reads all entries of the store's folder and records them again.
             connection.execute(delete(ENTRY_CHUNKS).where(ENTRY_CHUNKS.c.entry == ""))
         self.close()
 
     def damage_error(self, what: str) -> CorruptError:
-        """Return the error to raise for rows that are not what was written, with what to do about it."""
-        return CorruptError(f"{self._dialect.name}: {what}. {self._dialect.fix_hint()}")
+        """Return the error to raise for damaged rows; `what` says which. Its message contains the fix."""
+        return CorruptError(f"{self.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:
         return self
@@ -145,17 +123,17 @@ class Catalog:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # --- for the classes that keep tables in it ---
+    # --- for subclasses ---
 
     @contextmanager
     def _locked(self) -> Iterator[Connection]:
-        """Hold the lock; yield the connection. RagblendErrors are raised in place of the database's own."""
+        """Hold the lock and yield the connection. Errors of the database are raised as RagblendErrors."""
         with self._lock:
             is_opened = self._connection is None or self._connection.invalidated  # by an interruption
             try:
                 if is_opened:
                     self._connection = self._dialect.connect()
-                    self._num_changes += not self.is_shared  # data_version counts from the beginning
+                    self._num_changes += not self.is_shared  # a new connection starts data_version again
                 connection = self._connection
                 assert connection is not None
                 try:
@@ -165,17 +143,17 @@ class Catalog:
                         self._connection = None
                         self._dialect.release(connection)
             except Exception:
-                with self._dialect.named_errors():
+                with self._dialect.wrap_errors():
                     raise
 
     def _rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
-        """Return the rows that a query finds."""
+        """Return the rows of a query."""
         with self._locked() as connection:
             return connection.execute(query, values).all()
 
     @contextmanager
     def _transaction(self, kind: TransactionKind) -> Iterator[Connection]:
-        """Hold the lock in a transaction; inside of another one, in that."""
+        """Hold the lock in a transaction. Inside another transaction, the block is part of that one."""
         with self._locked() as connection:
             if self._is_writing:
                 yield connection
@@ -194,11 +172,11 @@ class Catalog:
                 self._is_writing = False
 
     def _write(self) -> AbstractContextManager[Connection]:
-        """Hold the lock in a transaction, which excludes other processes; yield the connection."""
+        """Hold the lock in a write transaction, which excludes other writers, and yield the connection."""
         return self._transaction("IMMEDIATE")
 
     def _damaged_rows(self) -> dict[str, list[tuple[Any, ...]]]:
-        """Return the primary keys of the rows that are not what was written, by what they are."""
+        """Return the primary keys of damaged rows, by the names of `CHECKED_TABLES` and "texts"."""
         found: dict[str, list[tuple[Any, ...]]] = {"texts": []}
         with self._transaction("DEFERRED") as connection:
             for number, key, content in connection.execute(select(TEXTS), execution_options=_STREAMED):
@@ -212,14 +190,14 @@ class Catalog:
         return found
 
 
-def drop_catalog(root: Path) -> None:
-    """Delete a damaged catalogue from a store's directory. The next process that adds texts creates it again."""
+def delete_catalog_files(root: Path) -> None:
+    """Delete the files of a damaged catalogue from a store's folder. The next ingestion creates a new one."""
     for name in (FORMER_REGISTRY_FILE, FORMER_SERVER_FILE, FORMER_INDEX_FILE, CATALOG_FILE):
         for suffix in ("-wal", "-shm", ""):
             remove_file(root / f"{name}{suffix}")
 
 
-# --- forks: a process has its own connections ---
+# --- forks: each process has its own connections ---
 
 _OPEN_CATALOGS: WeakSet[Catalog] = WeakSet()
 _PARENT_CONNECTIONS: list[Connection] = []
@@ -228,7 +206,7 @@ _fork_locks: list[Any] = []
 
 
 def _before_fork() -> None:
-    """Wait up to `_FORK_WAIT_S` per catalogue until no thread is inside a database, whose locks no child gets."""
+    """Wait up to `_FORK_WAIT_S` per catalogue until no thread uses its connection: a child does not inherit locks."""
     _fork_locks.extend(each._lock for each in list(_OPEN_CATALOGS) if each._lock.acquire(timeout=_FORK_WAIT_S))
 
 
@@ -244,7 +222,7 @@ def _in_child() -> None:
     for catalog in list(_OPEN_CATALOGS):
         catalog._lock, catalog._is_writing = threading.RLock(), False
         if catalog._connection is not None and catalog.key is not None:
-            _PARENT_CONNECTIONS.append(catalog._connection)  # closed here, it would let go of the parent's locks
+            _PARENT_CONNECTIONS.append(catalog._connection)  # closing it here would release the parent's locks
             catalog._connection = None
 
 

@@ -1,7 +1,7 @@
-"""What differs between the databases that a catalogue is kept in: `Dialect`.
+"""`Dialect`: the interface to a database that can hold a catalogue.
 
-A DATABASE IS ADDED HERE. Implementations: `sqlite`, `postgres`. All else of the catalogue is SQLAlchemy Core, which
-both take. Knows no tables' meaning.
+A DATABASE IS ADDED HERE. Implementations: `sqlite`, `postgres`. The rest of the catalogue is SQLAlchemy Core, which
+runs on both. Does not depend on the meaning of tables.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ TransactionKind = Literal["DEFERRED", "IMMEDIATE"]
 
 
 class Dialect(ABC):
-    """One database, as catalogues of this process open it. Safe between threads; a connection is one thread's."""
+    """One database. Safe between threads, but each connection is used by one thread at a time."""
 
     name: str
-    """The place of the database for messages: a file, or a URL without user and password."""
+    """The file, or the URL without user and password, for messages."""
     key: object
     """Equal for catalogues over the same database; None for one in memory."""
     is_shared = False
-    """True for a server: stores in several folders, on several machines, have this catalogue."""
+    """True for a database server, whose catalogue stores on several machines may share."""
 
     @abstractmethod
     def connect(self) -> Connection:
-        """Return a connection in autocommit mode to a database that holds the tables; they are created if missing.
+        """Return a connection in autocommit mode. Missing tables are created.
 
         Raises StoreMismatchError for a database with other tables.
         """
 
-    @abstractmethod
     def release(self, connection: Connection) -> None:
-        """Take back the connection of a shared database after a call."""
+        """Return the connection of a shared database to its pool after a call."""
+        connection.close()
 
     @abstractmethod
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
         """Begin a transaction: DEFERRED for several reads of one state, IMMEDIATE to write, one process at a time."""
 
     @abstractmethod
-    def version(self, connection: Connection) -> int:
-        """Return a number that changes with every change that another process commits. Each prompt asks for it."""
+    def change_counter(self, connection: Connection) -> int:
+        """Return a number that changes with every commit of another process. It is read for each prompt."""
 
     @abstractmethod
     def find_problems(self, connection: Connection) -> list[str]:
-        """Return what the database itself finds damaged in its structure."""
+        """Return one sentence for each damage that the database finds in its structure."""
 
     @abstractmethod
     def truncate_log(self, connection: Connection) -> None:
-        """Remove deleted rows from the database's log, where they can be read."""
+        """Remove deleted rows from the database's log, where they could still be read."""
 
     @abstractmethod
-    def named_errors(self) -> AbstractContextManager[None]:
-        """Raise the RagblendError that says what happened in place of the database's own errors."""
+    def wrap_errors(self) -> AbstractContextManager[None]:
+        """Raise RagblendErrors in place of the database's errors."""
 
     @abstractmethod
     def fix_hint(self) -> str:
-        """Return what to do about damage."""
+        """Return a sentence with the commands that repair or replace a damaged catalogue."""

@@ -1,8 +1,8 @@
-"""The documents of an index in the catalogue: their chunks with vectors, the files they came from, what they left.
+"""The documents of an index in the catalogue: chunks with vectors, the files they came from, and pending deletions.
 
-A document is added, replaced or removed in one transaction, so a reader never sees half of one. What it no longer has
-is recorded in the same transaction, for whoever deletes KV and registered texts: a killed process forgets none of it.
-Knows rows; knows nothing of search, embedders or KV.
+A document is added, replaced or removed in one transaction, so a reader never sees half of one. The texts that it loses
+are recorded in the same transaction, so that their KV is deleted even if the process is killed first. Does not depend
+on search, embedders or KV.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, select, update
 
 from ragblend.catalog.index_rows import (
     IngestedFile,
@@ -38,8 +38,11 @@ from ragblend.catalog.schema import (
     batches,
     checksummed_columns,
     existing,
+    insert_rows,
     is_among,
     is_intact,
+    matches,
+    select_checked,
     text_key,
     with_checksum,
 )
@@ -64,16 +67,16 @@ _A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_among(CHUNKS.c.text_ke
 _KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_among(CHUNKS.c.text_key)).distinct()
 _KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_among(DOCUMENTS.c.source))
 _HAS_TEXT = select(CHUNKS.c.id).where(CHUNKS.c.text_key == bindparam("text_key")).limit(1)
-_OF_ENTRY = [PENDING_DELETIONS.c[name] == bindparam(f"b_{name}") for name in ("key", "place")]
+_OF_ENTRY = matches(PENDING_DELETIONS, "key", "place")
 _DELETE_EMPTY_FILE = delete(FILES).where(
-    FILES.c.path == bindparam("b_path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
+    matches(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
 )
 
 
 class IndexedDocuments:
-    """The documents of an index in the catalogue of `registry`: a transaction spans both.
+    """The documents of an index in the catalogue of `registry`. One transaction can change documents and registry.
 
-    Each method is a transaction, or a part of the one that is open. Raises the errors of `Catalog`.
+    Each method runs in the open transaction, or else in its own. Raises the errors of `Catalog`.
     """
 
     def __init__(self, registry: ChunkRegistry) -> None:
@@ -81,44 +84,44 @@ class IndexedDocuments:
         self._rows, self._write = registry._rows, registry._write
 
     def close(self) -> None:
-        """Close the catalogue, saving nothing."""
+        """Close the catalogue without saving search files."""
         self.registry.close()
 
     def read_transaction(self) -> AbstractContextManager[Connection]:
-        """One state of the catalogue for several reads; others may write meanwhile."""
+        """Read one state of the catalogue inside the block. Other processes may write at the same time."""
         return self.registry._transaction("DEFERRED")
 
     def write_transaction(self) -> AbstractContextManager[Connection]:
-        """Several changes at once, or none. Nobody else adds or removes documents meanwhile, from any process."""
+        """Apply all changes of the block, or none. No other thread or process can change the catalogue inside it."""
         return self._write()
 
-    # --- what made the index ---
+    # --- facts of the index ---
 
     def create(self, facts: Mapping[str, object]) -> None:
-        """Record what makes the index; an existing one stays as it is."""
+        """Create the index with these facts (embedder, dimension, tokenizer, ...). An existing index is not changed."""
         with self._write():
             if not self.exists():
                 self._put_fact("facts", _facts_as_text(facts))
                 self._put_fact("generation", "0")
 
     def exists(self) -> bool:
-        """Whether the catalogue has an index. Raises CorruptError where it has lost what made one."""
-        query = select(func.count()).select_from(INDEX_FACTS)
-        if not self._rows(query)[0][0] and self.num_documents:
-            raise self.registry.damage_error("it has documents and has lost what made the index")
-        return bool(self._rows(query)[0][0])
+        """Return True if the catalogue has an index. Raises CorruptError if it has documents without the facts."""
+        has_facts = bool(self._rows(select(INDEX_FACTS.c.name).limit(1)))
+        if not has_facts and self.num_documents:
+            raise self.registry.damage_error("it has documents, but the facts of the index are missing")
+        return has_facts
 
     def read_metadata(self) -> dict[str, str]:
-        """What the creator recorded."""
+        """Return the facts of the index, by name."""
         facts: dict[str, str] = json.loads(self._fact("facts"))
         return facts
 
     def generation(self) -> int:
-        """How many times documents changed."""
+        """Return the number of changes to documents since the index was created."""
         return int(self._fact("generation"))
 
     def write_metadata(self, **changes: object) -> None:
-        """Record other facts than the creator did."""
+        """Change or add facts of the index."""
         with self._write():
             self._put_fact("facts", _facts_as_text(self.read_metadata() | changes))
 
@@ -126,80 +129,92 @@ class IndexedDocuments:
 
     @property
     def num_documents(self) -> int:
-        """Documents stored, those without a chunk included."""
+        """Number of documents, including those without chunks."""
         return int(self._rows(select(func.count()).select_from(DOCUMENTS))[0][0])
 
     @property
     def num_chunks(self) -> int:
-        """Chunks stored."""
+        """Number of chunks."""
         return int(self._rows(select(func.count()).select_from(CHUNKS))[0][0])
 
     def sources(self, status: str | None = None) -> list[str]:
-        """Sources of all documents, first added first; with `status`, of those that have it."""
+        """Return the sources of all documents, or of those with this `status`, in the order of their addition."""
         return [row.source for row in self._select_checked(DOCUMENTS) if status in (None, row.status)]
 
     def documents(self) -> dict[str, dict[str, str]]:
-        """Content hashes by source, by file, first added first; of those that came in without a file under ""."""
+        """Return the documents by file, each as {source: content hash}, in the order of their addition.
+
+        Documents that were added without a file are under "".
+        """
         found: dict[str, dict[str, str]] = {}
         for row in self._select_checked(DOCUMENTS):
             found.setdefault(row.file, {})[row.source] = row.content_hash
         return found
 
     def files(self) -> dict[str, IngestedFile]:
-        """What is noted of the files that documents came from, by path."""
+        """Return the records of ingested files, by path."""
         return {row.path: IngestedFile._make(row[:3]) for row in self._select_checked(FILES)}
 
     def chunks(self, source: str | None = None) -> Iterator[Chunk]:
-        """All chunks, or those of one document, in reading order. Each document is whole, as of its turn."""
+        """Yield all chunks, or those of one document, in reading order.
+
+        Each document is read in one transaction; documents may change between two of them.
+        """
         for name in self.sources() if source is None else [source]:
             yield from (as_chunk(row) for row in self._intact_rows(_OF_SOURCE, source=name))
 
     def get(self, ids: Iterable[str]) -> dict[str, Chunk]:
-        """The chunks with these ids, in that order; ids that are not here are left out."""
+        """Return the chunks with these ids, in the order of `ids`. Unknown ids are left out."""
         wanted = [chunk_id for chunk_id in dict.fromkeys(ids) if _CHUNK_ID.fullmatch(chunk_id)]
         found = {row.id: as_chunk(row) for row in self._rows_with_ids([row_id(chunk_id) for chunk_id in wanted])}
         return {chunk_id: found[row_id(chunk_id)] for chunk_id in wanted if row_id(chunk_id) in found}
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """(chunk id, text) of every chunk."""
-        return ((chunk.id, chunk.text) for chunk in self.chunks())
+    def texts(self) -> Iterator[str]:
+        """Yield the text of every chunk, with duplicates."""
+        return (chunk.text for chunk in self.chunks())
 
     def texts_since(self, generation: int) -> list[str]:
-        """The texts of chunks that were added after the index had that generation."""
+        """Return the texts of the chunks that were written after this generation."""
         with self.read_transaction():
-            return [row.text for row in self.rows(self.ids(newer_than=generation).tolist())]
+            return [row.text for row in self.rows(self.row_ids(newer_than=generation).tolist())]
 
-    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
-        """The vectors, as stored, of those `texts` that some chunk has, by `text_key` of the stripped text."""
+    def stored_vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
+        """Return the stored vectors (little-endian float32) of `texts`, by `text_key` of the stripped text.
+
+        Texts that no chunk has are left out.
+        """
         found = {}
         with self.read_transaction() as connection:
             for some in batches(dict.fromkeys(text_key(text.strip()) for text in texts)):
-                # One will do, of as many as a line that every document has; damaged, the text is embedded again.
+                # A text may be in every document, so only one of its chunks is read. A damaged one is left out, and
+                # the caller embeds the text again.
                 ids = connection.execute(_A_CHUNK_OF_EACH, {"values": some}).scalars().all()
                 for row in self._rows(_WITH_IDS, values=ids):
                     if is_intact_chunk(row):
                         found[row.text_key] = row.vector
         return found
 
-    def ids(self, newer_than: int = -1) -> NDArray[np.int64]:
-        """[n] row ids, in document order, of chunks written after generation `newer_than`."""
+    def row_ids(self, newer_than: int = -1) -> NDArray[np.int64]:
+        """Return the row ids [n] of the chunks written after generation `newer_than`, in document order."""
         return np.array([row.id for row in self._rows(_IDS_SINCE, generation=newer_than)], np.int64)
 
     def rows(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
-        """The rows with these ids, in no order. Raises CorruptError when one is not here."""
+        """Return the rows with these ids, in any order. Raises CorruptError if one is missing."""
         found = self._rows_with_ids(ids)
         if len(found) < len(ids):
-            raise self.registry.damage_error("it lists chunks that it does not hold")
+            raise self.registry.damage_error("it lists chunks that are missing")
         return found
 
     def rows_around(self, row: Row[Any], distance: int) -> Sequence[Row[Any]]:
-        """The row with up to `distance` rows before and after it in its document."""
+        """Return the row, and up to `distance` rows before and after it, in document order."""
         span = {"first": row.ordinal - distance, "last": row.ordinal + distance}
         return self._intact_rows(_AROUND, document=row.document, **span)
 
     def remove_damaged_rows(self) -> None:
-        """Delete the rows whose checksum does not match. Where one was a chunk's, a document's or a file's, the next
-        ingestion reads all files again and adds what is missing; where one told what made the index, that goes whole.
+        """Delete the rows whose checksum does not match.
+
+        After the loss of a chunk, document or file, the next ingestion reads all files again and adds the missing
+        documents. If a fact of the index is damaged, the whole index is removed.
         """
         damaged = self.registry._damaged_rows()
         if damaged["facts of the index"]:
@@ -217,10 +232,12 @@ class IndexedDocuments:
                 self._advance()
         self.registry.remove_damaged_rows()
 
-    # --- what is left to delete elsewhere ---
+    # --- texts and entries that are to be deleted ---
 
     def orphaned_texts(self) -> OrphanedTexts:
-        """What documents had that are gone or changed, and nothing here has now. `delete_orphaned_kv` deletes it."""
+        """Return the texts that changed or removed documents had and no chunk has now. `delete_orphaned_kv` deletes
+        their KV.
+        """
         with self.read_transaction() as connection:
             rows = self._select_checked(ORPHANED_TEXTS)
             source_of = {row.text: row.source for row in reversed(rows)}
@@ -236,47 +253,45 @@ class IndexedDocuments:
             )
 
     def schedule_deletions(self, entries: Iterable[PendingDeletion], orphaned: OrphanedTexts) -> None:
-        """Record the entries to be deleted, in place of `orphaned_texts`: from then on nothing here has the texts."""
+        """Record the entries to be deleted, and delete the `orphaned` texts from the catalogue."""
         with self._write() as connection:
             last_of = {(entry.key, entry.place): entry for entry in entries}
             self.clear_deletions(last_of.values())
-            _insert(connection, PENDING_DELETIONS, (entry._asdict() for entry in last_of.values()))
+            insert_rows(connection, PENDING_DELETIONS, (entry._asdict() for entry in last_of.values()))
             connection.execute(delete(ORPHANED_TEXTS).where(ORPHANED_TEXTS.c.number <= orphaned.last_number))
 
     def pending_deletions(self) -> list[PendingDeletion]:
-        """The entries that `schedule_deletions` recorded and `clear_deletions` has not removed, in that order."""
+        """Return the entries to be deleted, in the order in which `schedule_deletions` recorded them."""
         return [PendingDeletion._make(row[:4]) for row in self._select_checked(PENDING_DELETIONS)]
 
     def is_deletion_pending(self, entry: PendingDeletion) -> bool:
-        """Whether an entry is still recorded, and no chunk has its text again."""
+        """Return True if the entry is still recorded and no chunk has its text again."""
         with self.read_transaction():
-            rows = self._rows(
-                select(*checksummed_columns(PENDING_DELETIONS)).where(*_OF_ENTRY), b_key=entry.key, b_place=entry.place
-            )
+            rows = self._rows(select_checked(PENDING_DELETIONS, _OF_ENTRY), b_key=entry.key, b_place=entry.place)
             return any(tuple(row[:4]) == entry for row in rows) and not self._rows(_HAS_TEXT, text_key=entry.text_key)
 
     def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:
-        """Remove the records of entries that are deleted, or needed again."""
+        """Remove the records of entries that were deleted or are needed again."""
         if rows := [{"b_key": entry.key, "b_place": entry.place} for entry in entries]:
             with self._write() as connection:
-                connection.execute(delete(PENDING_DELETIONS).where(*_OF_ENTRY), rows)
+                connection.execute(delete(PENDING_DELETIONS).where(_OF_ENTRY), rows)
 
     # --- writing ---
 
     def _replace(
         self, source: str, content_hash: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]], file: str = ""
     ) -> None:
-        """Store a document whole, in place of its older version. items: chunk id -> (chunk, vector [dim])."""
+        """Store a document in place of its older version. items: chunk id -> (chunk, vector [dim])."""
         with self._write() as connection:
             generation = self._advance()
-            old = self._rows(_OF_SOURCE, source=source)  # unchecked: replacing a damaged document repairs it
+            old = self._rows(_OF_SOURCE, source=source)  # unchecked, because replacing a damaged document repairs it
             number = connection.execute(select(DOCUMENTS.c.number).where(DOCUMENTS.c.source == source)).scalar()
             if number is None:
                 number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
             self._delete_document(connection, number)
             document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
-            _insert(connection, DOCUMENTS, [{**document, "status": "indexed"}])
-            _insert(
+            insert_rows(connection, DOCUMENTS, [{**document, "status": "indexed"}])
+            insert_rows(
                 connection,
                 CHUNKS,
                 (chunk_values(*item, number, place, generation) for place, item in enumerate(items.values())),
@@ -285,7 +300,7 @@ class IndexedDocuments:
             self._record_orphans(connection, source, (row.text for row in old if row.text not in kept))
 
     def remove_document(self, source: str) -> int:
-        """Forget a document. How many chunks it had. Raises NotFoundError when it is not here."""
+        """Remove a document. Return the number of its chunks. Raises NotFoundError for an unknown source."""
         with self._write() as connection:
             old = self._rows(_OF_SOURCE, source=source)
             found = connection.execute(
@@ -295,13 +310,16 @@ class IndexedDocuments:
                 raise self._not_found(source)
             self._advance()
             self._delete_document(connection, found.number)
-            notes = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
-            self.record_files(IngestedFile(note.path, "", note.top) for note in notes)  # it has more to give
+            records = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
+            self.record_files(IngestedFile(record.path, "", record.top) for record in records)  # the file is read again
             self._record_orphans(connection, source, (row.text for row in old))
         return len(old)
 
     def set_status(self, sources: Iterable[str], status: str) -> None:
-        """Note how far documents have come, such as "precomputed". Raises NotFoundError, and then nothing is noted."""
+        """Set the status of documents, for example "precomputed".
+
+        Raises NotFoundError for an unknown source; then no status is changed.
+        """
         wanted = set(sources)
         with self._write() as connection:
             rows = [row for row in self._select_checked(DOCUMENTS) if row.source in wanted]
@@ -309,45 +327,45 @@ class IndexedDocuments:
                 raise self._not_found(source)
             _update(connection, DOCUMENTS, rows, status=status)
 
-    def record_files(self, notes: Iterable[IngestedFile]) -> None:
-        """Note what was read of files, each in place of its older note; one that holds no document is not kept."""
-        if given := {note.path: note._asdict() for note in notes}:
+    def record_files(self, records: Iterable[IngestedFile]) -> None:
+        """Record ingested files, each in place of its older record. A file without documents is not recorded."""
+        if given := {record.path: record._asdict() for record in records}:
             with self._write() as connection:
                 paths = [{"b_path": path} for path in given]
-                connection.execute(delete(FILES).where(FILES.c.path == bindparam("b_path")), paths)
-                _insert(connection, FILES, given.values())
+                connection.execute(delete(FILES).where(matches(FILES, "path")), paths)
+                insert_rows(connection, FILES, given.values())
                 connection.execute(_DELETE_EMPTY_FILE, paths)
 
     def clear(self) -> None:
-        """Remove the index: all its documents, and what made it. Stored KV and registered texts stay."""
+        """Remove the index: all documents and facts. Stored KV and registered texts stay."""
         with self._write() as connection:
             for table in INDEX_TABLES:
                 connection.execute(delete(table))
 
-    # --- inside ---
+    # --- helpers ---
 
     def _select_checked(self, table: Table) -> Sequence[Row[Any]]:
-        """The rows of a table: `checksummed_columns`, and its key. Raises CorruptError when one is not what was
-        written.
+        """Return the rows of a table: the `checksummed_columns`, then the key. Raises CorruptError if a row's checksum
+        does not match.
         """
         checked, key = checksummed_columns(table), list(table.primary_key.columns)
         others = [column for column in key if column.name not in table.info["checked"]]
         rows = self._rows(select(*checked, *others).order_by(*key))
         if not all(is_intact(row[: len(checked)]) for row in rows):
-            raise self.registry.damage_error(f"a row of {table.name} is not what was written")
+            raise self.registry.damage_error(f"the checksum of a row of {table.name} does not match")
         return rows
 
     def _fact(self, name: str) -> str:
-        rows = self._rows(select(*checksummed_columns(INDEX_FACTS)).where(INDEX_FACTS.c.name == bindparam("b")), b=name)
+        rows = self._rows(select_checked(INDEX_FACTS, matches(INDEX_FACTS, "name")), b_name=name)
         value = next((str(row.value) for row in rows if is_intact(row)), "")
         if not value or (name == "generation" and not value.isdecimal()):
-            raise self.registry.damage_error(f"the index's {name} are not what was written")
+            raise self.registry.damage_error(f"the row {name!r} of the index's facts is missing or damaged")
         return value
 
     def _put_fact(self, name: str, value: str) -> None:
         with self._write() as connection:
             connection.execute(delete(INDEX_FACTS).where(INDEX_FACTS.c.name == name))
-            _insert(connection, INDEX_FACTS, [{"name": name, "value": value}])
+            insert_rows(connection, INDEX_FACTS, [{"name": name, "value": value}])
 
     def _advance(self) -> int:
         generation = self.generation() + 1
@@ -355,7 +373,7 @@ class IndexedDocuments:
         return generation
 
     def _not_found(self, source: str) -> NotFoundError:
-        return NotFoundError(f"no document {source!r} in {self.registry.name}; see ragblend stats")
+        return NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend stats")
 
     @staticmethod
     def _delete_document(connection: Connection, number: int) -> None:
@@ -364,8 +382,8 @@ class IndexedDocuments:
 
     @staticmethod
     def _record_orphans(connection: Connection, source: str, texts: Iterable[str]) -> None:
-        # Numbers that never come again: whoever has read some removes these, and none that came since.
-        _insert(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
+        # The table never reuses a number, so a reader can delete the rows it has read, and no later ones.
+        insert_rows(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
 
     def _rows_with_ids(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         return [row for some in batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]
@@ -374,7 +392,7 @@ class IndexedDocuments:
         rows = self._rows(query, **values)
         damaged = next((row for row in rows if not is_intact_chunk(row)), None)
         if damaged is not None:
-            what = f"chunk {damaged.id + 2**63:016x} of {damaged.source} is not what was written"
+            what = f"the checksum of chunk {damaged.id + 2**63:016x} of {damaged.source} does not match"
             raise self.registry.damage_error(what)
         return rows
 
@@ -383,16 +401,10 @@ def _facts_as_text(facts: Mapping[str, object]) -> str:
     return json.dumps({key: str(value) for key, value in facts.items()})
 
 
-def _insert(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> None:
-    """Insert rows with their checksums."""
-    if listed := [with_checksum(table, **row) for row in rows]:
-        connection.execute(insert(table), listed)
-
-
 def _update(connection: Connection, table: Table, rows: Iterable[Row[Any]], **changes: object) -> None:
     """Change columns of rows, and their checksums."""
     key = next(iter(table.primary_key.columns))
-    changed = [with_checksum(table, **{**row._mapping, **changes}) for row in rows]
+    changed = [with_checksum(table, {**row._mapping, **changes}) for row in rows]
     if changed:
         names = [*changes, "checksum"]
         statement = update(table).where(key == bindparam("b_key")).values({n: bindparam(f"b_{n}") for n in names})

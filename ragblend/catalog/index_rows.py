@@ -1,4 +1,4 @@
-"""What `documents` keeps of an index: rows as values, and chunks as rows. Knows no statements."""
+"""Values of the index's rows, and conversions between chunks and rows. Contains no SQL."""
 
 from __future__ import annotations
 
@@ -14,56 +14,53 @@ from ragblend.prompt.types import Chunk
 
 
 class IngestedFile(NamedTuple):
-    """A file whose documents are here. `version`: of its bytes and of how they were read and cut; "" is not known.
-
-    `top`: what an ingestion was told that brought it in, the file itself or a folder.
-    """
+    """A file that was ingested, with the version that was read."""
 
     path: str
-    version: str
-    top: str
+    version: str  # digest of the bytes, and the versions of reader and chunker; "": read the file again
+    top: str  # the path given to the ingestion: this file, or a folder above it
 
 
 class OrphanedTexts(NamedTuple):
-    """What documents had before and the index has nowhere now: nobody needs its KV, or its place in the registry."""
+    """Texts that documents lost and no chunk of the index has now. Their KV and registry rows are to be deleted."""
 
     texts: tuple[str, ...]
-    sources: tuple[str, ...]  # documents that are gone whole
-    source_of: dict[str, str]  # of a text, the first document that had it
-    last_number: int  # of the rows that `schedule_deletions` removes; 0 for none
+    sources: tuple[str, ...]  # documents that were removed
+    source_of: dict[str, str]  # by text, the first document that had it
+    last_number: int  # `schedule_deletions` removes the rows up to this number; 0: there are none
 
 
 class PendingDeletion(NamedTuple):
-    """An entry to be deleted, because no document has its text any more, or one that it was computed after.
+    """A stored entry to be deleted, because no document has its text, or a text that it was computed after.
 
-    It holds no text, so it may wait for a remote tier that does not answer now.
+    The row contains no text, so it may wait until an unreachable remote tier answers again.
     """
 
     key: str
-    place: str  # where it is deleted: "" in the store of this machine, else the remote tier's URL
-    source: str  # the document that had it
+    place: str  # the tier: "" for the local tiers, else the remote tier's URL
+    source: str  # the document that had the text
     text_key: bytes
 
 
 def row_id(chunk_id: str) -> int:
-    """Return the id of a chunk's row: in 64 signed bits as databases and FAISS have ids, in the same order."""
+    """Return the row id of a chunk, for SQL and FAISS: its hex id as a signed 64-bit integer, in the same order."""
     return int(chunk_id, 16) - 2**63
 
 
 def as_chunk(row: Row[Any]) -> Chunk:
-    """Return the chunk of a row, of the checked columns and the source of its document."""
+    """Return the chunk of a row of CHUNKS that was joined with its document's `source`."""
     return Chunk(row.text, row.source, row.start, row.end, json.loads(row.metadata))
 
 
 def is_intact_chunk(row: Row[Any]) -> bool:
-    """Return True if this is what was written, and the chunk's document is named as it was."""
+    """Return True if the checksum matches, and the id belongs to this text, source and start."""
     return is_intact(row[:-1]) and row_id(Chunk(row.text, row.source, row.start).id) == row.id
 
 
 def chunk_values(
     chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
 ) -> dict[str, object]:
-    """Return the values of the row of one chunk."""
+    """Return the values of a chunk's row, without the checksum."""
     return {
         "id": row_id(chunk.id),
         "document": document,

@@ -129,14 +129,14 @@ class KnownChunks:
 
     def _update(self) -> None:
         """Bring the index to the state of the registry."""
-        version = self._registry.version()
+        version = self._registry.change_counter()
         if version == self._version:
             return
         if self._version is not None and version < self._version:  # another database replaced it
             self._clear()
         self._cached_ids.cache_clear()  # a removed chunk has no ids any more, so the index finds no run of it
         self._cached_document.cache_clear()
-        num_removals = self._registry.num_removals()
+        num_removals = self._registry.num_id_removals()
         added = self._registry.ids_after(self._last_number, *self._owner)
         if num_removals != self._num_removals:  # counting takes long in PostgreSQL
             num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)

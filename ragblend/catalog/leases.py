@@ -1,7 +1,7 @@
-"""Which documents the servers of a fleet are working on, so that each is stored by one of them.
+"""Leases on documents in a shared catalogue, so that only one server of a fleet stores each document.
 
-A lease ends when it is not renewed, by PostgreSQL's clock, so another server takes over the documents of a killed one.
-Depends on names only; the caller does the work.
+A lease that is not renewed expires by PostgreSQL's clock. Another server then takes over the documents of a killed one.
+Depends on names only.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _OTHERS = text("SELECT name FROM leases WHERE owner <> :owner AND expires_at >= 
 
 
 class Leases(Catalog):
-    """Leases in a shared catalogue, of one owner: this object. Safe between threads, processes and machines."""
+    """Takes and releases leases in a shared catalogue. Each object is one owner. Safe between threads and machines."""
 
     def __init__(self, place: str) -> None:
         self._owner = uuid4().hex
         super().__init__(place)
 
     def take(self, names: Collection[str]) -> set[str]:
-        """Take or renew leases for `LEASE_S` seconds, by one statement. Return those that no other owner has."""
+        """Take or renew leases for `LEASE_S` seconds. Return the names that no other owner has leased."""
         values = {"owner": self._owner, "lease_s": LEASE_S, "names": sorted({*names})}
         with self._locked() as connection:
             return {str(name) for name in connection.execute(_TAKE, values).scalars()}
 
     def release(self, names: Collection[str]) -> None:
-        """End leases of this owner."""
+        """End the leases of this owner on `names`."""
         with self._locked() as connection:
             connection.execute(_RELEASE, {"owner": self._owner, "names": sorted({*names})})
 
-    def others(self) -> set[str]:
+    def leased_by_others(self) -> set[str]:
         """Return the names that other owners have leased."""
         with self._locked() as connection:
             return {str(name) for name in connection.execute(_OTHERS, {"owner": self._owner}).scalars()}

@@ -1,7 +1,7 @@
-"""A catalogue in a PostgreSQL database, which stores in several folders, on several machines, have together.
+"""A catalogue in a PostgreSQL database, which stores on several machines share.
 
 Needs psycopg 3 (`pip install 'ragblend[postgres]'`). The tables are in the first schema of the connection's search
-path. One row counts the write transactions; each begins by counting, so that the row's lock lets one write at a time.
+path. Each write transaction first increments a counter row, whose lock serializes the writers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 SCHEMES = ("postgresql://", "postgres://")
 CONNECT_TIMEOUT_S = 3
-VERSION_TIMEOUT_S = 1.0  # for the number that each prompt asks for; a request waits no longer
+VERSION_TIMEOUT_S = 1.0  # each prompt reads the number of changes, and a request must not wait longer
 ANSWER_TIMEOUT_S = 60.0
 LOCK_TIMEOUT_S = 30.0
 POOL_SIZE, MAX_CONNECTIONS = 4, 16
-"""Connections that a process keeps, and has at most."""
-_CREATION_LOCK = 0x7261_6762_6C65_6E64  # "ragblend", of PostgreSQL's advisory locks
+"""Idle connections that a process keeps, and its largest number of connections."""
+_CREATION_LOCK = 0x7261_6762_6C65_6E64  # "ragblend" as the number of an advisory lock
 _COUNT_WRITE = "UPDATE catalog_meta SET value = (value::bigint + 1)::text WHERE name = 'version'"
 _READ_VERSION = "SELECT value FROM catalog_meta WHERE name = 'version'"
 _BEGIN = {"DEFERRED": "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", "IMMEDIATE": f"BEGIN; {_COUNT_WRITE}"}
@@ -59,7 +59,7 @@ def is_postgres_url(place: object) -> bool:
 
 
 class PostgresDialect(Dialect):
-    """The PostgreSQL database at `url`, as libpq reads it."""
+    """The PostgreSQL database at `url`, in libpq's syntax."""
 
     is_shared = True
 
@@ -77,7 +77,7 @@ class PostgresDialect(Dialect):
         return _engine(self._url)
 
     def connect(self) -> Connection:
-        """Take a connection of the process's pool."""
+        """Return a connection of the process's pool."""
         connection = self._engine.connect()
         if not self._has_tables:
             try:
@@ -89,42 +89,45 @@ class PostgresDialect(Dialect):
         return connection
 
     def release(self, connection: Connection) -> None:
-        """Give the connection back to the pool, unless it is lost."""
+        """Return the connection to the pool, or drop it if it is closed."""
         if not connection.invalidated and cast("Any", connection.connection.dbapi_connection).closed:
             connection.invalidate()
         connection.close()
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
-        """Begin a transaction. One that writes waits for the others that do."""
+        """Begin a transaction. A write transaction waits for other writers."""
         with _silence_limit(connection, LOCK_TIMEOUT_S + 5.0):
             connection.exec_driver_sql(_BEGIN[kind])
 
-    def version(self, connection: Connection) -> int:
-        """Return the number of write transactions, of all processes."""
+    def change_counter(self, connection: Connection) -> int:
+        """Return the number of write transactions of all processes."""
         with _silence_limit(connection, VERSION_TIMEOUT_S):
             opened: Any = connection.connection.dbapi_connection
             found = opened.execute(_READ_VERSION).fetchone()
         if found is None:
             self._has_tables = False
-            raise StoreMismatchError(f"{self.name} is not a catalogue any more: its counter of changes is gone")
+            raise StoreMismatchError(
+                f"{self.name} is not a catalogue any more: its counter of changes is missing; name another database: "
+                "`catalog`"
+            )
         return int(found[0])
 
     def truncate_log(self, connection: Connection) -> None:
-        """Do nothing: what is deleted is overwritten by PostgreSQL's vacuum, and its log by PostgreSQL."""
+        """Do nothing, because PostgreSQL's vacuum overwrites deleted rows, and the server recycles its log."""
 
     def find_problems(self, connection: Connection) -> list[str]:
-        """Return nothing: PostgreSQL raises an error over what it finds damaged."""
+        """Return an empty list, because PostgreSQL raises an error when it reads damaged pages."""
         return []
 
     def fix_hint(self) -> str:
-        """Return what to do about damage."""
+        """Return a sentence with the fix for a damaged catalogue."""
         return (
-            "Restore the database from a backup, or name an empty one and ingest the documents again: stored KV is "
-            "found, not recomputed"
+            "Restore the database from a backup, or name an empty one and ingest the documents again (stored KV is "
+            "reused, not recomputed)"
         )
 
     def _check_schema(self, connection: Connection) -> None:
-        """Create the tables in an empty schema; raise an error where it holds another version's."""
+        """Create the tables in an empty schema. Raises StoreMismatchError for another version's tables."""
         if not inspect(connection).has_table(META.name):
             connection.exec_driver_sql(f"BEGIN; SELECT pg_advisory_xact_lock({_CREATION_LOCK})")
             if not inspect(connection).has_table(META.name):  # or another process was faster
@@ -137,21 +140,21 @@ class PostgresDialect(Dialect):
         version = recorded.value if recorded is not None else "none"
         if version != str(SCHEMA_VERSION):
             raise StoreMismatchError(
-                f"{self.name} is version {version} of a catalogue, this ragblend reads {SCHEMA_VERSION}; use the "
-                "ragblend that made it, or another database or schema: `catalog`"
+                f"{self.name} is a catalogue of version {version}, but this ragblend reads version {SCHEMA_VERSION}; "
+                "use the ragblend that made it, or another database or schema: `catalog`"
             )
 
     @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """Raise RagblendErrors in place of psycopg's and SQLAlchemy's, which may show rows and passwords."""
+    def wrap_errors(self) -> Iterator[None]:
+        """Raise RagblendErrors in place of psycopg's and SQLAlchemy's errors, which may contain rows and passwords."""
         import psycopg
 
         try:
             yield
         except PoolTimeoutError:
             raise BackendUnreachableError(
-                f"the catalogue {self.name} is in use by {MAX_CONNECTIONS} threads of this process, none of which has "
-                "finished; try again"
+                f"{MAX_CONNECTIONS} threads of this process use the catalogue {self.name}, and none finished within "
+                f"{LOCK_TIMEOUT_S:g} s; try again"
             ) from None
         except DBAPIError as error:
             original = error.orig
@@ -162,7 +165,7 @@ class PostgresDialect(Dialect):
             raise self._named(error) from None
 
     def _named(self, error: Any) -> RagblendError:
-        """Return the error to raise for psycopg's."""
+        """Return the error to raise in place of psycopg's `error`."""
         import psycopg
 
         text = str(error).strip() or type(error).__name__
@@ -175,7 +178,7 @@ class PostgresDialect(Dialect):
             )
         if state in ("53100", "53200", "53400"):
             return StoreFullError(
-                f"the catalogue {self.name} has no room: {reason}. Make room there and run the command again"
+                f"the catalogue {self.name} has no free space: {reason}. Free space there and run the command again"
             )
         if state in ("25006", "42501", "3F000"):
             return StoreNotWritableError(
@@ -186,26 +189,28 @@ class PostgresDialect(Dialect):
             return RagblendError(f"another process is writing the catalogue {self.name}; wait for it and try again")
         if state in ("42P01", "42703"):
             self._has_tables = False
-            return StoreMismatchError(f"{self.name} holds other tables than a catalogue ({reason}); name another one")
+            return StoreMismatchError(
+                f"{self.name} is not a catalogue, its tables differ ({reason}); name another database: `catalog`"
+            )
         if state.startswith("XX"):
             return RagblendError(f"the catalogue {self.name} is damaged ({reason}). {self.fix_hint()}")
         if state and state[:2] not in ("08", "57", "53", "28", "3D"):
             return RagblendError(f"the catalogue {self.name} rejects a statement ({reason}; {state}); report it")
-        self._has_tables = False  # another server may answer next
+        self._has_tables = False  # the next connection may be to another server
         if ("FATAL:" in text and "database system is" not in text) or state[:2] in ("28", "3D", "53"):
             return BackendUnreachableError(
-                f"the catalogue {self.name} refuses the connection: {reason}. Check user, password and database in "
+                f"the catalogue {self.name} rejects the connection: {reason}. Check user, password and database in "
                 "`catalog` and the server's max_connections"
             )
         return BackendUnreachableError(
-            f"the catalogue {self.name} does not answer: {reason}. Check that PostgreSQL runs there; what was being "
-            "written can be written again"
+            f"the catalogue {self.name} does not answer: {reason}. Check that PostgreSQL runs there, then repeat the "
+            "command; an interrupted change was not saved"
         )
 
 
 @cache
 def _engine(url: str) -> Engine:
-    """Return the pool of this process's connections to `url`, and the compiled statements."""
+    """Return the SQLAlchemy engine for `url`: this process's connection pool and compiled statements."""
     engine = create_engine(
         "postgresql+psycopg://",
         creator=lambda: _connect(url),
@@ -222,22 +227,17 @@ def _engine(url: str) -> Engine:
 
 
 def _connect(url: str) -> Any:
-    """Return a connection in autocommit mode, which gives up on a server that has become silent."""
+    """Return a connection in autocommit mode, which closes itself if the server stops answering."""
+    from psycopg.conninfo import conninfo_to_dict
+
+    options = conninfo_to_dict(url).get("options") or ""
     return _connection_class().connect(
         url,
         autocommit=True,
         connect_timeout=CONNECT_TIMEOUT_S,
         application_name="ragblend",
-        options=_options(url),
+        options=f"{options} -c lock_timeout={int(LOCK_TIMEOUT_S * 1000)}".strip(),
     )
-
-
-def _options(url: str) -> str:
-    """Return the settings of a session: those of the URL, and the longest wait for another writer."""
-    from psycopg.conninfo import conninfo_to_dict
-
-    given = conninfo_to_dict(url).get("options") or ""
-    return f"{given} -c lock_timeout={int(LOCK_TIMEOUT_S * 1000)}".strip()
 
 
 @cache
@@ -260,7 +260,10 @@ def _connection_class() -> Any:
 
 
 def _watched(gen: PQGen[T], limit_s: float, give_up: Callable[[], None]) -> PQGen[T]:
-    """Run psycopg's generator, which is sent nothing each time it has waited a tenth of a second in vain."""
+    """Run psycopg's generator. Call `give_up` once the server has sent nothing for `limit_s` seconds.
+
+    psycopg resumes the generator with 0 after each tenth of a second without data.
+    """
     until_s = monotonic() + limit_s
     try:
         state = next(gen)
@@ -287,7 +290,10 @@ def _silence_limit(connection: Connection, limit_s: float) -> Iterator[None]:
 
 
 def _check_alive(opened: Any, *_: object) -> None:
-    """Have the pool open other connections where the server has closed this one: it sends nothing else unasked."""
+    """Raise InvalidatePoolError if the server has closed this idle connection, so that the pool opens a new one.
+
+    Unrequested data on an idle connection means that the server has closed it.
+    """
     waiting = poll()
     if not opened.closed:
         waiting.register(opened.pgconn.socket, POLLIN)
@@ -295,7 +301,7 @@ def _check_alive(opened: Any, *_: object) -> None:
         raise InvalidatePoolError("the server has closed the connection")
 
 
-# --- forks: a child opens connections of its own ---
+# --- forks: each process has its own connections ---
 
 _ENGINES: list[Engine] = []
 _PARENT_POOLS: list[object] = []
@@ -303,7 +309,7 @@ _PARENT_POOLS: list[object] = []
 
 def _in_child() -> None:
     for engine in _ENGINES:
-        _PARENT_POOLS.append(engine.pool)  # closed here, it would end the parent's sessions
+        _PARENT_POOLS.append(engine.pool)  # closing it here would end the parent's sessions
         engine.dispose(close=False)
 
 

@@ -1,11 +1,14 @@
-"""Ingested chunks in the catalogue: their texts and token ids, so that they are found again in prompts.
+"""`ChunkRegistry`: the chunks for which a store has KV, as texts, token ids and keys of entries.
 
-Two texts are identical if they are equal after `strip()`. A text belongs to documents, each of a collection: an index
-is one, and so is each document to which a framework gives an id. When the last of them releases the text, its KV can be
-deleted. The catalogue also lists the chunks that each stored entry holds or was computed after, so that the entries of
-a removed text are found without reading them. It lists the stored entries, so that a missing one is noticed, and the
-vectors of chunks that frameworks add, which are in no index. Token ids belong to one tokenizer and one namespace. Knows
-strings and ids, not KV, engines or frameworks.
+- Texts belong to documents (`DocumentName`). Two texts are identical if they are equal after `strip()`. When the last
+  document releases a text, its KV can be deleted.
+- Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
+- Stored entries are recorded, so that `verify` reports missing ones.
+- Each entry's chunks are recorded: those that it contains and those that it was computed after. The entries of a
+  removed text are found by them, without reading files.
+- Similar variants of chunks that frameworks add are recorded with vectors, because these chunks are in no index.
+
+Depends on texts and ids, not on KV, engines or frameworks.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Select, Table, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select, update
 
-from ragblend.catalog.database import Catalog, find_catalog
+from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
     DOCUMENT_TEXTS,
     ENTRY_CHUNKS,
@@ -40,10 +43,12 @@ from ragblend.catalog.schema import (
     batches,
     checksummed_columns,
     existing,
+    insert_rows,
     is_among,
     is_intact,
+    matches,
+    select_checked,
     text_key,
-    with_checksum,
 )
 from ragblend.errors import StoreMismatchError
 from ragblend.files.store_folder import FORMER_REGISTRY_FILE
@@ -51,22 +56,12 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarVariant(NamedTuple):
-    """The variant, computed after similar chunks, of a chunk that a framework has brought."""
+    """The variant of a framework's chunk that is computed after the chunks most similar to it."""
 
-    entry: str  # the key of its KV: of one model, prefix and namespace
+    entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
     vector: bytes  # [dim] little-endian float32
     is_stored: bool = False
-
-
-def _of(table: Table, *names: str) -> list[Any]:
-    """Return conditions that columns equal the parameters `b_<column>`, where a statement is executed many times."""
-    return [table.c[name] == bindparam(f"b_{name}") for name in names]
-
-
-def _checked(table: Table, *where: Any) -> Select[Any]:
-    """Return a query for the checked columns of rows; see `is_intact`."""
-    return select(*checksummed_columns(table)).where(*where)
 
 
 _OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
@@ -75,24 +70,26 @@ _IDS_AFTER = (
     .where(TOKEN_IDS.c.number > bindparam("number"), *_OWNED_IDS)
     .order_by(TOKEN_IDS.c.number)
 )
-_IDS_OF_NUMBER = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "number"))
-_IDS_OF_TEXT = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "key"), *_OWNED_IDS)
+_IDS_OF_NUMBER = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "number"))
+_IDS_OF_TEXT = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "key"), *_OWNED_IDS)
 _DOCUMENT_WITH_IDS = (
     select(DOCUMENT_TEXTS.c.id)
     .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
-    .where(*_of(TOKEN_IDS, "number"), *_of(DOCUMENT_TEXTS, "namespace"), DOCUMENT_TEXTS.c.id != "")
+    .where(matches(TOKEN_IDS, "number"), matches(DOCUMENT_TEXTS, "namespace"), DOCUMENT_TEXTS.c.id != "")
     .order_by(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
 )
-_IDS_OF_TEXTS = _checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
-_DELETE_IDS = delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "key"), *_OWNED_IDS)
-_OWNERS_OF_IDS = _checked(TOKEN_IDS, *_of(TOKEN_IDS, "key")).order_by(TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace)
+_IDS_OF_TEXTS = select_checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
+_DELETE_IDS = delete(TOKEN_IDS).where(matches(TOKEN_IDS, "key"), *_OWNED_IDS)
+_OWNERS_OF_IDS = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "key")).order_by(
+    TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace
+)
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _REMOVALS = "removals"
 _NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
-_HAS_TEXT = select(TEXTS.c.number).where(*_of(TEXTS, "key"))
+_HAS_TEXT = select(TEXTS.c.number).where(matches(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_among(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_among(DOCUMENT_TEXTS.c.key))
-_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(*_of(DOCUMENT_TEXTS, *DocumentName._fields))
+_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(matches(DOCUMENT_TEXTS, *DocumentName._fields))
 _KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
     (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
     | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
@@ -101,38 +98,41 @@ _KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_among(STORED_ENTRIES.c.
 _TEXTS_OF = (
     select(TEXTS.c.text)
     .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
-    .where(*_of(DOCUMENT_TEXTS, *DocumentName._fields))
+    .where(matches(DOCUMENT_TEXTS, *DocumentName._fields))
 )
 _TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
     TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key).where(DOCUMENT_TEXTS.c.id != ""))
 )
 _OWNED_TEXTS = select(TEXTS.c.text).where(TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key)))
-_DISOWN = delete(DOCUMENT_TEXTS).where(*_of(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
+_DISOWN = delete(DOCUMENT_TEXTS).where(matches(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentName._fields]
-_OWNERS_OF = select(*_OWNER_COLUMNS).where(*_of(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_VERSION = _checked(VERSIONS, *_of(VERSIONS, *DocumentName._fields))
-_CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(*_of(ENTRY_CHUNKS, "entry"))
-_ENTRIES_OF = _checked(ENTRY_CHUNKS, *_of(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(ENTRY_CHUNKS.c.entry)
+_OWNERS_OF = select(*_OWNER_COLUMNS).where(matches(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
+_VERSION = select_checked(VERSIONS, matches(VERSIONS, *DocumentName._fields))
+_CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(matches(ENTRY_CHUNKS, "entry"))
+_ENTRIES_OF = select_checked(ENTRY_CHUNKS, matches(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(
+    ENTRY_CHUNKS.c.entry
+)
 _VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checksummed_columns(VARIANTS))
 _VARIANTS = (
     select(*_VARIANT_COLUMNS)
     .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
-    .where(*_of(VARIANTS, "embedder"))
+    .where(matches(VARIANTS, "embedder"))
     .order_by(VARIANTS.c.number)
 )
 _VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
 _MISSING_VARIANTS = _VARIANTS.where(VARIANTS.c.is_stored == 0)
-_VARIANT = _checked(VARIANTS, *_of(VARIANTS, "entry", "embedder"))
-_COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(*_of(VARIANTS, "embedder"))
-_SET_VARIANT_STORED = update(VARIANTS).where(*_of(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
+_VARIANT = select_checked(VARIANTS, matches(VARIANTS, "entry", "embedder"))
+_COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(matches(VARIANTS, "embedder"))
+_SET_VARIANT_STORED = update(VARIANTS).where(matches(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
 
 
 class ChunkRegistry(Catalog):
-    """Texts of ingested chunks, in the catalogue at `place`, or in memory if it is None. See `Catalog`."""
+    """Texts, token ids and entries of ingested chunks in the catalogue at `place`; None: in memory. See `Catalog`."""
 
     def add_model(self, fingerprint: str, name: str, *, new_model: bool) -> None:
-        """Record a model that the documents are stored for. Raises StoreMismatchError where they are stored for others,
-        unless `new_model` says that this one is to be added.
+        """Record a model for which documents are stored.
+
+        Raises StoreMismatchError if the catalogue has other models only, unless `new_model` allows one more.
         """
         key = f"model {fingerprint}"
         with self._write() as connection:
@@ -140,16 +140,16 @@ class ChunkRegistry(Catalog):
             known = {row.name: row.value for row in connection.execute(query)}
             if known and key not in known and not new_model:
                 raise StoreMismatchError(
-                    f"{self._dialect.name} is the catalogue of {', '.join(sorted(known.values()))}, the engine runs "
-                    f"{name}; name another database, or another schema of it: `catalog`"
+                    f"{self.name} is the catalogue of {', '.join(sorted(known.values()))}, but the engine "
+                    f"runs {name}; name another database or schema: `catalog`"
                 )
             if key not in known:
                 connection.execute(insert(META), {"name": key, "value": name})
 
-    # --- what it holds ---
+    # --- reading texts and documents ---
 
     def texts(self) -> Iterator[str]:
-        """Return every text, stripped, in the order in which they were added."""
+        """Yield every text, stripped, in the order of addition."""
         return (row.text for row in self._rows(select(TEXTS.c.text).order_by(TEXTS.c.number)))
 
     def __len__(self) -> int:
@@ -163,20 +163,22 @@ class ChunkRegistry(Catalog):
 
     def texts_of(self, document: DocumentName) -> set[str]:
         """Return the texts that belong to a document."""
-        return {row.text for row in self._rows(_TEXTS_OF, **_parameters(document))}
+        return {row.text for row in self._rows(_TEXTS_OF, **document.parameters())}
 
     def documents_of(self, text: str) -> list[DocumentName]:
-        """Return the documents that have a text."""
+        """Return the names of the documents that have a text."""
         return [DocumentName(*row) for row in self._rows(_OWNERS_OF, b_key=text_key(_normalize(text)))]
 
     def documents(self) -> dict[DocumentName, int]:
-        """Return the number of texts of each document that has some."""
+        """Return the number of texts of each document. Documents without texts are left out."""
         query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
         return {DocumentName(*row[:-1]): row[-1] for row in self._rows(query)}
 
     def count_by_collection(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of documents and chunks by collection, without indexes. Texts that were added without an
-        id are counted as such. A collection in a namespace has the namespace in parentheses after its name.
+        """Return `num_documents` and `num_chunks` by collection, without indexes.
+
+        Texts without a document id are counted under "texts without an id". A collection in a namespace is named
+        "COLLECTION (namespace NAMESPACE)".
         """
         counts: dict[str, dict[str, int]] = {}
         for document, num_chunks in self.documents().items():
@@ -188,61 +190,66 @@ class ChunkRegistry(Catalog):
                 found["num_chunks"] += num_chunks
         return counts
 
-    def texts_of_documents(self) -> list[str]:
-        """Return the texts of the documents that frameworks, or clients of a server, have added by an id; of a shared
-        catalogue also those of indexes, which may be on other machines.
+    def texts_of_named_documents(self) -> list[str]:
+        """Return the texts of documents with an id, which frameworks or clients of a server have added.
+
+        In a shared catalogue they include the texts of indexes, which may be on other machines.
         """
         return [row.text for row in self._rows(_OWNED_TEXTS if self.is_shared else _TEXTS_OF_DOCUMENTS)]
 
-    def last_number(self) -> int:
-        """Return the number of the text that was added last, of those that are there; 0 for none."""
+    def last_text_number(self) -> int:
+        """Return the row number of the latest text; 0 for none. Numbers grow with each addition."""
         return self._rows(select(func.max(TEXTS.c.number)))[0][0] or 0
 
     def texts_after(self, number: int) -> list[str]:
-        """Return the texts that were added after the one of `number`."""
+        """Return the texts with larger row numbers, which were added later."""
         return [row.text for row in self._rows(select(TEXTS.c.text).where(TEXTS.c.number > number))]
 
-    # --- changing it: adding what is known writes nothing ---
+    # --- changing texts and documents: adding known texts writes nothing ---
 
     def add(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> int:
-        """Add texts to a document; blank ones are skipped. Return the number of new texts."""
-        key_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
-        with self._locked() as connection:
-            if not any(self._find_missing(connection, key_of, document)):
-                return 0
-            with self._write():
-                new, unowned = self._find_missing(connection, key_of, document)  # another process may have been faster
-                _insert(connection, TEXTS, ({"key": key, "text": key_of[key]} for key in new))
-                owner = document._asdict()
-                _insert(
-                    connection, DOCUMENT_TEXTS, (with_checksum(DOCUMENT_TEXTS, **owner, key=key) for key in unowned)
-                )
-        return len(new)
+        """Add texts to a document, without blank ones. Return the number of texts that no document had."""
+        text_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
 
-    @staticmethod
-    def _find_missing(
-        connection: Connection, keys: Iterable[bytes], document: DocumentName
-    ) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys that no text has, and those that the document does not own."""
-        known = existing(connection, _KNOWN_KEYS, keys)
-        owned = existing(connection, _KEYS_OF_DOCUMENT, keys, **_parameters(document))
-        return [key for key in keys if key not in known], [key for key in keys if key not in owned]
+        def missing_texts(connection: Connection) -> list[dict[str, object]]:
+            known = existing(connection, _KNOWN_KEYS, text_of)
+            return [{"key": key, "text": text} for key, text in text_of.items() if key not in known]
+
+        def missing_owners(connection: Connection) -> list[dict[str, object]]:
+            owned = existing(connection, _KEYS_OF_DOCUMENT, text_of, **document.parameters())
+            return [{**document._asdict(), "key": key} for key in text_of if key not in owned]
+
+        return self._insert_missing((TEXTS, missing_texts), (DOCUMENT_TEXTS, missing_owners))
+
+    def _insert_missing(self, *tables: tuple[Table, Callable[[Connection], list[dict[str, object]]]]) -> int:
+        """Insert the rows that the functions return. Return the number of rows of the first table.
+
+        The write transaction, which waits for other writers, only begins if a row is missing.
+        """
+        with self._locked() as connection:
+            if not any(missing(connection) for _, missing in tables):
+                return 0
+            with self._write():  # another process may have inserted some rows
+                num_rows = [insert_rows(connection, table, missing(connection)) for table, missing in tables]
+        return num_rows[0]
 
     def version_of(self, document: DocumentName) -> str:
         """Return the version of a document that `set_version` recorded; "" for none."""
-        rows = self._rows(_VERSION, **_parameters(document))
+        rows = self._rows(_VERSION, **document.parameters())
         return next((str(row.version) for row in rows if is_intact(row)), "")
 
     def set_version(self, document: DocumentName, version: str) -> None:
         """Record the version of a document; "" removes the record."""
         with self._write() as connection:
-            connection.execute(delete(VERSIONS).where(*_of(VERSIONS, *DocumentName._fields)), _parameters(document))
+            connection.execute(delete(VERSIONS).where(matches(VERSIONS, *DocumentName._fields)), document.parameters())
             if version:
-                _insert(connection, VERSIONS, [with_checksum(VERSIONS, **document._asdict(), version=version)])
+                insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
 
     def preview_release(self, texts_of: Mapping[DocumentName, Iterable[str]]) -> list[str]:
-        """Return the texts that no document of their namespace would have if each of these documents had the texts
-        given here alone."""
+        """Return the texts that no document would have if each of these documents had only the texts given here.
+
+        Documents of other namespaces do not count.
+        """
         lost: dict[str, set[DocumentName]] = {}
         with self._locked():
             for document, texts in texts_of.items():
@@ -256,21 +263,22 @@ class ChunkRegistry(Catalog):
         return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
 
     def release(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> list[str]:
-        """Remove texts from a document. Return those that no other document has; they are deleted. Of those that only
-        documents of other namespaces have, the token ids of this one are deleted.
+        """Remove texts from a document. Delete and return the texts that no other document has.
+
+        If only documents of other namespaces have a text, its token ids for this namespace are deleted.
         """
         released = {text_key(text): text for text in map(_normalize, texts)}
         if not released:
             return []
         with self._write() as connection:
-            connection.execute(_DISOWN, [{**_parameters(document), "b_key": key} for key in released])
+            connection.execute(_DISOWN, [{**document.parameters(), "b_key": key} for key in released])
             kept = existing(connection, _OWNED_KEYS, released)
             gone = [text for key, text in released.items() if key not in kept]
             self.remove(gone)
             elsewhere = kept - existing(connection, _KEYS_OF_NAMESPACE, released, b_namespace=document.namespace)
             if elsewhere:
                 values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
-                connection.execute(delete(TOKEN_IDS).where(*_of(TOKEN_IDS, "namespace", "key")), values)
+                connection.execute(delete(TOKEN_IDS).where(matches(TOKEN_IDS, "namespace", "key")), values)
                 self._count_removal(connection)
         return gone
 
@@ -280,19 +288,18 @@ class ChunkRegistry(Catalog):
         if not keys:
             return 0
         with self._write() as connection:
-            # By their keys: a row of which a bit changed is deleted as well.
+            # Deleting by key also deletes damaged rows.
             num_removed = len(existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
             for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
-                connection.execute(delete(table).where(*_of(table, "key")), keys)
+                connection.execute(delete(table).where(matches(table, "key")), keys)
             self._count_removal(connection)
             return num_removed
 
     @contextmanager
     def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Prevent every process from adding texts inside the block. Yield a function that returns True for a stored
-        text's key.
+        """Prevent every process from adding texts inside the block. Writers wait, so keep the block short.
 
-        Hold the block briefly: writers of other processes wait for it.
+        Yield a function that returns True for the key of a stored text.
         """
         with self._write():
             yield self._has_key
@@ -300,8 +307,9 @@ class ChunkRegistry(Catalog):
     # --- token ids ---
 
     def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
-        """Store the token ids of texts for a tokenizer (its fingerprint) and a namespace; intact rows are left as they
-        are.
+        """Store token ids of (text, token ids) for a tokenizer (its fingerprint) and a namespace.
+
+        Rows that exist and are intact are not changed.
         """
         rows = {text_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
         owner = {"tokenizer": tokenizer, "namespace": namespace}
@@ -312,7 +320,7 @@ class ChunkRegistry(Catalog):
                     new = _keys_without_ids(connection, rows, owner)
                     if new:
                         connection.execute(_DELETE_IDS, [{**owner, "b_key": key} for key in new])
-                    _insert(connection, TOKEN_IDS, (with_checksum(TOKEN_IDS, **owner, key=k, ids=rows[k]) for k in new))
+                    insert_rows(connection, TOKEN_IDS, ({**owner, "key": key, "ids": rows[key]} for key in new))
                     self._num_changes += 1
 
     def texts_without_ids(self, texts: Iterable[str], tokenizer: str, namespace: str) -> list[str]:
@@ -323,7 +331,7 @@ class ChunkRegistry(Catalog):
         return [text_of[key] for key in keys]
 
     def remove_ids(self, text: str, tokenizer: str, namespace: str) -> None:
-        """Delete the token ids of a text."""
+        """Delete the token ids of a text for a tokenizer and a namespace."""
         if is_unicode(text):
             owner = {"tokenizer": tokenizer, "namespace": namespace}
             with self._write() as connection:
@@ -331,138 +339,128 @@ class ChunkRegistry(Catalog):
                 self._count_removal(connection)
 
     def remove_ids_without_text(self) -> None:
-        """Delete the token ids of chunks that prompts named and no document has added."""
+        """Delete the token ids of texts that no document has."""
         with self._write() as connection:
             connection.execute(delete(TOKEN_IDS).where(TOKEN_IDS.c.key.not_in(select(TEXTS.c.key))))
             self._count_removal(connection)
 
     def _count_removal(self, connection: Connection) -> None:
-        row = {"name": _REMOVALS, "value": str(self.num_removals() + 1)}
+        row = {"name": _REMOVALS, "value": str(self.num_id_removals() + 1)}
         connection.execute(delete(META).where(META.c.name == _REMOVALS))
         connection.execute(insert(META), row)
         self._num_changes += 1
 
-    def num_removals(self) -> int:
-        """Return how often token ids were removed, of any tokenizer and namespace."""
+    def num_id_removals(self) -> int:
+        """Return the number of removals of token ids, of all tokenizers and namespaces."""
         rows = self._rows(_NUM_REMOVALS)
         return int(rows[0].value) if rows else 0
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
-        """Return the number and the token ids of each text added after the one of `number`, from intact rows."""
+        """Return (row number, token ids) of the intact rows with numbers above `number`."""
         rows = self._rows(_IDS_AFTER, number=number, tokenizer=tokenizer, namespace=namespace)
         return [(row.number, np.frombuffer(row.ids, "<u4")) for row in rows if is_intact(row[1:])]
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
-        """Return the token ids of the text of this number; None if it was deleted or its row is damaged."""
+        """Return the token ids of a row number; None if the row was deleted or is damaged."""
         rows = self._rows(_IDS_OF_NUMBER, b_number=number)
         return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
 
     def document_with_ids(self, number: int, namespace: str) -> str:
-        """Return the id of a document of the namespace that has the text of this number; "" if there is none."""
+        """Return the id of a document in the namespace that has the text of this row number; "" for none."""
         rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
         return str(rows[0].id) if rows else ""
 
     def count_ids(self, tokenizer: str, namespace: str) -> int:
-        """Return the number of texts with token ids."""
+        """Return the number of texts with token ids for a tokenizer and a namespace."""
         return int(self._rows(_COUNT_IDS, tokenizer=tokenizer, namespace=namespace)[0][0])
 
     def has_ids(self, text: str, tokenizer: str, namespace: str) -> bool:
-        """Return True if an intact row has the token ids of this text."""
+        """Return True if an intact row has the token ids of a text."""
         key = text_key(_normalize(text))
         return any(map(is_intact, self._rows(_IDS_OF_TEXT, b_key=key, tokenizer=tokenizer, namespace=namespace)))
 
     def owners_of_ids(self, text: str) -> list[tuple[str, str]]:
-        """Return each tokenizer and namespace for which an intact row has the token ids of this text."""
+        """Return each (tokenizer, namespace) for which an intact row has the token ids of a text."""
         rows = self._rows(_OWNERS_OF_IDS, b_key=text_key(_normalize(text)))
         return [(row.tokenizer, row.namespace) for row in rows if is_intact(row)]
 
-    # --- the stored entries ---
+    # --- stored entries ---
 
-    def record_stored(self, keys: Iterable[str], fingerprint: str) -> None:
-        """Record entries that were stored, and the fingerprint of their model."""
+    def record_stored_entries(self, keys: Iterable[str], fingerprint: str) -> None:
+        """Record the keys of stored entries with the fingerprint of their model."""
         given = list(dict.fromkeys(keys))
-        with self._locked() as connection:
-            if len(existing(connection, _KNOWN_ENTRIES, given)) < len(given):
-                with self._write():
-                    known = existing(connection, _KNOWN_ENTRIES, given)
-                    rows = (
-                        with_checksum(STORED_ENTRIES, entry=key, fingerprint=fingerprint)
-                        for key in given
-                        if key not in known
-                    )
-                    _insert(connection, STORED_ENTRIES, rows)
 
-    def remove_stored(self, keys: Iterable[str]) -> None:
-        """Remove the records of entries that are deleted, so that they do not count as missing."""
+        def missing(connection: Connection) -> list[dict[str, object]]:
+            known = existing(connection, _KNOWN_ENTRIES, given)
+            return [{"entry": key, "fingerprint": fingerprint} for key in given if key not in known]
+
+        self._insert_missing((STORED_ENTRIES, missing))
+
+    def remove_stored_entries(self, keys: Iterable[str]) -> None:
+        """Remove the records of deleted entries, so that `verify` does not report them as missing."""
         with self._write() as connection:
             _delete_entries(connection, STORED_ENTRIES, keys)
 
-    def stored(self) -> dict[str, str]:
-        """Return the key of every entry that was stored and not deleted since, with its model's fingerprint; intact
-        rows only: a damaged key may name no file at all.
+    def stored_entries(self) -> dict[str, str]:
+        """Return the fingerprint of the model by key, for every entry that was stored and not deleted.
+
+        Damaged rows are left out, because their keys may be wrong.
         """
-        rows = self._rows(_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
+        rows = self._rows(select_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows if is_intact(row)}
 
-    # --- which chunks an entry holds or was computed after ---
+    # --- chunks that an entry contains or was computed after ---
 
-    def record_entry(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record that the KV entry of this key holds the chunks of these token ids, or was computed after them."""
-        self._record_entry(entry, [(_ids_hash(ids), namespace) for ids in chunks])
+    def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
+        """Record the chunks (token ids) that the KV entry with this key contains or was computed after."""
+        self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
-    def _record_entry(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
-        def missing() -> list[tuple[bytes, str]]:
+    def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
+        def missing(connection: Connection) -> list[dict[str, object]]:
             known = {tuple(row) for row in connection.execute(_CHUNKS_OF_ENTRY, {"b_entry": entry})}
-            return [chunk for chunk in dict.fromkeys(chunks) if chunk not in known]
+            new = (chunk for chunk in dict.fromkeys(chunks) if chunk not in known)
+            return [{"ids_hash": ids_hash, "namespace": namespace, "entry": entry} for ids_hash, namespace in new]
 
-        with self._locked() as connection:
-            if missing():
-                with self._write():
-                    rows = (
-                        with_checksum(ENTRY_CHUNKS, ids_hash=ids_hash, namespace=namespace, entry=entry)
-                        for ids_hash, namespace in missing()
-                    )
-                    _insert(connection, ENTRY_CHUNKS, rows)
+        self._insert_missing((ENTRY_CHUNKS, missing))
 
-    def entries_of(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
-        """Return for each chunk the entries that hold it, or were computed after it, from intact rows."""
+    def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
+        """Return for each chunk (token ids) the keys of the entries that contain it or were computed after it."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
-    def remove_entries(self, entries: Iterable[str]) -> None:
-        """Remove the records of entries that were deleted."""
+    def remove_entry_chunks(self, entries: Iterable[str]) -> None:
+        """Remove the records of the chunks of deleted entries."""
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
-    def has_all_entries(self, folder: Path) -> bool:
-        """Return True if every entry in the store's folder is recorded, also those that an earlier version stored."""
+    def has_all_entry_chunks(self, folder: Path) -> bool:
+        """Return True if `set_has_all_entry_chunks` was called for the store's folder.
+
+        False means that an earlier version may have stored entries without recording their chunks.
+        """
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
-    def set_has_all_entries(self, folder: Path) -> None:
-        """Record that every entry in the store's folder is recorded."""
-        self._record_entry("", [(b"", self._mark(folder))])
+    def set_has_all_entry_chunks(self, folder: Path) -> None:
+        """Record that the chunks of every entry in the store's folder are recorded."""
+        self._record_entry_chunks("", [(b"", self._mark(folder))])
 
     def _mark(self, folder: Path) -> str:
-        """Return what names a folder in its own catalogue, or in one that folders of other machines share."""
+        """Return the name of the folder in a shared catalogue; "" in its own."""
         return f"{platform.node()}:{folder}" if self.is_shared else ""
 
-    # --- similar variants of what frameworks bring ---
+    # --- similar variants of framework chunks ---
 
     def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarVariant]]:
-        """Return the variants whose vectors this embedder made, with their numbers, in the order in which they were
-        recorded.
-
-        Variants up to `number` and damaged rows are left out.
-        """
+        """Return (row number, variant) of the intact rows of an embedder with numbers above `number`, ascending."""
         rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
         return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
 
     def count_variants(self, embedder: str) -> int:
-        """Return the number of variants whose vectors this embedder made."""
+        """Return the number of variants with vectors of this embedder."""
         return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
 
     def missing_variants(self, embedder: str) -> list[SimilarVariant]:
-        """Return the variants that are requested and not stored, from intact rows."""
+        """Return the variants with vectors of this embedder that are not stored. Damaged rows are left out."""
         rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
@@ -470,30 +468,30 @@ class ChunkRegistry(Catalog):
         """Return True if an intact row records the variant with a vector of this embedder."""
         return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
 
-    def similar_entries(self) -> list[str]:
-        """Return the keys of the entries of stored variants."""
+    def stored_variants(self) -> list[str]:
+        """Return the keys of the stored variants, sorted."""
         query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
         return [row.entry for row in self._rows(query)]
 
-    def has_similar_entries(self) -> bool:
+    def has_stored_variants(self) -> bool:
         """Return True if a variant is stored."""
         query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
         return bool(self._rows(query))
 
-    def record_similar(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
-        """Record requested variants. They replace earlier records of the same entries."""
+    def record_variants(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
+        """Record variants, each in place of an earlier record of its entry."""
         row_of: dict[str, dict[str, object]] = {}
         for each in variants:
             values: dict[str, object] = {"entry": each.entry, "key": text_key(each.text.strip()), "embedder": embedder}
             values |= {"vector": each.vector, "is_stored": int(each.is_stored)}
             row_of.pop(each.entry, None)
-            row_of[each.entry] = with_checksum(VARIANTS, **values)
+            row_of[each.entry] = values
         with self._write() as connection:
             _delete_entries(connection, VARIANTS, row_of)
-            _insert(connection, VARIANTS, row_of.values())
+            insert_rows(connection, VARIANTS, row_of.values())
 
-    def set_similar_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Record whether variants are stored now."""
+    def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
+        """Record that variants are stored, or that they are not. `entries`: their keys."""
         if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
             with self._write() as connection:
                 connection.execute(_SET_VARIANT_STORED, rows)
@@ -508,22 +506,13 @@ def _as_variant(row: Any) -> SimilarVariant:
     return SimilarVariant(row.entry, row.text, row.vector, bool(row.is_stored))
 
 
-def _parameters(document: DocumentName) -> dict[str, object]:
-    return {f"b_{name}": value for name, value in document._asdict().items()}
-
-
-def _insert(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> None:
-    if listed := list(rows):
-        connection.execute(insert(table), listed)
-
-
 def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:
     if rows := [{"b_entry": entry} for entry in entries]:
-        connection.execute(delete(table).where(*_of(table, "entry")), rows)
+        connection.execute(delete(table).where(matches(table, "entry")), rows)
 
 
 def _normalize(text: str) -> str:
-    """Return the text in the form that is compared; "" for lone surrogates, which are no valid Unicode."""
+    """Return the stripped text; "" if it contains lone surrogates, which are not valid Unicode."""
     return text.strip() if is_unicode(text) else ""
 
 
@@ -535,20 +524,16 @@ _IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()
 _IN_MEMORY_LOCK = threading.Lock()
 
 
-def store_folders(store: Any) -> list[Path]:
-    """Return the local folders in which a KVStore stores its files."""
-    return [] if store.disk_tier is None else [store.disk_tier.root]
-
-
-def catalog_of(store: Any) -> str | Path | None:
-    """Return where the catalogue of a KVStore is: a file in its folder, or a URL; None where the store has neither."""
-    url: str | None = store.catalog
-    return next((find_catalog(root, url) for root in store_folders(store)), url)
+def catalog_location(store: Any) -> str | Path | None:
+    """Return the location of a KVStore's catalogue: a file in its folder, or a URL; None if it has neither."""
+    disk = store.disk_tier
+    return store.catalog if disk is None else resolve_catalog(disk.root, store.catalog)
 
 
 def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:
-    """Record a model in a catalogue that several stores share. The models of a store in a folder are recorded in that
-    folder. See `ChunkRegistry.add_model`.
+    """Record a model in a shared catalogue, with the errors of `ChunkRegistry.add_model`.
+
+    Does nothing for a catalogue file: the models of its store are recorded in the store's folder.
     """
     if not isinstance(place, Path):
         with ChunkRegistry(place) as registry:
@@ -556,19 +541,19 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 
 
 def has_registry(store: Any) -> bool:
-    """Return True if the catalogue of a KVStore was made, be it by an earlier version."""
-    place = catalog_of(store)
+    """Return True if a KVStore has a catalogue, or a file of an earlier version in its place."""
+    place = catalog_location(store)
     return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
 
 
-def read_registry(store: Any) -> ChunkRegistry:
-    """Return the registry of a KVStore that may have none: then an empty one in memory, and no file is created."""
-    return open_registry(store) if has_registry(store) else ChunkRegistry()
+def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
+    """Return the registry of a KVStore. Without `create`, a missing file is not created; an empty registry is returned.
 
-
-def open_registry(store: Any) -> ChunkRegistry:
-    """Return the registry of a KVStore: in its catalogue, else one in memory that lives with the store."""
-    place = catalog_of(store)
+    For a store without a catalogue the registry is in memory, and all callers share it.
+    """
+    if not create and not has_registry(store):
+        return ChunkRegistry()
+    place = catalog_location(store)
     if place is not None:
         return ChunkRegistry(place)
     with _IN_MEMORY_LOCK:

@@ -1,13 +1,13 @@
 """The tables of the catalogue, for SQLAlchemy.
 
-Rows carry checksums, because SQLite's pages do not: the `row_checksum` of the columns that a table's `info` names. A
-text needs none, because its key is its hash. Knows tables; opens nothing.
+Most tables have a `checksum` column, because SQLite's pages have no checksums. It is the `row_checksum` of the columns
+in the table's `info`. A text needs none, because its key is its hash. Opens no database.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -25,7 +25,10 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    and_,
     bindparam,
+    insert,
+    select,
     text,
 )
 from sqlalchemy.types import UserDefinedType
@@ -37,21 +40,27 @@ METADATA = MetaData()
 
 
 INDEX_MARK = "index:"
-"""Begins the collections of indexes."""
+"""Prefix of the collections that stand for an index."""
 
 
 class DocumentName(NamedTuple):
-    """What a document is named by: its id in a collection of a namespace. Texts that come without an id belong to the
-    document "". So do those of an index, whose collection is the index and which has no namespace.
+    """Identifies a document: its id in a collection of a namespace.
+
+    Texts that were added without an id belong to the document with the id "". All texts of an index belong to one such
+    document, in a collection that stands for the index, without a namespace.
     """
 
     collection: str = ""
     id: str = ""
     namespace: str = ""
 
+    def parameters(self) -> dict[str, object]:
+        """Return the parameters for the condition `matches(table, *DocumentName._fields)`."""
+        return {f"b_{name}": value for name, value in self._asdict().items()}
+
     @property
     def is_index(self) -> bool:
-        """True for what stands for all documents of an index."""
+        """True for the name under which an index registers the texts of all its documents."""
         return self.collection.startswith(INDEX_MARK) and not self.id
 
 
@@ -59,27 +68,27 @@ UNNAMED = DocumentName()
 
 
 class Blob(UserDefinedType[bytes]):
-    """Bytes as the database returns them, so that a damaged row is read as it is. LargeBinary would convert it."""
+    """Bytes, or a damaged row's value of another type, which LargeBinary would convert."""
 
     cache_ok = True
 
     def get_col_spec(self, **_: Any) -> str:
-        """Return the name of the type in SQL."""
+        """Return the SQL name of the type."""
         return "BLOB"
 
 
 class EscapedText(TypeDecorator[str]):
-    """Text in PostgreSQL, which takes no NUL character: that is written as two others. In the order of its bytes."""
+    """Text in PostgreSQL, sorted by bytes. A NUL character, which PostgreSQL rejects, is stored as two others."""
 
     impl = Text(collation="C")
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: object) -> str | None:
-        """Return the text escaped for the database, which stores no NUL character."""
+        """Return the text with NUL characters escaped."""
         return value if value is None else value.replace("\x1a", "\x1a1").replace("\x00", "\x1a0")
 
     def process_result_value(self, value: str | None, dialect: object) -> str | None:
-        """Return the text that was written."""
+        """Return the text with NUL characters restored."""
         return value if value is None else value.replace("\x1a0", "\x00").replace("\x1a1", "\x1a")
 
 
@@ -101,11 +110,16 @@ def _number() -> Column[int]:
     return Column("number", INTEGER, primary_key=True)
 
 
-def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked: str, key: str = "") -> Table:
-    """Return a table with a checksum of the columns `checked`. `key`: its primary key, "" where one column is that."""
-    for column in columns:
-        if isinstance(column, Column) and column.name in key.split():
-            column.primary_key = True
+def _checked_table(
+    name: str, *columns: Column[Any] | UniqueConstraint, key: str = "", unchecked: str = "number"
+) -> Table:
+    """Return a table with a checksum over all columns except `unchecked`, names separated by spaces.
+
+    `key`: the columns of the primary key; "" if one column already is the primary key.
+    """
+    values = [column for column in columns if isinstance(column, Column)]
+    for column in values:
+        column.primary_key = column.primary_key or column.name in key.split()
     return Table(
         name,
         METADATA,
@@ -113,12 +127,12 @@ def _checked_table(name: str, *columns: Column[Any] | UniqueConstraint, checked:
         Column("checksum", INTEGER, nullable=False),
         sqlite_autoincrement=columns[0].name == "number",
         sqlite_with_rowid=not key,
-        info={"checked": checked.split()},
+        info={"checked": [column.name for column in values if column.name not in unchecked.split()]},
     )
 
 
 def _partial_index(name: str, column: Column[Any], where: ColumnElement[bool]) -> Index:
-    """Make an index of the rows of which `where` holds."""
+    """Create an index of the rows that meet the condition `where`."""
     return Index(name, column, sqlite_where=where, postgresql_where=where)
 
 
@@ -135,31 +149,22 @@ VERSIONS = _checked_table(
     "document_versions",
     *(_text(name) for name in (*DocumentName._fields, "version")),
     key="collection id namespace",
-    checked="collection id namespace version",
 )
-"""The version that each document has, where its caller named one."""
+"""The version of each document whose caller gave one."""
 DOCUMENT_TEXTS = _checked_table(
     "document_texts",
     *(_text(name) for name in DocumentName._fields),
     _blob("key"),
     key="collection id namespace key",
-    checked="collection id namespace key",
 )
-"""The owners of each text."""
+"""The documents that each text belongs to."""
 Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
-STORED_ENTRIES = _checked_table(
-    "stored_entries", _text("entry"), _text("fingerprint"), key="entry", checked="entry fingerprint"
-)
-"""Entries that were stored and not deleted since, and the fingerprint of their model."""
+STORED_ENTRIES = _checked_table("stored_entries", _text("entry"), _text("fingerprint"), key="entry")
+"""Entries that were stored and not deleted, with the fingerprint of their model."""
 ENTRY_CHUNKS = _checked_table(
-    "entry_chunks",
-    _blob("ids_hash"),
-    _text("namespace"),
-    _text("entry"),
-    key="ids_hash namespace entry",
-    checked="ids_hash namespace entry",
+    "entry_chunks", _blob("ids_hash"), _text("namespace"), _text("entry"), key="ids_hash namespace entry"
 )
-"""Which chunks, by the hash of their token ids, an entry holds or was computed after."""
+"""The chunks, as hashes of their token ids, that an entry contains or was computed after."""
 Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
 VARIANTS = _checked_table(
     "variants",
@@ -169,9 +174,9 @@ VARIANTS = _checked_table(
     _text("embedder"),
     _blob("vector"),
     Column("is_stored", INTEGER, nullable=False),
-    checked="entry key embedder vector",
+    unchecked="number is_stored",
 )
-"""Requested similar variants of the chunks that frameworks add, with the vectors that find their neighbours."""
+"""Requested similar variants of chunks that frameworks added, with the vectors that find their similar chunks."""
 Index("variants_by_key", VARIANTS.c.key)
 _partial_index("missing_variants", VARIANTS.c.embedder, VARIANTS.c.is_stored == text("0"))
 TOKEN_IDS = _checked_table(
@@ -182,11 +187,20 @@ TOKEN_IDS = _checked_table(
     _blob("key"),
     _blob("ids"),
     UniqueConstraint("key", "tokenizer", "namespace"),
-    checked="tokenizer namespace key ids",
 )
-"""The token ids of texts, by tokenizer (its fingerprint) and namespace."""
+"""The token ids of texts, for each tokenizer (its fingerprint) and namespace."""
 
-NUM_COUNTS = ("num_chunks", "num_tokens", "num_known_kv", "num_new_kv", "new_kv_bytes")
+
+class StoredCounts(NamedTuple):
+    """Counts for one stored document: its chunks and tokens, chunks whose KV was stored before, and new KV."""
+
+    num_chunks: int = 0
+    num_tokens: int = 0
+    num_known_kv: int = 0
+    num_new_kv: int = 0
+    new_kv_bytes: int = 0
+
+
 SENT_DOCUMENTS = Table(
     "sent_documents",
     METADATA,
@@ -194,15 +208,15 @@ SENT_DOCUMENTS = Table(
     *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
     *(Column(name, TEXT, nullable=False, server_default="") for name in ("stored_version", "reason")),
     Column("body", TEXT),
-    *(Column(name, INTEGER, nullable=False, server_default="0") for name in NUM_COUNTS),
+    *(Column(name, INTEGER, nullable=False, server_default="0") for name in StoredCounts._fields),
     UniqueConstraint("namespace", "collection", "id"),
     sqlite_autoincrement=True,
 )
-"""The documents that a server was sent."""
+"""The documents that clients sent to a server."""
 _partial_index("sent_documents_waiting", SENT_DOCUMENTS.c.number, SENT_DOCUMENTS.c.body.is_not(None))
 
 SHARED_METADATA = MetaData()
-"""Tables of a catalogue that several servers have, in addition to the others."""
+"""Additional tables of a catalogue that several servers share."""
 LEASES = Table(
     "leases",
     SHARED_METADATA,
@@ -210,17 +224,17 @@ LEASES = Table(
     Column("owner", Text, nullable=False),
     Column("expires_at", DateTime(timezone=True), nullable=False),
 )
-"""Who is working on what, and until when."""
-INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name", checked="name value")
-"""What made the index, and how many times its documents changed."""
-FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), key="path", checked="path version top")
+"""The server that works on each document, and the end of its lease."""
+INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name")
+"""Facts of the index (embedder, dimension, tokenizer, ...), and its generation."""
+FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), key="path")
 """The files from which the documents of the index came."""
 DOCUMENTS = _checked_table(
     "documents",
     _number(),
     Column("source", TEXT, nullable=False, unique=True),
     *(_text(name) for name in ("file", "content_hash", "status")),
-    checked="number source file content_hash status",
+    unchecked="",
 )
 Index("documents_by_file", DOCUMENTS.c.file)
 CHUNKS = _checked_table(
@@ -233,22 +247,20 @@ CHUNKS = _checked_table(
     Column("generation", INTEGER, nullable=False),
     _blob("text_key"),
     UniqueConstraint("document", "ordinal"),
-    checked="id document ordinal start end text metadata vector generation text_key",
 )
 Index("chunks_by_text", CHUNKS.c.text_key)
-# All that a search asks for when it looks for what is new, without reading texts and vectors.
+# A search lists new chunks from this index alone, without reading texts and vectors.
 Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
-ORPHANED_TEXTS = _checked_table("orphaned_texts", _number(), _text("source"), _text("text"), checked="source text")
-"""The texts that a document of the index had before, until the entries of their KV are in `pending_deletions`."""
+ORPHANED_TEXTS = _checked_table("orphaned_texts", _number(), _text("source"), _text("text"))
+"""Texts that documents of the index lost. The rows are deleted when the entries are in `pending_deletions`."""
 PENDING_DELETIONS = _checked_table(
     "pending_deletions",
     _number(),
     *(_text(name) for name in ("key", "place", "source")),
     _blob("text_key"),
     UniqueConstraint("key", "place"),
-    checked="key place source text_key",
 )
-"""The entries to be deleted from a place, which may be a remote tier that does not answer now."""
+"""Entries to be deleted, and the tier to delete them from, which may be unreachable."""
 INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
 
 CHECKED_TABLES = {
@@ -265,7 +277,7 @@ CHECKED_TABLES = {
     "texts to be deleted": ORPHANED_TEXTS,
     "entries to be deleted": PENDING_DELETIONS,
 }
-"""The tables with checksums, by what messages call their rows."""
+"""The tables with checksums, by the name of their rows in messages."""
 
 
 def checksummed_columns(table: Table) -> list[Column[Any]]:
@@ -274,37 +286,56 @@ def checksummed_columns(table: Table) -> list[Column[Any]]:
 
 
 def is_intact(row: Sequence[Any]) -> bool:
-    """Return True if the values of `checksummed_columns` are those that were written."""
+    """Return True if the checksum of a row of `checksummed_columns` matches its values."""
     return bool(row[-1] == row_checksum(*row[:-1]))
 
 
-def with_checksum(table: Table, **values: object) -> dict[str, object]:
-    """Return the values of a row with their checksum."""
-    return {**values, "checksum": row_checksum(*(values[name] for name in table.info["checked"]))}
+def with_checksum(table: Table, row: Mapping[str, object]) -> dict[str, object]:
+    """Return a row with its checksum, if the table has checksums."""
+    checked = table.info.get("checked")
+    return {**row, "checksum": row_checksum(*(row[name] for name in checked))} if checked else {**row}
+
+
+def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> int:
+    """Insert rows with their checksums. Return their number."""
+    listed = [with_checksum(table, row) for row in rows]
+    if listed:
+        connection.execute(insert(table), listed)
+    return len(listed)
 
 
 def text_key(stripped: str) -> bytes:
-    """Return the key of a text that is stripped: 16 bytes."""
+    """Return the key of a text, a hash of 16 bytes. The caller strips the text first."""
     return hashlib.blake2b(stripped.encode(), digest_size=16).digest()
 
 
 MAX_VALUES = 500
-"""Values of one `IN`, whose number databases limit."""
+"""Values of one `IN` list, because databases limit their number."""
 
 
 def batches(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the values in lists that are short enough for one statement."""
+    """Yield the values in lists of at most `MAX_VALUES`."""
     listed = list(values)
     return (listed[start : start + MAX_VALUES] for start in range(0, len(listed), MAX_VALUES))
 
 
+def select_checked(table: Table, *where: ColumnElement[bool]) -> Select[Any]:
+    """Return a query for the columns that `is_intact` checks."""
+    return select(*checksummed_columns(table)).where(*where)
+
+
+def matches(table: Table, *names: str) -> ColumnElement[bool]:
+    """Return the condition that each of these columns equals the statement's parameter `b_<column>`."""
+    return and_(*(table.c[name] == bindparam(f"b_{name}") for name in names))
+
+
 def is_among(column: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Return the condition that a column has one of the parameter `values`."""
+    """Return the condition that a column's value is in the list that the statement has as its parameter `values`."""
     return column.in_(bindparam("values", expanding=True))
 
 
 def existing(connection: Connection, query: Select[Any], values: Iterable[Any], **parameters: object) -> set[Any]:
-    """Return those of `values` that `query` finds, a selection of one column by `is_among`."""
+    """Return the `values` that `query` finds. The query selects one column with the condition `is_among(column)`."""
     found: set[Any] = set()
     for some in batches(values):
         found.update(connection.execute(query, {"values": some, **parameters}).scalars())

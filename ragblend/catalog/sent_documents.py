@@ -1,7 +1,7 @@
-"""Which documents a server was sent, and how far each is.
+"""The documents that clients sent to a server, with their status: pending, stored or failed.
 
-A document is waiting while its row has a body, the chunks that are still to be stored; it is stored when the version
-that was stored last is the one that was sent last. Knows rows; chunks and prefills nothing.
+A document is pending while its row has a body, which contains the text or chunks to store. It is stored if the version
+stored last is the version sent last. Only reads and writes rows; the server splits and prefills.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, bindparam, case, cast, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, case, cast, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog
-from ragblend.catalog.schema import INTEGER, NUM_COUNTS, SENT_DOCUMENTS, existing, is_among
+from ragblend.catalog.schema import INTEGER, SENT_DOCUMENTS, DocumentName, StoredCounts, existing, is_among, matches
 
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
-_OF_DOCUMENT = (
-    _ROW.namespace == bindparam("b_namespace"),
-    _ROW.collection == bindparam("b_collection"),
-    _ROW.id == bindparam("b_id"),
-)
-_COUNTS = [column for column in _ROW if column.name in NUM_COUNTS]
+_OF_DOCUMENT = matches(SENT_DOCUMENTS, *DocumentName._fields)
+_COUNTS = [_ROW[name] for name in StoredCounts._fields]
 _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
 
 
 class SentDocument(NamedTuple):
-    """A document as it was sent. `body` has its `text` or its `chunks`, and the settings by which they are cut and
-    compared; with `adds`, the chunks are appended to those of the same version.
+    """A document that a client sent.
+
+    `body`: its `text` or its `chunks`, and the settings for splitting and for finding similar chunks. With the key
+    `adds`, the chunks are appended to those of the same version.
     """
 
     collection: str
@@ -40,7 +38,7 @@ class SentDocument(NamedTuple):
 
 
 class WaitingDocument(NamedTuple):
-    """A document that is to be stored. `number` is another one whenever it is sent again."""
+    """A document that waits to be stored. `number` changes when the document is sent again."""
 
     number: int
     namespace: str
@@ -50,66 +48,64 @@ class WaitingDocument(NamedTuple):
     body: dict[str, Any]
 
     @property
-    def name(self) -> str:
-        """Names the document, however often it is sent."""
-        return document_name(self.namespace, self.collection, self.id)
+    def lease_name(self) -> str:
+        """Name of the document in `Leases`, the same for all its versions."""
+        return lease_name(self.namespace, self.collection, self.id)
 
 
-def document_name(namespace: str, collection: str, document_id: str) -> str:
-    """Return a name for a document that no other one has."""
+def lease_name(namespace: str, collection: str, document_id: str) -> str:
+    """Return the name of a document in `Leases`: namespace, collection and id as JSON."""
     return json.dumps([namespace, collection, document_id])
 
 
-class StoredCounts(NamedTuple):
-    """What storing one document came to."""
-
-    num_chunks: int = 0
-    num_tokens: int = 0
-    num_known_kv: int = 0
-    num_new_kv: int = 0
-    new_kv_bytes: int = 0
-
-
-class DocumentTable(Catalog):
+class SentDocumentTable(Catalog):
     """The documents that were sent to the servers of one catalogue. Safe between threads and processes."""
 
     def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
-        """Record documents that are to be stored, each in place of an older one of its id, all or none. Return a name
-        for this ingestion."""
-        ingestion = uuid4().hex  # which no other replica gives
+        """Record documents to be stored, each in place of an older one with its id; all or none.
+
+        Return a unique id for this ingestion.
+        """
+        ingestion = uuid4().hex  # unique among all replicas
         with self._write() as connection:
             for document in documents:
-                key, body = _key(namespace, document.collection, document.id), document.body
-                query = select(_ROW.version, _ROW.stored_version, _ROW.body).where(*_OF_DOCUMENT)
-                version, stored_version, waiting = connection.execute(query, key).first() or ("", "", None)
+                name, body = DocumentName(document.collection, document.id, namespace), document.body
+                query = select(_ROW.version, _ROW.stored_version, _ROW.body).where(_OF_DOCUMENT)
+                older = connection.execute(query, name.parameters()).first() or ("", "", None)
+                version, stored_version, waiting = older
                 if "adds" in body:
                     if version == document.version and waiting is not None:
                         body = _joined(json.loads(waiting), body)
                     stored_version = ""  # not all of its chunks are stored
-                connection.execute(delete(SENT_DOCUMENTS).where(*_OF_DOCUMENT), key)
-                row = {"namespace": namespace, "collection": document.collection, "id": document.id}
-                row |= {"ingestion": ingestion, "version": document.version, "stored_version": stored_version}
-                row |= {"metadata": json.dumps(document.metadata), "body": json.dumps(body)}
+                connection.execute(delete(SENT_DOCUMENTS).where(_OF_DOCUMENT), name.parameters())
+                row = {**name._asdict(), "ingestion": ingestion, "version": document.version}
+                row |= {
+                    "stored_version": stored_version,
+                    "metadata": json.dumps(document.metadata),
+                    "body": json.dumps(body),
+                }
                 connection.execute(insert(SENT_DOCUMENTS), row)
         return ingestion
 
     def waiting(self, limit: int, max_chars: int, taken: Collection[str] = ()) -> list[WaitingDocument]:
-        """Return the documents to be stored next, those of one collection, in the order in which they were sent: at
-        most `limit`, and only the first where its body has more than `max_chars`. `taken`: names of documents that are
-        left out (`WaitingDocument.name`)."""
+        """Return the documents to store next, all of one collection, in the order in which they were sent.
+
+        There are at most `limit`. Their bodies have at most `max_chars` characters in all, unless the first alone has
+        more. `taken`: the names (`WaitingDocument.lease_name`) of documents to leave out.
+        """
         waiting = select(_ROW.namespace, _ROW.collection, _ROW.id).where(_ROW.body.is_not(None)).order_by(_ROW.number)
         columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.version, _ROW.body)
         found: list[WaitingDocument] = []
         with self._transaction("DEFERRED") as connection:
             first = connection.execute(waiting.limit(1 + len(taken))).all()
-            owner = next((row for row in first if document_name(*row) not in taken), None)
+            owner = next((row for row in first if lease_name(*row) not in taken), None)
             if owner is None:
                 return []
             is_next = (_ROW.body.is_not(None), _ROW.namespace == owner.namespace, _ROW.collection == owner.collection)
             query = select(*columns).where(*is_next).order_by(_ROW.number).limit(limit + len(taken))
             with connection.execute(query) as rows:
                 for *values, body in rows:
-                    if taken and document_name(*values[1:4]) in taken:
+                    if taken and lease_name(*values[1:4]) in taken:
                         continue
                     max_chars -= len(body)
                     if found and (max_chars < 0 or len(found) == limit):
@@ -118,7 +114,7 @@ class DocumentTable(Catalog):
         return found
 
     def still_waiting(self, documents: Iterable[WaitingDocument]) -> list[WaitingDocument]:
-        """Return those that no server has stored, removed or been sent again since `waiting` returned them."""
+        """Return the documents that were not stored, removed or sent again since `waiting` returned them."""
         given = list(documents)
         query = select(_ROW.number).where(is_among(_ROW.number), _ROW.body.is_not(None))
         with self._locked() as connection:
@@ -126,70 +122,69 @@ class DocumentTable(Catalog):
         return [document for document in given if document.number in there]
 
     def finish(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:
-        """Record that a document is stored, or why it cannot be; nothing where it was sent again meanwhile."""
+        """Record that a document is stored, or why it failed. A document that was sent again stays pending."""
         changes = {"body": None, "stored_version": document.version if is_stored else "", "reason": reason}
         changed = update(SENT_DOCUMENTS).where(_ROW.number == document.number).values(**changes, **counts._asdict())
         with self._write() as connection:
             connection.execute(changed)
 
     def ids(self, namespace: str, collection: str) -> list[str]:
-        """Return the ids of the documents of a collection."""
+        """Return the ids of a collection's documents, in the order in which they were sent."""
         query = select(_ROW.id).where(*_chosen(namespace, collection)).order_by(_ROW.number)
         return [row.id for row in self._rows(query)]
 
     def begin_removal(self, namespace: str, collection: str, ids: Sequence[str]) -> None:
-        """Record that documents are being removed: from now on they are neither waiting nor stored."""
-        changes = {"body": None, "stored_version": "", "reason": "its removal was begun; remove it again"}
+        """Record that the removal of documents has begun. They are then neither pending nor stored."""
+        changes = {"body": None, "stored_version": "", "reason": "its removal is unfinished; remove it again"}
         if ids:
             with self._write() as connection:
-                keys = [_key(namespace, collection, each) for each in ids]
-                connection.execute(update(SENT_DOCUMENTS).where(*_OF_DOCUMENT).values(**changes), keys)
+                rows = [DocumentName(collection, each, namespace).parameters() for each in ids]
+                connection.execute(update(SENT_DOCUMENTS).where(_OF_DOCUMENT).values(**changes), rows)
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str]) -> int:
-        """Remove documents. Return how many were there."""
-        removed = delete(SENT_DOCUMENTS).where(*_OF_DOCUMENT)
+        """Remove documents. Return their number, without unknown ids."""
+        removed = delete(SENT_DOCUMENTS).where(_OF_DOCUMENT)
         with self._write() as connection:
-            num_removed = sum(connection.execute(removed, _key(namespace, collection, each)).rowcount for each in ids)
+            names = (DocumentName(collection, each, namespace) for each in ids)
+            num_removed = sum(connection.execute(removed, name.parameters()).rowcount for name in names)
         self.truncate_log()
         return num_removed
 
     def summarize(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
-        """Return by collection how many documents are stored, pending and failed, how many are worked on, and what
-        they came to; of one ingestion, or of all."""
+        """Return the number of stored, pending, failed and waiting documents and their summed counts, by collection.
+
+        collection, ingestion: None for all of them.
+        """
         sums: dict[str, ColumnElement[Any]] = {
             f"num_{status}": func.sum(case({status: 1}, value=_STATUS, else_=0)) for status in _STATUSES
         }
         sums["num_waiting"] = func.count(_ROW.body)
-        sums |= {column.name: cast(func.sum(column), INTEGER) for column in _COUNTS}  # PostgreSQL's is a decimal
+        sums |= {column.name: cast(func.sum(column), INTEGER) for column in _COUNTS}  # PostgreSQL returns a decimal
         chosen = _chosen(namespace, collection, ingestion)
         query = select(_ROW.collection, *sums.values()).where(*chosen).group_by(_ROW.collection)
         return {row[0]: dict(zip(sums, row[1:], strict=True)) for row in self._rows(query)}
 
-    def with_reason(
+    def documents_with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int
     ) -> list[dict[str, Any]]:
-        """Return documents of which something is to be told: those that failed, and stored ones without any chunk."""
+        """Return up to `limit` documents that have a reason: failed ones, and stored ones without any chunk."""
         chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
         columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
         query = select(*columns).where(*chosen).order_by(_ROW.number).limit(limit)
         return [row._asdict() for row in self._rows(query)]
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
-        """Return what is known of a document, and its `status`; None where there is none."""
-        query = select(*_FACTS, _STATUS.label("status")).where(*_OF_DOCUMENT)
-        rows = self._rows(query, **_key(namespace, collection, document_id))
+        """Return the fields of a document, except its body, and its `status`; None for an unknown document."""
+        query = select(*_FACTS, _STATUS.label("status")).where(_OF_DOCUMENT)
+        rows = self._rows(query, **DocumentName(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None
 
 
 _STATUSES = ("stored", "pending", "failed")
 
 
-def _key(namespace: str, collection: str, document_id: str) -> dict[str, str]:
-    return {"b_namespace": namespace, "b_collection": collection, "b_id": document_id}
-
-
 def _chosen(namespace: str, collection: str | None, ingestion: str | None = None) -> list[ColumnElement[bool]]:
-    """Return the conditions for the documents of a namespace, and of a collection and an ingestion unless None."""
+    """Return the conditions for a namespace, and for a collection and an ingestion unless they are None."""
     chosen = [_ROW.namespace == namespace]
     if collection is not None:
         chosen.append(_ROW.collection == collection)
@@ -199,7 +194,7 @@ def _chosen(namespace: str, collection: str | None, ingestion: str | None = None
 
 
 def _joined(before: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """The bodies of one version that came in two calls: the chunks of both, and their vectors where both have some."""
+    """Return one body with the chunks of both, and with their vectors if both have vectors of the same embedder."""
     names = ["chunks"] + ["vectors"] * (before.get("embedder") == added.get("embedder") and "vectors" in added)
     kept = {name: value for name, value in added.items() if name not in ("vectors", "embedder") or len(names) == 2}
     return {**kept, **{name: [*before[name], *added[name]] for name in names}}

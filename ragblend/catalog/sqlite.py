@@ -5,19 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import cast
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
-from ragblend.catalog.former import read_former_files
+from ragblend.catalog.former_files import import_former_files
 from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, StoreMismatchError, StoreNotWritableError
 from ragblend.files.directory import to_write_error
@@ -33,27 +32,21 @@ class SqliteDialect(Dialect):
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.name, self.key = str(path), path
-        self._errors = _NamedErrors(path or Path(), self.fix_hint())
 
     def connect(self) -> Connection:
-        """Open the file, which is created if missing. The contents of files of earlier versions are copied into a new
-        file.
-        """
+        """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue."""
         return _open(self.path, self.fix_hint())
-
-    def release(self, connection: Connection) -> None:
-        """Do nothing: the file stays open for the next call."""
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
         """Begin a transaction."""
         connection.exec_driver_sql(f"BEGIN {kind}")
 
-    def version(self, connection: Connection) -> int:
-        """Return SQLite's data_version, which leaves out the connection's own commits."""
+    def change_counter(self, connection: Connection) -> int:
+        """Return SQLite's data_version, which does not count the connection's own commits."""
         return int(_sqlite(connection).execute("PRAGMA data_version").fetchone()[0])
 
     def find_problems(self, connection: Connection) -> list[str]:
-        """Return what SQLite finds damaged in the file."""
+        """Return the lines of SQLite's integrity check, without "ok"."""
         lines = connection.exec_driver_sql("PRAGMA integrity_check").scalars().all()
         return [f"{self.path}: {line}" for line in lines if line != "ok"]
 
@@ -63,43 +56,35 @@ class SqliteDialect(Dialect):
         """
         truncate_log(_sqlite(connection))
 
-    def named_errors(self) -> AbstractContextManager[None]:
-        """Raise RagblendErrors in place of SQLite's and SQLAlchemy's."""
-        return self._errors
+    @contextmanager
+    def wrap_errors(self) -> Iterator[None]:
+        """Raise RagblendErrors in place of SQLite's and SQLAlchemy's errors."""
+        try:
+            yield
+        except (DBAPIError, sqlite3.Error, UnicodeDecodeError, OSError) as error:
+            original = error.orig if isinstance(error, DBAPIError) else error
+            if not isinstance(original, sqlite3.Error | UnicodeDecodeError | OSError):
+                raise
+            with wrap_sqlite_errors(self.path or Path(), self.fix_hint()):
+                raise original from (error if original is not error else error.__cause__)
 
     def fix_hint(self) -> str:
-        """Return what to do about a damaged file."""
+        """Return a sentence with the commands that repair or replace a damaged file."""
         folder = self.path and self.path.parent
-        return f"Mend it: ragblend verify --repair --store {folder}; or {explain_reingestion(self.path)}"
+        return f"Repair it: ragblend verify --repair --store {folder}; or {explain_reingestion(self.path)}"
 
 
 def explain_reingestion(path: Path | None) -> str:
-    """Return how a store gets a new catalogue, in words that end a sentence."""
+    """Return how to replace the catalogue of a store by ingesting again, as the end of a sentence."""
     return (
-        f"delete {path}* and run ragblend ingest DOCS --store {path and path.parent} (stored KV is found, not "
-        "recomputed), and add again what frameworks and servers have added"
+        f"delete {path}* and run ragblend ingest DOCS --store {path and path.parent} (stored KV is reused, not "
+        "recomputed), then add the documents of frameworks and servers again"
     )
-
-
-class _NamedErrors(AbstractContextManager[None]):
-    """`wrap_sqlite_errors` for statements of SQLAlchemy. One object, because each call enters it."""
-
-    def __init__(self, path: Path, fix: str) -> None:
-        self._path, self._fix = path, fix
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            original = error.orig if isinstance(error, DBAPIError) else error
-            if isinstance(original, sqlite3.Error | UnicodeDecodeError | OSError):
-                with wrap_sqlite_errors(self._path, self._fix):
-                    raise original from (error if original is not error else error.__cause__)
 
 
 @cache
 def _engine() -> Engine:
-    """Return the engine of all catalogues, which keeps the compiled statements; each connection is to another file."""
+    """Return the SQLAlchemy engine of all SQLite catalogues, which share its compiled statements."""
     return create_engine("sqlite://", creator=_connect, poolclass=NullPool)
 
 
@@ -132,23 +117,23 @@ def _open(path: Path | None, fix: str) -> Connection:
     is_writable = folder is not None and os.access(folder, os.W_OK)
     if folder is not None and is_writable and (kind := find_network_file_system(folder)):
         raise StoreNotWritableError(
-            f"{folder} is on a network file system ({kind}), where SQLite's locks do not keep the catalogue whole. "
-            "Keep it in a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local "
-            "disk and its KV there: `kv_dir`"
+            f"{folder} is on a network file system ({kind}), where SQLite's locks do not protect the catalogue. "
+            "Use a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local disk "
+            "and only its KV on the network: `kv_dir`"
         )
     is_kept = path is not None and (is_writable or path.exists())
     if is_kept and path is not None:
         _create_private(path)
     connection = _connect_to(path if is_kept else None)
     try:
-        if is_kept and not is_writable and _lacks_tables(connection):  # it is read in memory, as former files are
+        if is_kept and not is_writable and _lacks_tables(connection):  # it is upgraded in memory
             copy, is_kept = _connect_to(None), False
             _sqlite(connection).backup(_sqlite(copy))
             connection.close()
             connection = copy
         _check_schema(connection, path, fix)
         if folder is not None and (is_writable or not is_kept):
-            read_former_files(folder, _sqlite(connection), is_kept=is_kept)
+            import_former_files(folder, _sqlite(connection), is_kept=is_kept)
     except BaseException:
         connection.close()
         raise
@@ -156,7 +141,7 @@ def _open(path: Path | None, fix: str) -> Connection:
 
 
 def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
-    """Create the tables that a file lacks; raise an error where a file has others."""
+    """Create missing tables. Raises StoreMismatchError or CorruptError if the file has other tables."""
     if _lacks_tables(connection):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
         if _lacks_tables(connection):  # or another process was faster
@@ -170,21 +155,21 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
     tables = {name for kind, name, _ in schema if kind == "table"}
     if tables.isdisjoint(METADATA.tables):
         raise StoreMismatchError(
-            f"{path} is not a catalogue (it holds the tables {', '.join(sorted(tables))}); "
+            f"{path} is not a catalogue (its tables are {', '.join(sorted(tables))}); "
             "choose another folder for the store: `store='OTHER_DIR'`"
         )
     version = connection.exec_driver_sql("PRAGMA user_version").scalar()
     if _recorded_schema(connection, schema) != f"{version} {_digest(schema)}":
-        raise CorruptError(f"{path} is damaged (version {version} with other tables than it had). {fix}")
+        raise CorruptError(f"{path} is damaged (its tables are not those of version {version}). {fix}")
     if version != SCHEMA_VERSION:
         raise StoreMismatchError(
-            f"{path} is version {version} of a catalogue, this ragblend reads {SCHEMA_VERSION}; use the ragblend that "
-            "made it, or choose another folder for the store: `store='OTHER_DIR'`"
+            f"{path} is a catalogue of version {version}, but this ragblend reads version {SCHEMA_VERSION}; use the "
+            "ragblend that made it, or choose another folder for the store: `store='OTHER_DIR'`"
         )
 
 
 def _lacks_tables(connection: Connection) -> bool:
-    """Return True for an empty file, and for a sound one of an earlier version."""
+    """Return True for an empty file, and for an undamaged one of an earlier version."""
     schema = _read_schema(connection)
     version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
     is_former = version < SCHEMA_VERSION and _recorded_schema(connection, schema) == f"{version} {_digest(schema)}"
@@ -206,7 +191,7 @@ def _digest(schema: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _create_private(path: Path) -> None:
-    """Create the file with its owner's permissions only, as the entries have. SQLite would let other users read it."""
+    """Create the file with mode 600, like the entries' files. SQLite would create it readable for other users."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:

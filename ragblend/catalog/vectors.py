@@ -1,6 +1,6 @@
-"""Unit vectors in a flat FAISS index, in memory: every search compares all of them.
+"""Unit vectors in a flat FAISS index in memory. Every search compares all of them.
 
-They are derived from the catalogue. A file of them ends with what they are of: the index, its generation, and a digest.
+They are derived from the catalogue. Their file ends with the index's id, its generation and a digest.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ragblend.catalog.documents import IndexedDocuments
 from ragblend.corpus.embedders import FloatArray
 from ragblend.errors import UsageError
 
-_ROWS_PER_PAGE = 4096  # vectors that are read from the catalogue at a time
+_ROWS_PER_PAGE = 4096  # vectors per read from the catalogue
 _TRAILER = struct.Struct("<16sq32s")  # the index's id, the generation, and the SHA-256 of all before it
 
 
 class FaissVectors:
-    """A FAISS index of the catalogue's unit vectors [dim] by row id, at one `generation` of the catalogue. `sync` adds
-    or rebuilds what is missing or stale.
+    """A FAISS index of the catalogue's unit vectors [dim] by row id, at one `generation` of the catalogue. `sync`
+    updates the vectors to the latest generation.
     """
 
     def __init__(self, dim: int, generation: int = -1) -> None:
@@ -32,10 +32,10 @@ class FaissVectors:
 
     @staticmethod
     def from_bytes(data: bytes, index_id: bytes, dim: int) -> FaissVectors:
-        """Return what `to_bytes` wrote for an index. Raises ValueError, which says why, for other bytes."""
+        """Return the vectors that `to_bytes` wrote for this index. Raises ValueError for damage or another index."""
         end = max(0, len(data) - _TRAILER.size)
         if len(data) < _TRAILER.size or data[-32:] != hashlib.sha256(data[:-32]).digest():
-            raise ValueError("does not match its checksum")  # FAISS's parser is not made for hostile bytes
+            raise ValueError("does not match its checksum")  # FAISS's parser is unsafe for damaged bytes
         made_for, generation, _ = _TRAILER.unpack(data[end:])
         found = FaissVectors(dim, generation)
         found.faiss = faiss.deserialize_index(np.frombuffer(data[:end], np.uint8))
@@ -44,7 +44,7 @@ class FaissVectors:
         return found
 
     def to_bytes(self, index_id: bytes) -> bytes:
-        """All of it, for a file. `index_id`: 16 bytes."""
+        """Return the contents of a vectors file. index_id: 16 bytes."""
         data = bytes(faiss.serialize_index(self.faiss).tobytes()) + _TRAILER.pack(index_id, self.generation, b"")[:-32]
         return data + hashlib.sha256(data).digest()
 
@@ -57,11 +57,11 @@ class FaissVectors:
         return int(self.faiss.ntotal)
 
     def sync(self, catalogue: IndexedDocuments) -> None:
-        """Come to hold the vectors of the catalogue and no others, those written since anew."""
-        changed, held = catalogue.ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
+        """Make the vectors equal to the catalogue's: add new ones, replace changed ones, remove the others."""
+        changed, held = catalogue.row_ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
         stale, missing = np.isin(held, changed), changed
         if held.size - np.count_nonzero(stale) + changed.size != catalogue.num_chunks:  # some were removed
-            wanted = catalogue.ids()
+            wanted = catalogue.row_ids()
             stale |= ~np.isin(held, wanted)
             missing = wanted[~np.isin(wanted, held[~stale])]
         if stale.any():
@@ -74,27 +74,31 @@ class FaissVectors:
         assert len(self) == catalogue.num_chunks
 
     def nearest(self, vector: FloatArray, k: int) -> dict[int, float]:
-        """Row ids and scores of the `k` nearest to `vector` [1, dim]. Of equals the same are taken whatever came
-        first: an index that followed its folder answers as one that is new.
+        """Return row ids and cosines of the `k` vectors nearest to `vector` [1, dim], nearest first.
+
+        Equal cosines are ordered by row id, so the result does not depend on the order of insertions.
         """
         total = len(self)
         if not total:
             return {}
-        wanted, asked = min(k, total), min(2 * k + 8, total)
+        num_wanted, num_read = min(k, total), min(2 * k + 8, total)
         while True:
-            scores, ids = (found[0] for found in self.faiss.search(vector, asked))
-            if asked == total or scores[-1] < scores[wanted - 1]:
+            scores, ids = (found[0] for found in self.faiss.search(vector, num_read))
+            if num_read == total or scores[-1] < scores[num_wanted - 1]:
                 break
-            asked = min(8 * asked, total)  # equals reach beyond what was asked for
-        best = np.lexsort((ids, -scores))[:wanted]
+            num_read = min(8 * num_read, total)  # more vectors may have the last cosine
+        best = np.lexsort((ids, -scores))[:num_wanted]
         return dict(zip(ids[best].tolist(), scores[best].tolist(), strict=True))
 
 
 def normalize_rows(vectors: ArrayLike) -> FloatArray:
-    """A copy with rows of length 1; rows of zeros stay, and what is 1 but for rounding. Raises UsageError for NaN."""
+    """Return a float32 copy of `vectors` [..., dim] with rows of length 1. Rows of zeros stay zero.
+
+    Rows whose length is 1 within 1e-6 are not changed. Raises UsageError for NaN or infinity.
+    """
     rows = np.array(vectors, np.float32)
     if not np.isfinite(rows).all():
-        raise UsageError("vectors hold NaN or infinity; check the embedder")
+        raise UsageError("vectors contain NaN or infinity; check the embedder")
     lengths = np.linalg.norm(rows, axis=-1, keepdims=True)  # [..., 1]
     np.divide(rows, lengths, out=rows, where=(lengths > 0) & (abs(lengths - 1) > 1e-6))
     return rows

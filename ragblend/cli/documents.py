@@ -118,12 +118,12 @@ def precompute(
 
 def _open_index(document: str, settings: Settings, engine: Engine) -> ChunkIndex:
     """Open the index that may have `document`. The error for a store without one names what else the store holds."""
-    from ragblend.catalog.registry import read_registry
+    from ragblend.catalog.registry import open_registry
 
     try:
         return open_settings_index(settings, engine)
     except NotFoundError:
-        with closing(read_registry(engine.store)) as registry:
+        with closing(open_registry(engine.store, create=False)) as registry:
             collections = registry.count_by_collection()
         if not collections:
             raise

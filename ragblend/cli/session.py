@@ -150,14 +150,14 @@ def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkInd
     """Give the index in which questions are searched: the settings' own, or where no folder was ingested, one of the
     texts that frameworks and clients of a server have added in the engine's namespace, made for this command.
     """
-    from ragblend.catalog.registry import read_registry
+    from ragblend.catalog.registry import open_registry
     from ragblend.precompute import open_engine_index
     from ragblend.prompt.types import Chunk
 
     try:
         own = open_settings_index(settings, engine)
     except NotFoundError:
-        with closing(read_registry(engine.store)) as registry:
+        with closing(open_registry(engine.store, create=False)) as registry:
             names = [name for name in registry.documents() if name.namespace == engine.namespace]
             texts_of = {f"{name.collection}/{name.id}": sorted(registry.texts_of(name)) for name in names}
         if not texts_of:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +33,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
         f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
         + (f"\n{report.problem}" if report.problem else "")
     )
-    print_result(report._asdict(), text, json_)
+    print_result(asdict(report), text, json_)
     if report.num_dropped:
         raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
 
@@ -74,7 +74,7 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
 @with_settings("store remote")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
     """Print the store's documents, stored KV and sizes."""
-    from ragblend.catalog.registry import read_registry
+    from ragblend.catalog.registry import open_registry
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.open import parse_capacity
@@ -87,7 +87,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     num_tokens = sum(entry.header.num_tokens for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
-    with read_registry(disk) as registry:
+    with open_registry(disk, create=False) as registry:
         collections = registry.count_by_collection()
     manifest, sources, num_chunks = None, list[str](), 0
     try:

@@ -75,7 +75,7 @@ def record_entries(store: KVStore) -> ChunkRegistry | None:
 
 def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
     """Record in the registry the chunks that the entry with this header contains or was computed after."""
-    registry.record_entry(header.key, (header.token_ids, *header.context_ids), header.namespace)
+    registry.record_entry_chunks(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 
 class EngineBase:
@@ -326,7 +326,7 @@ class LocalEngine(EngineBase, ABC):
         key = self.key(chunk)
         was_stored = self.store.delete(key)
         with closing(open_registry(self.store)) as registry:
-            registry.remove_entries([key])
+            registry.remove_entry_chunks([key])
         return was_stored
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], IngestionContext]:

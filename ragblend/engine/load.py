@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.files.places import user_path
-from ragblend.files.store_folder import open_folder
+from ragblend.files.store_folder import open_store_folder
 from ragblend.options import (
     MODEL_NAMES,
     TIER_NAMES,
@@ -125,7 +125,7 @@ def load_engine(
             model=model, store=store, backend=backend, remote=remote, namespace=settings.namespace, **asked.non_defaults
         )
     if isinstance(store, Path):
-        store = open_folder(store)
+        store = open_store_folder(store)
         if settings.system is None:
             shared["system"] = remembered_defaults(store).system
             settings = replace(settings, system=shared["system"])
@@ -343,11 +343,11 @@ def register_model(
 
     Raises StoreMismatchError if the store has KV of other models only, unless `new_model` is True.
     """
-    from ragblend.catalog.database import find_catalog
+    from ragblend.catalog.database import resolve_catalog
     from ragblend.catalog.registry import register_shared_model
     from ragblend.engine.store.disk import DiskStore
 
-    register_shared_model(find_catalog(path, catalog), fingerprint, str(facts["model"]), new_model=new_model)
+    register_shared_model(resolve_catalog(path, catalog), fingerprint, str(facts["model"]), new_model=new_model)
     disk = DiskStore(path)
     models = disk.models()
     if "kv_shapes" in models.get(fingerprint, {}):

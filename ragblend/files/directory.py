@@ -1,7 +1,7 @@
-"""A directory whose files appear complete and in one step, for every reader and after every crash.
+"""`Directory`: writes files in one step, so that readers never see an incomplete file, also after a crash.
 
-The name of a temp file contains its host and process, so that the leftovers of dead writers can be identified. Works
-on names and bytes. Does not depend on the contents of files.
+The name of a temp file contains its host and process, so that files of dead writers can be identified. Depends on names
+and bytes, not on the contents of files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEMP_SUFFIX = ".tmp"
 TEMP_MAX_AGE_S = 3600.0
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a full disk. Nothing is damaged, and the same command continues once there is free space."""
+"""Errors of a full disk. No file is damaged, and the same command continues once there is free space."""
 
 _PROBE_BYTES = 1 << 16  # SQLite's largest single request
 
@@ -38,10 +38,10 @@ _HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 
 
 class Directory:
-    """Files in `root` and below. `fsync=False`: a power cut may lose or damage the latest of them.
+    """Writes files in `root` and below. Without `fsync`, a power failure may lose or damage the latest files.
 
-    Only their owner may read and write them, and the group of `root` if it may write there. A file that cannot be
-    written raises StoreFullError on a full disk, else StoreNotWritableError. `full_hint`: what to do on a full disk.
+    The owner may read and write the files, and so may the group if it may write to `root`. A failed write raises
+    StoreFullError on a full disk, else StoreNotWritableError. full_hint: what to do on a full disk, for the error.
     """
 
     def __init__(self, root: Path, *, fsync: bool, full_hint: str = "", create: bool = True) -> None:
@@ -59,7 +59,7 @@ class Directory:
         try:
             self._make(path.parent)
             with temp.open("xb") as stream:
-                os.fchmod(stream.fileno(), 0o660 if self._is_shared() else 0o600)  # while nothing is in it
+                os.fchmod(stream.fileno(), 0o660 if self._is_shared() else 0o600)  # before the data is written
                 write(stream)
                 stream.flush()
                 if self._fsync:
@@ -74,7 +74,7 @@ class Directory:
             raise
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write `data` in one step."""
+        """Write a file with the bytes `data` in one step."""
         self.replace(path, len(data), lambda stream: stream.write(data))
 
     def find_stale_files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -121,8 +121,10 @@ def unlink(path: Path) -> bool:
 def to_write_error(
     error: OSError, path: Path, nbytes: int = 0, full_hint: str = "", options: str = "`store`"
 ) -> RagblendError:
-    """Return the error to raise for `path`, which needs `nbytes` and cannot be written. `options`: those that choose
-    another place."""
+    """Return the error to raise for `path`, which needs `nbytes` and cannot be written.
+
+    options: the settings that choose another place, for the error.
+    """
     if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
         return StoreFullError(
@@ -157,9 +159,9 @@ def explain_disk_full(error: OSError) -> str:
 
 
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
-    """Return why nothing more can be written in `folder`, to a file of `nbytes` bytes; "" if something can.
+    """Return the reason why a file of `nbytes` bytes in `folder` cannot grow; "" if it can. Writes a test file.
 
-    For libraries that report a full disk as an I/O error.
+    Some libraries report a full disk as an I/O error; this function finds out.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:

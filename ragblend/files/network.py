@@ -1,6 +1,6 @@
-"""Which file systems are on other machines: there SQLite's locks and shared memory do not hold.
+"""Detects network file systems, on which SQLite's locks and shared memory do not work.
 
-Works on the text of /proc/self/mountinfo; elsewhere than on Linux nothing is known.
+Reads /proc/self/mountinfo, so it detects none on other systems than Linux.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _NETWORK_TYPES = re.compile(
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
-def network_file_system(path: Path, mountinfo: str) -> str:
-    """Return the type of the network file system that an absolute path is on; "" for any other.
+def parse_network_file_system(path: Path, mountinfo: str) -> str:
+    """Return the type of the network file system of an absolute path, for example "nfs4"; "" for a local one.
 
-    mountinfo: the text of /proc/self/mountinfo. Of several mounts at one place the last one counts.
+    mountinfo: the text of /proc/self/mountinfo. The last of several mounts at one place counts.
 
     >>> lines = "22 1 8:1 / / rw - ext4 /dev/a rw\\n30 22 0:44 / /home rw shared:1 - nfs4 host:/home rw"
-    >>> network_file_system(Path("/home/a"), lines), network_file_system(Path("/homes"), lines)
+    >>> parse_network_file_system(Path("/home/a"), lines), parse_network_file_system(Path("/homes"), lines)
     ('nfs4', '')
     """
     depth, found = -1, ""
@@ -40,8 +40,10 @@ def network_file_system(path: Path, mountinfo: str) -> str:
 
 @lru_cache(64)
 def find_network_file_system(folder: Path) -> str:
-    """Return the type of the network file system that an existing folder is on; "" for any other, or if unknown."""
+    """Return the type of an existing folder's network file system; "" for a local or unknown one."""
     try:
-        return network_file_system(folder.resolve(), Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape"))
+        return parse_network_file_system(
+            folder.resolve(), Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape")
+        )
     except OSError:
         return ""

@@ -1,4 +1,4 @@
-"""Files that a command writes for its user: pages and pictures. The place is checked before the work that fills it.
+"""Output files of commands, such as pages and pictures. A command checks the path before its long work.
 
 Depends on paths and bytes.
 """
@@ -15,15 +15,15 @@ from ragblend.files.directory import to_write_error
 from ragblend.files.places import user_path
 
 
-def check_output(place: str | os.PathLike[str], option: str, endings: Sequence[str] = ()) -> Path:
-    """Return the path of a file that can be written there; nothing is written yet.
+def check_output_path(place: str | os.PathLike[str], option: str, endings: Sequence[str] = ()) -> Path:
+    """Return the path of an output file after checking that it can be written. Writes nothing.
 
-    endings: those that the file's name may have, the usual one first. Raises UsageError for a folder and for another
-    ending, StoreNotWritableError where nothing can be written.
+    option: the name of the option with the path, for errors. endings: allowed file extensions. Raises UsageError for a
+    folder or another extension, StoreNotWritableError if the path is not writable.
     """
     path = user_path(place, option)
     if path.is_dir():
-        raise UsageError(f"{option} is {place}, a folder, but a file is written; name one in it")
+        raise UsageError(f"{option} is {place}, a folder, but a file is needed; name a file in it")
     if endings and path.suffix.lower() not in endings:
         raise UsageError(f"{option} is {place}, but its ending has to name a format: {', '.join(endings)}")
     nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
@@ -38,7 +38,7 @@ def check_output(place: str | os.PathLike[str], option: str, endings: Sequence[s
 
 
 def write_output(path: Path, data: bytes, option: str) -> None:
-    """Write a file, and the folders above it. Raises StoreFullError or StoreNotWritableError, which name `option`."""
+    """Write a file, and create its folder. Raises StoreFullError or StoreNotWritableError, which name `option`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)

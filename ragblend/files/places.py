@@ -1,7 +1,4 @@
-"""Paths that a user names: one function reads those of settings, options, arguments and Python calls.
-
-Depends on names alone; it opens no file.
-"""
+"""`user_path`: checks and expands the paths of settings, options and arguments. Opens no file."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from ragblend.redaction import redact
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash, because str(Path("s3://bucket")) is "s3:/bucket"
 _URL_OPTIONS = {
-    "store": "give a shared tier as `remote`, a server as `backend`",
-    "index": "an index is a folder of this machine; give a shared tier of its KV as `remote`",
+    "store": "set a shared tier as `remote`, a server as `backend`",
+    "index": "an index is a folder of this machine; set a shared tier for its KV as `remote`",
     "model": "give a Hugging Face id (ORG/NAME) or a folder; a server is the `backend`",
 }
 
 
 def user_path(place: str | os.PathLike[str], name: str) -> Path:
-    """Return the path that a user named, with `~` and `~user` expanded. A relative path stays relative.
+    """Return the path of a setting or argument with `~` and `~user` expanded. A relative path stays relative.
 
-    name: the option or argument that has the path, for errors. Raises UsageError for an empty path, for a URL (the
-    error names the option that takes it), and for a path that only a shell could expand. A folder that is really
-    named like a URL or a variable is written with `./` before it.
+    name: the setting or argument, for errors. Raises UsageError for an empty path, for a URL (the error names the
+    setting for URLs), and for a path that only a shell could expand. Write `./` before a folder whose name looks like
+    a URL or a variable.
     """
     text = os.fspath(place)
     if not text.strip():

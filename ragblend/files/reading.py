@@ -1,7 +1,7 @@
-"""Open files that another user may have created: regular files only, without waiting.
+"""Functions that open and read regular files only, and never wait, because another user may have created the file.
 
-A named pipe, a device or a folder in a file's place raises an OSError that names its kind. A link is followed, a loop
-of links is an error. Depends on paths and bytes.
+A named pipe, a device or a folder raises an OSError that names its kind. Links are followed; a loop of links is an
+error. Depends on paths and bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from ragblend.errors import NotFoundError, UsageError
 
 MAX_METADATA_BYTES = 64 << 20
-"""Larger than every JSON file that ragblend writes; larger files are not read."""
+"""Default size limit. Every JSON file that ragblend writes is smaller."""
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -26,8 +26,8 @@ _KINDS = (
 )
 
 
-def open_file(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of the regular file at `path`. Raises OSError, also for a file of another kind."""
+def open_regular_file(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor for reading the regular file at `path`. Raises OSError, also for other kinds of files."""
     # Without O_NONBLOCK, opening a pipe waits for a process at its other end.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
@@ -44,25 +44,27 @@ def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
 
 
 def kind_of_file(mode: int) -> str:
-    """Return the kind of a mode that is not a regular file's, as text: "a folder", "a named pipe", ..."""
+    """Return the kind of a file that is not regular, by its `st_mode`: "a folder", "a named pipe", ..."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
 
 
 def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> bytes:
-    """Return the bytes of the regular file at `path`. Raises OSError, also for more than `limit` bytes, or mostly
-    holes."""
-    with os.fdopen(open_file(path), "rb") as stream:
+    """Return the bytes of the regular file at `path`.
+
+    Raises OSError, also for more than `limit` bytes, and for a file that consists mostly of holes.
+    """
+    with os.fdopen(open_regular_file(path), "rb") as stream:
         size = dense_size(stream.fileno())
         if size > limit:
-            raise OSError(errno.EFBIG, f"it holds {size} bytes, more than {limit}", os.fspath(path))
+            raise OSError(errno.EFBIG, f"it has {size} bytes, more than {limit}", os.fspath(path))
         return stream.read(size)
 
 
 def read_text(path: str | os.PathLike[str], what: str, fix: str, limit: int = MAX_METADATA_BYTES) -> str:
-    """Return the text of a small file that a user wrote: UTF-8, without the byte order mark that some editors write.
+    """Return the text of a UTF-8 file that a user wrote, without a byte order mark.
 
-    what: the file's role, for errors ("the questions"); fix: what to type. Raises NotFoundError for a missing file,
-    UsageError for one that is not regular, not readable, larger than `limit` bytes or not UTF-8.
+    what: the file's role, for errors ("the questions"). fix: what to do, for errors. Raises NotFoundError for a missing
+    file, UsageError for a file that is not regular, not readable, larger than `limit` bytes or not UTF-8.
     """
     try:
         return read_file(path, limit).decode("utf-8-sig")
@@ -79,9 +81,12 @@ def read_text(path: str | os.PathLike[str], what: str, fix: str, limit: int = MA
 
 
 def dense_size(fd: int) -> int:
-    """Return a file's size. Raises OSError if most of it is a hole: 2 KB on disk can have a size of a terabyte."""
+    """Return a file's size in bytes. Raises OSError if most of it is a hole.
+
+    A file of 2 KB on disk can have a size of a terabyte, which must not be read into memory.
+    """
     facts = os.fstat(fd)
-    # A file system that compresses, or has not written yet, also reports few blocks, but no hole.
+    # A compressing file system, or one with unwritten data, also reports few blocks, but no hole.
     if facts.st_blocks * 512 < facts.st_size // 2:
         first_hole = os.lseek(fd, 0, os.SEEK_HOLE)
         os.lseek(fd, 0, os.SEEK_SET)
@@ -90,11 +95,11 @@ def dense_size(fd: int) -> int:
     return facts.st_size
 
 
-def check_file(path: str | os.PathLike[str]) -> None:
+def check_regular_file(path: str | os.PathLike[str]) -> None:
     """Raise OSError if `path` exists and is not a regular file. Call it before a library opens the file.
 
-    The file is not opened: closing a file releases every lock that this process has on it, also those of SQLite's
-    other connections.
+    Does not open the file, because closing it would release every lock that this process has on it, including those of
+    SQLite's other connections.
     """
     try:
         _check_mode(Path(path).stat().st_mode, path)

@@ -1,7 +1,6 @@
-"""A SQLite file of ragblend: connections, errors, and the physical removal of deleted rows.
+"""Connections to SQLite files: checksums of rows, errors, and the physical removal of deleted rows.
 
-The chunk catalogue and the registry of texts have a file each. Rows have checksums, because SQLite's pages have none.
-Does not depend on the tables.
+Rows have checksums, because SQLite's pages have none. Does not depend on the tables.
 """
 
 from __future__ import annotations
@@ -13,28 +12,27 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.directory import probe_disk_full, to_write_error
-from ragblend.files.reading import check_file
+from ragblend.files.reading import check_regular_file
 
 LOCK_TIMEOUT_S = 30.0
 
-_REFUSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
-_LARGEST_LOG_BYTES = 1 << 26  # the largest transaction, for the check of a file-size limit
+_NOT_WRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
+_LARGEST_LOG_BYTES = 1 << 26  # size of the largest transaction, for the check of a file-size limit
 
 
 def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection:
-    """Return a connection in autocommit mode, so that every BEGIN is explicit; its SQL has `row_checksum`.
+    """Return a connection in autocommit mode. Its SQL has the function `row_checksum`.
 
     A file in a read-only folder (a package, a mounted image) has no writer and is opened as immutable. Raises
-    CorruptError, which ends with `fix`, for a path that is not a regular file: SQLite would wait at a named pipe.
+    CorruptError, which ends with `fix`, for a path that is not a regular file: SQLite would wait for a named pipe.
     """
     try:
-        check_file(path)
+        check_regular_file(path)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ELOOP):  # SQLite reports the others itself
+        if error.errno in (errno.EINVAL, errno.ELOOP):  # SQLite reports other errors itself
             raise CorruptError(f"{path} cannot be opened: {error.strerror}. {fix}") from error
     frozen = not os.access(path.parent, os.W_OK) and path.exists() and not path.with_name(path.name + "-wal").exists()
     mode = "mode=ro&immutable=1" if frozen else "mode=rwc" if create else "mode=rw"
@@ -57,25 +55,6 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
     return connection
 
 
-@contextmanager
-def transaction(connection: sqlite3.Connection, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
-    """Run a transaction: DEFERRED for several reads of one state, IMMEDIATE to write, one process at a time.
-
-    Inside another transaction it is part of that one.
-    """
-    if connection.in_transaction:
-        yield
-        return
-    connection.execute(f"BEGIN {kind}")
-    try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        with suppress(sqlite3.Error):
-            connection.execute("ROLLBACK")
-        raise
-
-
 def row_checksum(*columns: object) -> int:
     """Return the checksum of a row's values.
 
@@ -90,7 +69,7 @@ def row_checksum(*columns: object) -> int:
 
 
 def truncate_log(connection: sqlite3.Connection) -> None:
-    """Move committed pages into the file and empty the log, which contains deleted text until then.
+    """Copy committed pages from the write-ahead log into the file, and empty the log, which contains deleted text.
 
     While other connections read, the log is kept; a later call empties it.
     """
@@ -102,15 +81,15 @@ def truncate_log(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def wrap_sqlite_errors(path: Path, fix: str) -> Iterator[None]:
-    """Convert SQLite's errors over the file `path` to RagblendErrors. `fix`: what to do if its bytes are damaged."""
+    """Raise RagblendErrors in place of SQLite's errors for the file `path`. fix: what to do about a damaged file."""
     try:
         yield
-    except (RagblendError, sqlite3.ProgrammingError):  # the latter: used after close, a bug in the caller
+    except (RagblendError, sqlite3.ProgrammingError):  # the latter: use after close, a bug of the caller
         raise
     except sqlite3.IntegrityError as error:
         what = f"{path.parent}: two rows share one id ({error}); nothing was written, report it"
         raise RagblendError(what) from error
-    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 cannot always decode its own message
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 cannot decode every message
         raise _to_ragblend_error(error, path, fix) from error
     except OSError as error:
         raise to_write_error(error, path) from error
@@ -120,20 +99,20 @@ def _to_ragblend_error(error: sqlite3.DatabaseError | UnicodeDecodeError, path: 
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte is the primary code
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return RagblendError(f"another process is writing {path.parent}; wait for it to end and try again")
-    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, *_REFUSED):
-        # SQLite says "disk I/O error" of a quota, of a file-size limit, and where its small index of the log finds no
-        # room; "unable to open" where a file has none to begin with.
-        nbytes = 0 if code in _REFUSED else max(map(_size, (path, path.with_name(path.name + "-wal"))))
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, *_NOT_WRITABLE):
+        # SQLite reports "disk I/O error" for a quota, for a file-size limit, and if the log's shared memory file cannot
+        # grow. It reports "unable to open" if a new file has no space.
+        nbytes = 0 if code in _NOT_WRITABLE else max(map(_size, (path, path.with_name(path.name + "-wal"))))
         spare = _LARGEST_LOG_BYTES if code == sqlite3.SQLITE_IOERR else 0
         problem = probe_disk_full(path.parent, nbytes + spare)
         if problem or code == sqlite3.SQLITE_FULL:
             reason = problem or "no space is left on the disk"
             return StoreFullError(f"no room for {path.parent}: {reason}. Make room and run the command again")
-        if code in _REFUSED:
+        if code in _NOT_WRITABLE:
             return StoreNotWritableError(f"cannot open or write {path.parent} ({error}); check its permissions")
         return RagblendError(
-            f"{path} cannot be read or written ({error}): the disk, or what it is connected by, fails, and nothing "
-            "says that the file is damaged. Look at the system's log (dmesg), and try again"
+            f"{path} cannot be read or written ({error}): the disk or its connection fails; the file may not be "
+            "damaged. Check the system's log (dmesg), and try again"
         )
     return CorruptError(f"{path} is damaged ({error}). {fix}")
 

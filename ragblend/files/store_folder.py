@@ -1,12 +1,12 @@
-"""Where everything stands in a store's folder, and how the two folders of earlier versions become that one.
+"""Layout of a store's folder, and migration of the layout of earlier versions.
 
-    STORE/kv/ab/...                                      entries (see `disk`); `kv_dir` puts them elsewhere
+    STORE/kv/ab/...                                      entries (see `disk`); `kv_dir` names another folder for them
     STORE/catalog.sqlite                                 documents, chunks, vectors, texts (see `catalog`)
-    STORE/vectors.faiss                                  what a search compares, made from the catalogue (see `index`)
-    STORE/store.json, context.json, models/, pins/, ...  what the store remembers (see `disk`)
+    STORE/vectors.faiss                                  vectors for searches, derived from the catalogue (see `index`)
+    STORE/store.json, context.json, models/, pins/, ...  settings and metadata of the store (see `disk`)
 
-Earlier versions had documents in one folder, by default `ragblend-data/index`, and all else in another, by default
-`ragblend-data/kv`, where entries stood beside the notes. Knows names of files, and nothing of what is in them.
+Earlier versions had two folders. Documents were in one, by default `ragblend-data/index`. Entries and metadata were in
+the other, by default `ragblend-data/kv`. Depends on names of files, not on their contents.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ FORMER_REGISTRY_FILE, FORMER_SERVER_FILE = "texts.sqlite", "documents.sqlite"
 VECTORS_FILE = "vectors.faiss"
 FORMER_INDEX_FILE, FORMER_MANIFEST = "chunks.sqlite", "manifest.json"
 _FORMER_INDEX_DIR = "index"
-_NOTES = ("models", "pins", "calibrations", "machines", "prefixes", "forgotten", "context.json")
-_MARK = "evicted"  # see `eviction`; it stands with the entries
+_METADATA_NAMES = ("models", "pins", "calibrations", "machines", "prefixes", "forgotten", "context.json")
+_EVICTED_MARK = "evicted"  # see `eviction`; it is in the folder of the entries
 _ENTRY_SUFFIXES = (".safetensors", ".damaged")
-_LOCK_TIMEOUT_S = 5.0  # for another process to let go of a database
+_LOCK_TIMEOUT_S = 5.0  # for another process that has the database open
 
 
-def open_folder(path: str | os.PathLike[str], name: str = "store") -> Path:
-    """Return the absolute path of the store's folder that `path` names; it need not exist.
+def open_store_folder(path: str | os.PathLike[str], name: str = "store") -> Path:
+    """Return the absolute path of the store's folder at `path`, which need not exist. Migrates an earlier layout.
 
-    What an earlier version left there is moved to where it belongs, once, and logged. The `kv` or `index` folder of
-    that version's default layout stands for the folder that they are in. `name`: the argument that has the path.
-    Raises UsageError for what is no path, RagblendError while another process has the former database open.
+    The migration runs once and is logged. If `path` is the `kv` or `index` folder of the earlier layout, the folder
+    above it is the store's. name: the argument that has the path, for errors. Raises UsageError for an invalid path,
+    RagblendError if another process has the earlier version's database open.
     """
     folder = user_path(path, name).absolute()
     parent = folder.parent
-    if folder.name in (KV_DIR, _FORMER_INDEX_DIR) and _was_part_of(folder, parent) and _settle(parent):
-        log.warning("%s is a part of the store %s, which is opened: name that instead", folder, parent)
+    if folder.name in (KV_DIR, _FORMER_INDEX_DIR) and _was_part_of(folder, parent) and _migrate(parent):
+        log.warning("%s is a part of the store %s, which is opened instead; change the setting to it", folder, parent)
         return parent
-    _settle(folder)
+    _migrate(folder)
     return folder
 
 
 def find_kv_dir(folder: Path) -> Path:
-    """Return the folder of the entries of the store in `folder`, where nobody put them elsewhere."""
+    """Return the default folder of the entries of the store in `folder`, or `folder` if it is not migrated."""
     return folder if next(_entry_folders(folder), None) is not None else folder / KV_DIR
 
 
 def _was_part_of(folder: Path, parent: Path) -> bool:
-    """Return True for the `kv` or `index` folder of a store in the earlier layout, or of one that has been moved."""
+    """Return True for the `kv` or `index` folder of a store in the earlier layout, also after its migration."""
     if folder.name == _FORMER_INDEX_DIR and not (folder / FORMER_INDEX_FILE).exists():
         return not folder.exists() and any((parent / name).exists() for name in (FORMER_INDEX_FILE, CATALOG_FILE))
     marks = (
@@ -74,7 +74,7 @@ def _was_part_of(folder: Path, parent: Path) -> bool:
 
 
 def _entry_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders in `folder` that hold entries."""
+    """Yield the folders directly in `folder` that contain entries."""
     with suppress(OSError), os.scandir(folder) as found:
         for each in found:
             if len(each.name) == 2 and each.name != KV_DIR and each.is_dir(follow_symlinks=False):
@@ -83,9 +83,10 @@ def _entry_folders(folder: Path) -> Iterator[Path]:
                         yield Path(each.path)
 
 
-def _settle(folder: Path) -> bool:
-    """Move what an earlier version left in a folder; return False for one that is only read, where it stays."""
-    if not _finds_former(folder):
+def _migrate(folder: Path) -> bool:
+    """Move the files of an earlier layout. Return False if the folder is read-only; the files are then not moved."""
+    is_current = next(_entry_folders(folder), None) is None
+    if is_current and not _has_former_index(folder) and not _has_former_metadata(folder):
         return True
     try:
         with _locked(folder):
@@ -97,30 +98,26 @@ def _settle(folder: Path) -> bool:
     return True
 
 
-def _finds_former(folder: Path) -> bool:
-    return _has_former_index(folder) or _has_former_notes(folder) or next(_entry_folders(folder), None) is not None
-
-
 def _has_former_index(folder: Path) -> bool:
     former = folder / _FORMER_INDEX_DIR
-    is_there = (former / FORMER_INDEX_FILE).exists() and not (former / KV_DIR).is_dir()
-    return is_there and not (folder / FORMER_INDEX_FILE).exists()
+    is_index = (former / FORMER_INDEX_FILE).exists() and not (former / KV_DIR).is_dir()
+    return is_index and not (folder / FORMER_INDEX_FILE).exists()
 
 
-def _has_former_notes(folder: Path) -> bool:
+def _has_former_metadata(folder: Path) -> bool:
     kv = folder / KV_DIR
-    return not (kv / KV_DIR).is_dir() and any((kv / name).exists() for name in (*_NOTES, FORMER_REGISTRY_FILE))
+    return not (kv / KV_DIR).is_dir() and any((kv / name).exists() for name in (*_METADATA_NAMES, FORMER_REGISTRY_FILE))
 
 
 def _move_former(folder: Path) -> None:
     moved = []
     kv, former_index = folder / KV_DIR, folder / _FORMER_INDEX_DIR
-    if _has_former_notes(folder):
+    if _has_former_metadata(folder):
         if (kv / FORMER_REGISTRY_FILE).exists() and not (folder / FORMER_REGISTRY_FILE).exists():
             _move_database(kv / FORMER_REGISTRY_FILE, folder / FORMER_REGISTRY_FILE)
-        for name in _NOTES:
+        for name in _METADATA_NAMES:
             _move(kv / name, folder / name)
-        moved.append(f"the notes in {kv}")
+        moved.append(f"the metadata in {kv}")
     if _has_former_index(folder):
         _move_database(former_index / FORMER_INDEX_FILE, folder / FORMER_INDEX_FILE)
         for name in (VECTORS_FILE, FORMER_MANIFEST):
@@ -132,16 +129,16 @@ def _move_former(folder: Path) -> None:
         kv.mkdir(mode=folder.stat().st_mode & 0o777, exist_ok=True)
         for each in entries:
             _move(each, kv / each.name)
-        _move(folder / _MARK, kv / _MARK)
+        _move(folder / _EVICTED_MARK, kv / _EVICTED_MARK)
         moved.append("its entries")
     if moved:
         log.warning(
-            "%s was written by an earlier version: moved %s to where they are kept now", folder, ", ".join(moved)
+            "%s was written by an earlier version; %s were moved to their current places", folder, ", ".join(moved)
         )
 
 
 def _move(old: Path, new: Path) -> None:
-    """Move a file or a folder; the files of a folder that is there already are moved into that. Newer files stay."""
+    """Move a file or folder. If the folder `new` exists, the contents are merged; existing files are kept."""
     if not os.path.lexists(old):
         return
     if not os.path.lexists(new):
@@ -154,17 +151,17 @@ def _move(old: Path, new: Path) -> None:
 
 
 def _move_database(old: Path, new: Path) -> None:
-    """Move an SQLite file, its log emptied into it before."""
+    """Move an SQLite file, after writing its log into it. Raises RagblendError if another process has it open."""
     try:
         with closing(
             sqlite3.connect(f"{old.as_uri()}?mode=rw", uri=True, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
         ) as opened:
-            opened.execute("PRAGMA journal_mode = DELETE").fetchall()  # SQLite refuses while somebody else has it open
+            opened.execute("PRAGMA journal_mode = DELETE").fetchall()  # fails if another process has it open
     except sqlite3.OperationalError as error:
         raise RagblendError(
-            f"{old} cannot be moved to {new} ({error}): end the processes that use it, and try again"
+            f"{old} cannot be moved to {new} ({error}); stop the processes that use it, and try again"
         ) from error
-    except sqlite3.DatabaseError:  # damaged: whoever opens it says so
+    except sqlite3.DatabaseError:  # it is damaged, and opening it raises an error
         for suffix in ("-wal", "-shm"):
             _move(Path(f"{old}{suffix}"), Path(f"{new}{suffix}"))
     old.rename(new)
@@ -172,7 +169,7 @@ def _move_database(old: Path, new: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time moves things, where the file system has locks."""
+    """Hold a lock on the folder, so that only one process migrates it, if the file system supports locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -1,1 +1,1 @@
-"""Following a folder: what changed, what to forget, what to rewrite."""
+"""Ingestion: updates an index from folders, prefills new chunks, and deletes the KV of removed ones."""

@@ -1,4 +1,4 @@
-"""Disk capacity of a store for new KV."""
+"""Checks before an ingestion that the disk has capacity for the new KV."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import StoreFullError
 
 
-def disk_bytes(engine: Engine) -> int:
-    """Return the bytes of KV on disk; 0 for an engine with KV in memory only."""
+def stored_kv_bytes(engine: Engine) -> int:
+    """Return the bytes of stored KV on disk; 0 for an engine with KV in memory only."""
     disk = engine.store.disk_tier
     return disk.nbytes() if disk is not None else 0
 
 
-def describe_capacity(disk: DiskStore, nbytes: int) -> str:
-    """Return a text on the free capacity for `nbytes` of new KV, and on the evictions that it will cause.
+def check_capacity(disk: DiskStore, nbytes: int) -> str:
+    """Return a text with the free capacity, and the evictions that `nbytes` of new KV will cause.
 
-    Raises StoreFullError if the disk has less free, or if the limit of a store without a configured one is lower.
+    Raises StoreFullError if the disk has less free space, or if no limit is configured and the automatic one is lower.
     """
     free = shutil.disk_usage(disk.kv_dir if disk.kv_dir.is_dir() else disk.root).free
     if nbytes > free:
@@ -34,9 +34,9 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
         return available
     if disk.capacity_bytes == "auto" and nbytes > limit:  # a configured limit may evict; an automatic one must not
         raise StoreFullError(
-            f"the new KV needs {format_bytes(nbytes)}, but {disk.kv_dir} may hold {format_bytes(limit)}: as much as it "
-            "leaves free, because no limit is set. Set one in GiB: `disk_gib=...` (0: no limit); `precompute=False` "
-            "only indexes"
+            f"the new KV needs {format_bytes(nbytes)}, but {disk.kv_dir} may hold {format_bytes(limit)}: half of the "
+            "free space, the store included, because no limit is set. Set one in GiB: `disk_gib=...` (0: no limit); "
+            "`precompute=False` only indexes"
         )
     return (
         f"{available}; the store holds {format_bytes(held)} and may hold {format_bytes(limit)}, so the least recently "

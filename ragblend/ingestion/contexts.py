@@ -1,7 +1,8 @@
-"""Which versions of its chunks a store keeps, by its ingestion context, and what each is computed behind.
+"""Ingestion contexts: the variants of each chunk that a store keeps, and the chunks that a variant is computed after.
 
-The policy is the store's (see `engine.store.keys`); the chunks that a similar version is computed behind are found
-by vectors, an index's or those of `nearby`. Knows chunks and engines; prefills nothing.
+The policy belongs to the store (see `engine.store.keys`). A variant is one chunk's KV in one ingestion context. A
+similar variant is computed after the most similar chunks, which an index or `registered_similar` finds by vectors.
+Depends on chunks and engines. Prefills nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import text_key
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, UsageError
 from ragblend.option_fields import check_unicode
@@ -20,43 +20,43 @@ from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.types import Chunk
 
 NUM_SIMILAR = 2
-"""Chunks that a similar version is computed behind."""
+"""Number of chunks that a similar variant is computed after."""
 
 
 class SimilarChunkFinder(Protocol):
-    """Finds the chunks that are like a chunk. A ChunkIndex is one."""
+    """Finds the most similar chunks of a chunk. Implementations: ChunkIndex, RegisteredChunkFinder."""
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
         """Return up to `count` texts nearest to `text` for which `is_allowed` returns True, nearest first, without
         `text` itself and without duplicates.
         """
 
-    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
-        """Of those `texts` that are there, by `text_key` of the stripped text."""
+    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+        """Return the `texts` that no chunk has, without duplicates."""
 
 
 def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
-    """Use the context that is wanted, and have the store remember it; None is the engine's, which may be what the store
-    remembers. That chunks stand alone is remembered only where they would not anyway.
+    """Set the engine's context policy to `requested`, and record it in the store. None: the engine's current policy.
 
-    Raises UsageError where it remembers another: its chunks would be of two kinds.
+    The default policy "none" is not recorded. Raises UsageError if the store has another policy, because its chunks
+    would then have different variants.
     """
     if requested is None and engine.context == engine.default_context == "none":
         return
-    policy, remembered = CONTEXT.validate("context", requested or engine.context), engine.store.read_context()
-    if remembered not in (None, "none", policy):
+    policy, recorded = CONTEXT.validate("context", requested or engine.context), engine.store.read_context()
+    if recorded not in (None, "none", policy):
         raise UsageError(
-            f"the store keeps its chunks in the context {remembered!r}, not {policy!r}; change it for all of them: "
+            f"the chunks of the store have the context {recorded!r}, not {policy!r}; change it for all chunks: "
             f"ragblend precompute --context {policy}"
         )
-    if policy != remembered or policy != engine.context:
+    if policy != recorded or policy != engine.context:
         engine.set_context_policy(policy)
 
 
 def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """All that a store of this policy keeps of `chunks`: each alone, and its similar version where there are such.
+    """Return `chunks` and, for the policy "similar", a similar variant of each.
 
-    Those do not say yet what they are behind: see `attach_similar_texts`.
+    `attach_similar_texts` adds the texts that a similar variant is computed after.
     """
     found: list[Chunk] = []
     for chunk in chunks:
@@ -66,17 +66,17 @@ def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk
     return found
 
 
-def every_version(text: str) -> list[Chunk]:
-    """Every version that a chunk can have, by their keys."""
+def all_variants(text: str) -> list[Chunk]:
+    """Return every variant that a chunk with this text can have."""
     return [Chunk(text, context="none"), Chunk(text, context="similar")]
 
 
 def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> list[Chunk]:
-    """`chunks`, the similar versions among them with the texts that they are to be computed behind.
+    """Return `chunks`, with the similar texts attached to each similar variant.
 
-    Those are the nearest by the finder's own vectors among the chunks that are precomputed in the engine's namespace,
-    or given here to be. One that has none near it, or no room in the model's context, is left out: it stays alone.
-    Raises UsageError without an index.
+    These are the nearest texts, by the index's vectors, among `chunks` and the chunks stored in the engine's namespace.
+    A similar variant is left out if it has no similar text, or none that fits into the model's context with it. Raises
+    UsageError for a similar variant if `index` is None.
     """
     given = {chunk.text.strip() for chunk in chunks}
     known: dict[str, bool] = {}
@@ -91,27 +91,29 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
         if chunk.context == "similar" and not chunk.context_texts:
             if index is None:
                 raise UsageError(
-                    "chunks in the context 'similar' are computed behind others that an index finds; give it one "
-                    "(ragblend.ingest, ragblend precompute), or keep them alone: context 'none'"
+                    "chunks with the context 'similar' are computed after others that an index finds, but no index is "
+                    "given; use one (ragblend.ingest, ragblend precompute), or the context 'none'"
                 )
-            behind = tuple(reversed(index.similar_texts(chunk.text, NUM_SIMILAR, is_allowed)))  # the nearest beside it
-            while behind and not _fits(chunk, behind, engine):
-                behind = behind[1:]
-            chunk = replace(chunk, context_texts=behind)
-            if not behind:
+            context_texts = tuple(reversed(index.similar_texts(chunk.text, NUM_SIMILAR, is_allowed)))  # nearest last
+            while context_texts and _num_prefill_tokens(chunk, context_texts, engine) > engine.context_length:
+                context_texts = context_texts[1:]
+            chunk = replace(chunk, context_texts=context_texts)
+            if not context_texts:
                 continue
         found.append(chunk)
     return found
 
 
 def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
-    """Delete those of the similar versions, stored a moment ago, that are behind a text which is gone meanwhile: who
-    removed it may have looked before they were there. How many."""
+    """Delete the similar variants among `chunks` that were computed after a removed text. Return their number.
+
+    Call it after storing the variants: a process that removed the text in the meantime did not find them.
+    """
     similar = [chunk for chunk in chunks if chunk.context == "similar"]
     if index is None or not similar:
         return 0
-    there = index.vectors({text for chunk in similar for text in chunk.context_texts})
-    stale = [chunk for chunk in similar if any(text_key(text.strip()) not in there for text in chunk.context_texts)]
+    removed = set(index.find_missing_texts(text for chunk in similar for text in chunk.context_texts))
+    stale = [chunk for chunk in similar if not removed.isdisjoint(chunk.context_texts)]
     return sum(engine.forget(chunk) for chunk in stale)
 
 
@@ -125,41 +127,37 @@ def explain_unfit_text(text: str, engine: Engine) -> str:
     if num_tokens <= engine.context_length:
         return ""
     return (
-        f"it takes {num_tokens} tokens with the system text, {engine.name} reads {engine.context_length}; split it "
-        "into chunks that leave room for a question"
+        f"it has {num_tokens} tokens with the system text, but {engine.name} reads {engine.context_length}; split it "
+        "into chunks that leave space for a question"
     )
 
 
-def _fits(chunk: Chunk, behind: Sequence[str], engine: Engine) -> bool:
-    return _num_prefill_tokens(chunk, behind, engine) <= engine.context_length
-
-
-def _num_prefill_tokens(chunk: Chunk, behind: Sequence[str], engine: Engine) -> int:
-    """Tokens of the pass that prefills a chunk after `behind`: the prefix, `behind`, the chunk, and two for vLLM."""
+def _num_prefill_tokens(chunk: Chunk, context_texts: Sequence[str], engine: Engine) -> int:
+    """Return the number of tokens of a chunk's prefill: prefix, `context_texts`, chunk, and two tokens for vLLM."""
     prefix_ids: Sequence[int] = getattr(engine, "default_prefix_ids", ())
-    parts = engine.renderer.context_parts(behind)
+    parts = engine.renderer.context_parts(context_texts)
     return len(prefix_ids) + sum(map(len, parts)) + engine.renderer.count_tokens(chunk.text) + 2
 
 
 def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
-    """Delete every version of `chunks` that is none of those `kept`, and where the store keeps similar versions no
-    longer, those of what frameworks have brought.
+    """Delete every variant of `chunks` that is not in `kept`. Without the policy "similar", also delete the similar
+    variants of framework chunks.
 
-    How many went, and why a remote tier could not be told; "" where it was.
+    Return the number of deleted entries, and the error of an unreachable remote tier, or "".
     """
-    stay = {engine.key(chunk) for chunk in kept}
-    every = [each for chunk in chunks for each in every_version(chunk.text)]
-    keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in stay]
+    kept_keys = {engine.key(chunk) for chunk in kept}
+    every = [each for chunk in chunks for each in all_variants(chunk.text)]
+    keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in kept_keys]
     num_removed, problem = 0, ""
     with closing(open_registry(engine.store)) as registry:
-        brought = [] if engine.context == "similar" else registry.similar_entries()
-        keys += brought
-        registry.remove_stored(keys)
+        framework_keys = [] if engine.context == "similar" else registry.stored_variants()
+        keys += framework_keys
+        registry.remove_stored_entries(keys)
         for key in keys:
             try:
                 num_removed += engine.store.delete(key)
             except BackendUnreachableError as error:
                 problem = str(error)
-        if not problem:  # else the next call is to find them
-            registry.set_similar_stored(brought, is_stored=False)
+        if not problem:  # else the next call deletes them again
+            registry.set_variants_stored(framework_keys, is_stored=False)
     return num_removed, problem

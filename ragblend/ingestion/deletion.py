@@ -1,90 +1,88 @@
-"""What goes when a text goes: its KV in every tier, KV that was computed behind it, its place in the registry, pins.
+"""Deletion of removed texts: their KV in every tier, KV computed after them, registry rows and pins.
 
-The catalogue has the texts that an index's documents no longer have (see `catalog.documents`); `delete_orphaned_kv`
-turns them into a list of entries, records the list in their place, and deletes what is on it. Killed at any moment, the
-next one goes on. Knows the index, engines and stores; nothing of files or frameworks.
+The catalogue records the texts that documents of an index have lost (see `catalog.documents`). `delete_orphaned_kv`
+finds their entries, records them in place of the texts, and deletes them. After a kill, the next call continues.
+Depends on the index, engines and stores, not on files or frameworks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
-from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import every_version
+from ragblend.ingestion.contexts import all_variants
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
 Reason = TypeVar("Reason")
 
-LOCAL = ""  # the place of a `PendingDeletion` entry: the store of this machine, or whatever stands for it
-_BATCH = 64  # entries deleted while nobody may add documents
+LOCAL = ""  # `PendingDeletion.place` of the local tiers
+_BATCH = 64  # entries per transaction, during which no process can add documents
 
 
 def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
-    """Delete what documents have left behind that were changed or removed. How many chunks' KV went.
+    """Delete the KV, registry rows and pins of texts that the index's documents have lost.
 
-    A text that a framework's document has as well stays, and so does what has come back meanwhile. Where a remote tier
-    cannot be told, this says why, and it is told by the next sweep of an engine that has it; by then nothing on this
-    machine tells what was removed.
+    Texts that a framework's document also has are kept, and so are texts that were added again. Return the number of
+    deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay recorded,
+    and the next call by an engine with the tier deletes them.
     """
     disk = engine.store.disk_tier
     if disk is not None:
         disk.clean()
-    left = index.orphaned_texts()
-    if not left.last_number and not index.pending_deletions():
+    orphaned = index.orphaned_texts()
+    if not orphaned.last_number and not index.pending_deletions():
         return 0, ""
     with index.registry_for(engine.store) as registry:
-        if hasattr(engine, "remove_documents"):  # a server deletes what documents had when their new version is sent
-            num_removed: int = engine.remove_documents(index.registry_name or "langchain", left.sources)
-            index.schedule_deletions((), left)
+        if hasattr(engine, "remove_documents"):  # a server deletes replaced texts when it receives the new version
+            num_removed: int = engine.remove_documents(index.collection or "langchain", orphaned.sources)
+            index.schedule_deletions((), orphaned)
             return num_removed, ""
-        if left.last_number:
-            _schedule_deletions(left, index, engine, registry)
+        if orphaned.last_number:
+            _schedule_deletions(orphaned, index, engine, registry)
         index.registry.truncate_log()
         registry.truncate_log()
         return _run_deletions(index, engine, registry)
 
 
 def find_pending_sources(index: ChunkIndex) -> set[str]:
-    """Sources of documents that are gone, of which something may be left: a sweep has yet to delete it."""
+    """Return the sources of removed documents whose KV is not completely deleted."""
     return {*index.orphaned_texts().sources, *(entry.source for entry in index.pending_deletions())}
 
 
-def _schedule_deletions(left: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
-    """Record the entries to be deleted, in place of the texts that they are of."""
-    gone = registry.release(left.texts, DocumentName(index.registry_name))
-    for source in left.sources:
+def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
+    """Release the texts in the registry, and record their entries in place of the texts."""
+    released = registry.release(orphaned.texts, DocumentName(index.collection))
+    for source in orphaned.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
     pending = []
-    for key, text in keys_to_delete(gone, engine, registry, everywhere=True).items():
-        pending += [PendingDeletion(key, place, left.source_of.get(text, ""), text_key(text)) for place in places]
-    if gone and engine.context == "similar":
+    for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
+        pending += [PendingDeletion(key, place, orphaned.source_of.get(text, ""), text_key(text)) for place in places]
+    if released and engine.context == "similar":
         unseen = _find_unseen_remote_keys(
-            (engine.key(Chunk(text, context="similar")) for _, text in index.texts()), engine, places
+            (engine.key(Chunk(text, context="similar")) for text in index.texts()), engine, places
         )
         pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
-    with index.write_transaction():  # of the registry as well, where that is in the same catalogue
-        registry.remove_stored({entry.key for entry in pending})
-        index.schedule_deletions(pending, left)
+    with index.write_transaction():  # also a transaction of the registry if they share a catalogue
+        registry.remove_stored_entries({entry.key for entry in pending})
+        index.schedule_deletions(pending, orphaned)
 
 
 def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the keys of similar variants that only other machines may have stored, each with the tier it may be in.
+    """Return (key, tier) of similar variants that no local tier has, but a remote tier may have from other machines.
 
-    What those were computed after is not known here, so where a text is removed they are deleted from the tiers that
-    machines share. The next ingestion computes them again.
+    This machine does not know which texts such a variant was computed after. When any text is removed, they are all
+    deleted from the remote tiers, and the next ingestion computes them again.
     """
     elsewhere = [place for place in places if place != LOCAL]
     if not elsewhere:
@@ -95,12 +93,15 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterab
 
 
 def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
-    """Delete the entries that are to go, here first: what tells of a text must not wait for another machine."""
-    places, noted = _map_deleters(engine), index.pending_deletions()
-    gone: set[str] = set()
+    """Delete the recorded entries, first from the local tiers, which must not wait for an unreachable remote tier.
+
+    Return the number of deleted entries, and the error of an unreachable remote tier, or "".
+    """
+    places, recorded = _map_deleters(engine), index.pending_deletions()
+    deleted: set[str] = set()
     problem = ""
     for place, delete in places.items():
-        entries = [entry for entry in noted if entry.place == place]
+        entries = [entry for entry in recorded if entry.place == place]
         for start in range(0, len(entries), _BATCH):
             batch, done, unwanted = entries[start : start + _BATCH], list[PendingDeletion](), list[str]()
             with index.write_transaction(), registry.block_additions() as is_registered:
@@ -109,32 +110,32 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
                         if not is_registered(entry.text_key) and index.is_deletion_pending(entry):
                             unwanted.append(entry.key)
                             if delete(entry.key):
-                                gone.add(entry.key)
+                                deleted.add(entry.key)
                         done.append(entry)
                 except BackendUnreachableError as error:
                     problem = str(error)
                 index.clear_deletions(done)
                 if place == LOCAL:
-                    registry.remove_entries(unwanted)  # also of entries that were evicted before
+                    registry.remove_entry_chunks(unwanted)  # including entries that were evicted earlier
             if problem:
                 break
-    return len(gone), problem
+    return len(deleted), problem
 
 
 def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
-    """Where the engine's store keeps entries, and what deletes one there: this machine first."""
+    """Return the function that deletes an entry, by tier (`PendingDeletion.place`). The local tiers come first."""
     store = engine.store
-    # Where a remote tier is told, this machine is once more: somebody may have fetched the entry meanwhile.
+    # For a remote tier, `store.delete` deletes from the local tiers again: another thread may have fetched the entry.
     return {LOCAL: store.delete_local, **{tier.url: store.delete for tier in store.remote_tiers}}
 
 
 def keys_to_delete(
     texts: Iterable[str], engine: Engine, registry: ChunkRegistry, *, everywhere: bool = False
 ) -> dict[str, str]:
-    """Return the keys of the KV of texts, in the order in which to delete them, each with the text that it goes with.
+    """Return the keys of the texts' KV in the order of deletion, each with the text because of which it is deleted.
 
-    everywhere: in the engine's namespace, also the KV of other models and prefixes, and all that was computed after
-    these texts, as far as this machine has recorded it.
+    everywhere: also KV in the engine's namespace of other models and prefixes, and KV that was computed after the
+    texts, as far as this machine has recorded it.
     """
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}
@@ -143,63 +144,44 @@ def keys_to_delete(
         text_of = {engine.renderer.chunk_ids(text): text for text in texts}
         _record_earlier_entries(engine, registry)
         for ids, text in text_of.items():
-            for entry in dict.fromkeys(chain.from_iterable(registry.entries_of((ids, ids + joint), namespace))):
+            for entry in dict.fromkeys(chain.from_iterable(registry.entries_of_chunks((ids, ids + joint), namespace))):
                 keys.setdefault(entry, text)
-        mine = (header for header in _unrecorded_headers(engine.store) if header.namespace == namespace)
-        for entry, text in find_orphaned_keys(mine, text_of.get, joint):
+        unrecorded = chain.from_iterable(tier.headers() for tier in engine.store.tiers if tier.disk_tier is None)
+        headers = (header for header in unrecorded if header.namespace == namespace)
+        for entry, text in find_orphaned_keys(headers, text_of.get, joint):
             keys.setdefault(entry, text)
     for text in texts:
-        for version in every_version(text):
+        for version in all_variants(text):
             keys.setdefault(engine.key(version), text)
     return keys
 
 
-def _unrecorded_headers(store: KVStore) -> Iterator[KVHeader]:
-    """Yield the headers of the local tiers whose entries are not recorded: all but the disk tier, which records what
-    it writes."""
-    return chain.from_iterable(tier.headers() for tier in store.tiers if tier.disk_tier is None)
-
-
 def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
-    """Record the entries that an earlier version of ragblend has stored, once for a store."""
+    """Record the chunks of entries that an earlier version of ragblend stored, once per store."""
     disk = engine.store.disk_tier
-    if disk is None or registry.has_all_entries(disk.root):
+    if disk is None or registry.has_all_entry_chunks(disk.root):
         return
     for header in disk.headers():
         record_entry(registry, header)
-    registry.set_has_all_entries(disk.root)
-
-
-def delete_texts_kv(
-    texts: Sequence[str], engine: Engine, registry: ChunkRegistry, unregister: Callable[[], object]
-) -> tuple[int, str]:
-    """Drop the KV of texts that the engine stores, and what was computed behind them, in every tier.
-
-    `let_go` has `registry` forget them: last, for killed before, it still tells what is to go. How many entries went,
-    and why a remote tier could not be told; "" where it was.
-    """
-    num_removed, problem = _delete_kv(texts, engine, registry)
-    unregister()
-    if texts and _has_similar(engine, registry):  # one may have come meanwhile, by who has seen them there
-        num_late, late_problem = _delete_kv(texts, engine, registry)
-        return num_removed + num_late, problem or late_problem
-    return num_removed, problem
+    registry.set_has_all_entry_chunks(disk.root)
 
 
 def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:
-    """Whether similar versions may be stored; the engine may have been told of the context before others settled it."""
-    return engine.context == "similar" or registry.has_similar_entries()
+    """Return True if similar variants may be stored: another process may have changed the policy after this engine
+    read it.
+    """
+    return engine.context == "similar" or registry.has_stored_variants()
 
 
 def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+    """Delete the KV of texts, and KV that was computed after them, from every tier. Returns like `delete_old_texts`."""
     if not texts:
         return 0, ""
     places = _map_deleters(engine)
     keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
-    unseen = _find_unseen_remote_keys(registry.similar_entries(), engine, places)
-    with closing(open_registry(engine.store)) as noting:
-        noting.remove_stored(keys)
-    registry.set_similar_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
+    unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, places)
+    registry.remove_stored_entries(keys)
+    registry.set_variants_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
     num_removed, problem = 0, ""
     for place, delete in places.items():
         try:
@@ -207,17 +189,17 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
                 num_removed += delete(key) and place == LOCAL
         except BackendUnreachableError as error:
             problem = str(error)
-    registry.remove_entries(keys)
+    registry.remove_entry_chunks(keys)
     return num_removed, problem
 
 
 def find_orphaned_keys(
     headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], joint: Ids
 ) -> Iterator[tuple[str, Reason]]:
-    """Keys of entries whose token ids are gone, or that were computed behind such entries; with the reason that
-    `reason_of` gives for those ids, None for ids that are wanted.
+    """Yield (key, reason) of the entries of removed chunks, and of entries that were computed after such chunks.
 
-    joint: the ids of what stands between two chunks.
+    reason_of: returns a reason for the token ids of a removed chunk, None for a chunk in use. joint: the token ids of
+    the separator between two chunks.
     """
     for header in headers:
         before = [ids[: len(ids) - len(joint)] for ids in reversed(header.context_ids)]
@@ -227,25 +209,22 @@ def find_orphaned_keys(
             yield header.key, reason
 
 
-def replace_documents(
+def delete_old_texts(
     texts_of: Mapping[DocumentName, Collection[str]], engine: Engine, registry: ChunkRegistry
 ) -> tuple[int, str]:
-    """Release the texts that these documents, by their registered names, had besides those given here, and delete the
-    KV of texts that no document of the engine's namespace has any more. What `delete_texts_kv` returns.
+    """Remove all texts but these from each document, and delete the KV of texts that no document then has.
+
+    texts_of: the texts that each document keeps. Documents of other namespaces do not count. Return the number of
+    deleted entries, and the error of an unreachable remote tier, or "".
     """
-    gone = registry.preview_release(texts_of)
-
-    def unregister() -> None:
-        for name, texts in texts_of.items():
-            registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
-        registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in gone)  # others' texts stay
-
-    removed = delete_texts_kv(gone, engine, registry, unregister)
-    if gone:
+    released = registry.preview_release(texts_of)
+    num_removed, problem = _delete_kv(released, engine, registry)
+    for name, texts in texts_of.items():  # after the deletion, so that after a kill the same call finds the texts
+        registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
+    registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in released)  # of this namespace only
+    if released and _has_similar(engine, registry):  # another process may have stored a variant before the release
+        num_late, late_problem = _delete_kv(released, engine, registry)
+        num_removed, problem = num_removed + num_late, problem or late_problem
+    if released:
         registry.truncate_log()
-    return removed
-
-
-def registry_for(model: Any) -> ChunkRegistry:
-    """The registry of the store of a framework's model, or of an engine."""
-    return open_registry(getattr(model, "engine", model).store)
+    return num_removed, problem

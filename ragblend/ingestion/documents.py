@@ -1,4 +1,4 @@
-"""Stored documents: finding them by name, removing them with their KV, and pinning them.
+"""Functions that find stored documents by name, remove them with their KV, and pin them.
 
 Documents are in an index, or were added by `precompute_documents`, a vector store or a client of a server. Depends on
 the index, the registry and the Engine protocol.
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
-from ragblend.catalog.registry import catalog_of, open_registry
+from ragblend.catalog.registry import catalog_location, open_registry
 from ragblend.catalog.schema import DocumentName
-from ragblend.catalog.sent_documents import DocumentTable
+from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.corpus.folder_scan import match_sources, source_path
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.deletion import delete_orphaned_kv, find_pending_sources, registry_for, replace_documents
+from ragblend.ingestion.deletion import delete_old_texts, delete_orphaned_kv, find_pending_sources
 from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
 
 
@@ -33,8 +33,8 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     named = {DocumentName(collection, each, engine.namespace): list[str]() for each in ids}
     if is_document_server(engine):
         return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
-    registry = registry_for(engine)
-    num_removed, problem = replace_documents(named, engine, registry)
+    registry = open_registry(engine.store)
+    num_removed, problem = delete_old_texts(named, engine, registry)
     for name in named:
         if registry.version_of(name):
             registry.set_version(name, "")
@@ -44,9 +44,9 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
 
 
 def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = False) -> list[str]:
-    """Return the sources of indexed documents that `name` matches: a file, a folder, a record; see `match_sources`.
+    """Return the sources of the indexed documents of `name`, a file, folder or record; see `match_sources`.
 
-    include_unfinished: also return documents whose removal has begun and is not finished. Raises NotFoundError if no
+    include_unfinished: also return removed documents whose KV is not completely deleted. Raises NotFoundError if no
     document matches.
     """
     known = [(source, file) for file, sources in index.documents().items() for source in sources]
@@ -54,17 +54,17 @@ def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = F
     if include_unfinished:
         found += match_sources(name, [(source, source_path(source)) for source in sorted(find_pending_sources(index))])
     if not found:
-        if include_unfinished and not index.is_saved:  # a removal was killed before its last step
+        if include_unfinished and not index.is_saved:  # a removal was killed before `save`
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend stats")
     return list(dict.fromkeys(found))
 
 
 def find_added_documents(name: str, engine: Engine) -> list[DocumentName]:
-    """Return the documents of the engine's namespace that `precompute_documents`, a vector store or a client of a
-    server has added and that a person means: by their id, by COLLECTION/ID, or by the collection of all of them.
+    """Return the documents with the id `name` or COLLECTION/ID, or all documents of the collection `name`.
 
-    Raises UsageError for an id that several collections have.
+    Only documents in the engine's namespace that `precompute_documents`, a vector store or a client of a server added
+    are searched. Returns [] for an unknown name. Raises UsageError for an id in several collections.
     """
     with closing(open_registry(engine.store)) as registry:
         known = [each for each in registry.documents() if each.id and each.namespace == engine.namespace]
@@ -73,15 +73,15 @@ def find_added_documents(name: str, engine: Engine) -> list[DocumentName]:
     by_id = [each for each in known if each.id == name]
     if len(by_id) > 1:
         collections = ", ".join(repr(each.collection) for each in by_id)
-        raise UsageError(f"{name!r} is a document of the collections {collections}; name one: COLLECTION/{name}")
+        raise UsageError(f"{name!r} is a document in the collections {collections}; name one: COLLECTION/{name}")
     return by_id or [each for each in known if each.collection == name]
 
 
 def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) -> tuple[int, int]:
-    """Delete the texts and the KV of documents that `find_added_documents` returned; a vector store is not changed.
+    """Delete the texts and KV of documents that `find_added_documents` returned. Vector stores are not changed.
 
-    Return the number of their chunks and of the deleted entries. KV of a text that another document has stays. Raises
-    BackendUnreachableError if a remote tier did not answer.
+    Return the number of chunks, and the number of deleted entries. KV of a text that another document has is kept.
+    Raises BackendUnreachableError if a remote tier did not answer.
     """
     ids_of: dict[str, list[str]] = {}
     for document in documents:
@@ -91,19 +91,19 @@ def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) ->
         num_chunks = sum(len(registry.texts_of(document)) for document in documents)
     for collection, ids in ids_of.items():
         num_removed += delete_precomputed(ids, engine, collection=collection)
-        if (place := catalog_of(engine.store)) is not None:
-            with DocumentTable(place) as sent:
+        if (place := catalog_location(engine.store)) is not None:
+            with SentDocumentTable(place) as sent:
                 sent.remove(engine.namespace, collection, ids)
     return num_chunks, num_removed
 
 
 def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:
-    """Delete documents from the index, with their pins, and the KV and registered texts that no other document has.
+    """Delete documents from the index with their pins, KV and registered texts. Texts of other documents are kept.
 
-    Return the number of removed chunks and of deleted entries. After a kill, the same call finishes the removal. A
-    document whose file still exists is added again when its file or folder is ingested. Raises NotFoundError for an
-    unknown document. Raises BackendUnreachableError if a remote tier did not answer; the documents are then deleted on
-    this machine, and the next removal or ingestion deletes them in the remote tier.
+    Return the number of removed chunks, and the number of deleted entries. After a kill, the same call finishes the
+    removal. If its file still exists, the next ingestion of the file or folder adds a document again. Raises
+    NotFoundError for an unknown document. Raises BackendUnreachableError if a remote tier did not answer; the documents
+    are then deleted on this machine, and the next removal or ingestion deletes their KV from the remote tier.
     """
     known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]
@@ -120,9 +120,11 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
 
 
 def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
-    """Exempt a document's KV from eviction, also after restarts. Return the number of its chunks, and of stored ones.
+    """Exempt a document's KV from eviction, also after restarts.
 
-    Raises NotFoundError if the index has no such document.
+    Return the number of its chunks, and the number of its chunks that are stored.
+
+    Raises NotFoundError for an unknown document.
     """
     chunks = list(index.chunks(source))
     if not chunks:

@@ -1,7 +1,7 @@
-"""Stored chunks whose dtype is not the store's: counts them, or converts them.
+"""Counts and converts stored chunks whose dtype differs from the store's `kv_dtype`.
 
-KV as computed is rounded in place. KV in eight bits is prefilled again, because rounding is not reversible. Depends on
-engines and stores, not on documents or the index.
+KV in the model's dtype is quantized in place. KV in eight bits is prefilled again, because quantization is not
+reversible. Depends on engines and stores, not on documents or the index.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ragblend.engine.store.kv import KVHeader, convert_kv_dtype, load_into_memor
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.prompt.types import Chunk
 
-_RENEW_BATCH = 16  # chunks whose KV is missing while it is prefilled again
+_RENEW_BATCH = 16  # chunks whose KV is deleted before it is prefilled again
 
 
 def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore | None) -> int:
-    """Return how many of the `known` chunks have another dtype than the store's, by the headers on `disk`.
+    """Return the number of stored chunks whose dtype is not the store's. Reads their headers on `disk`.
 
-    A store of KV as computed, the default, is not searched.
+    Returns 0 for the default dtype "auto", which accepts every dtype, and without a disk tier.
     """
     kv_dtype = engine.store.kv_dtype
     if kv_dtype == "auto" or disk is None:
@@ -30,10 +30,10 @@ def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore |
 
 
 def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[Chunk]]:
-    """Round chunks as computed to the store's eight bits. Return their number, and the chunks to prefill instead.
+    """Quantize chunks that are stored in the model's dtype to the store's eight bits.
 
-    The latter are stored in eight bits but not the store's dtype, or damaged. Raises UsageError if the engine's store
-    belongs to another process.
+    Return their number, and the chunks to prefill again: those in another eight-bit dtype, and damaged ones. Raises
+    UsageError if the store belongs to a server.
     """
     store = engine.store
     if store.is_remote:
@@ -52,7 +52,7 @@ def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[C
         except DamagedEntryError:
             to_prefill.append(chunk)
             continue
-        if convert_kv_dtype(whole, store.kv_dtype) is not whole:  # a few tokens have nothing to gain
+        if convert_kv_dtype(whole, store.kv_dtype) is not whole:  # very short chunks stay as they are
             store.replace(whole)
             num_rounded += 1
     return num_rounded, to_prefill
@@ -61,9 +61,9 @@ def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[C
 def prefill_again(
     chunks: Sequence[Chunk], engine: Engine, prefill: Callable[[Sequence[Chunk], Engine], Iterable[int]]
 ) -> Iterator[int]:
-    """`prefill` chunks whose KV is dropped first, a few at a time: an interruption costs those few at most.
+    """Delete the KV of chunks and call `prefill` on them, batch by batch, so an interruption loses one batch at most.
 
-    The bytes stored of each.
+    Yield the stored bytes of each chunk.
     """
     for start in range(0, len(chunks), _RENEW_BATCH):
         batch = chunks[start : start + _RENEW_BATCH]

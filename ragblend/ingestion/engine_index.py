@@ -1,4 +1,4 @@
-"""Index for an engine: opening one of the engine's tokenizer, and the chunker that its documents are cut by."""
+"""Opens the index of an engine, checks that both have the same tokenizer, and configures its chunker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.sync import ChunkerConfig
 
 DEFAULT_CHUNK_TOKENS = 512
-"""Chunk size of a new index, if none is given."""
+"""Default chunk size of a new index, in tokens."""
 
 
 def open_engine_index(
@@ -23,10 +23,10 @@ def open_engine_index(
     *,
     create: bool = True,
 ) -> ChunkIndex:
-    """Return the index at `path`, created for `engine`'s tokenizer if there is none, unless `create` is False.
+    """Return the index at `path`. With `create`, a missing one is created for the engine's tokenizer.
 
-    `embedder` and `chunk_size` are for a new index. Raises StoreMismatchError for another embedder than the index's, if
-    its chunks were cut by another tokenizer, or if its documents were ingested for another namespace.
+    `embedder` and `chunk_size` (in tokens) apply to a new index. Raises NotFoundError for a missing index,
+    StoreMismatchError for an index with another embedder, tokenizer or namespace.
     """
     index = open_index(
         path,
@@ -57,7 +57,10 @@ def open_engine_index(
 def resolve_chunker(
     index: ChunkIndex, engine: Engine, chunk_size: int | None, splitter: Splitter | None, notify: Callable[[str], None]
 ) -> ChunkerConfig:
-    """Return the configuration by which documents are cut, and store it in the index. Notify of a change."""
+    """Return the chunker for the next ingestion, and record it in the index. Call `notify` if it changed.
+
+    `splitter` takes precedence over `chunk_size` (in tokens). None: the index's own chunk size.
+    """
     made = index.manifest
     if not made.num_documents:
         index.write_metadata(namespace=engine.namespace)
@@ -66,10 +69,10 @@ def resolve_chunker(
     if (size, name) != (made.chunk_size, made.splitter):
         if made.num_documents and (made.chunk_size or made.splitter) and (name or f"{size} tokens") != made.chunker:
             notify(
-                f"chunks are {name or f'{size} tokens'} now and were {made.chunker}: the documents of this ingestion "
-                "are cut and prefilled again, other documents when they are ingested"
+                f"the chunker changes from {made.chunker} to {name or f'{size} tokens'}: the documents of this "
+                "ingestion are split and prefilled again, other documents when they are ingested"
             )
-        index.set_chunker(size, name)
+        index.write_metadata(chunk_size=size, splitter=name)
     if splitter is not None:
         return ChunkerConfig(splitter, name)
     return ChunkerConfig(lambda document: split(document, engine.renderer.count_tokens, size), str(size))

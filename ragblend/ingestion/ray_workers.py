@@ -1,8 +1,8 @@
-"""Workers on a Ray cluster, or on this machine's cores: each loads the model once and writes KV straight to the store.
+"""`RayWorkers`: processes on a Ray cluster, or on this machine's cores, that embed and prefill for an ingestion.
 
-Only texts go to them, and only vectors and sizes come back; KV never passes through Ray. Ray starts a worker that died
-again and repeats what it was at; what it had stored by then is found stored. So nothing is lost, and nothing prefilled
-twice beyond the batch that it was at. Each has two batches at most, one to work on and one behind it.
+Each worker loads the model once and writes KV directly to the store. Workers receive texts and return vectors and
+sizes; KV does not pass through Ray. Ray restarts a worker that died and repeats its batch, of which only the chunks
+that are not stored yet are prefilled. Each worker has at most two batches: the current one and the next.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ragblend.prompt.types import Chunk
 from ragblend.redaction import redact
 
 BATCH_TOKENS, BATCH_CHUNKS = 8192, 64
-"""What a worker is handed at a time, at most: seconds of work, and what is prefilled again when it dies."""
+"""Limits of a batch. A batch takes seconds, and at most one is prefilled again after a worker died."""
 BATCHES_PER_WORKER = 2
-RETRIES = 5  # of one batch: workers that die more often at the same place die of it
-FLUSH_TIMEOUT_S = 60.0  # for the remote tier to take what a batch has stored
+RETRIES = 5  # of one batch; if workers die more often, the batch is the cause
+FLUSH_TIMEOUT_S = 60.0  # for sending the KV of a batch to the remote tier
 _OBJECT_STORE_BYTES = 256 << 20  # texts and vectors only
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How every worker opens the engine: `load_engine`'s arguments. Paths have to be the same everywhere."""
+    """Arguments of `load_engine` in every worker. Paths must be valid on all machines."""
 
     model: str
     store: str
@@ -47,15 +47,15 @@ class EngineConfig:
 
 
 class RayWorkers:
-    """Workers for `ingest` and `precompute_index`, on the cluster at `address`, or without one on this machine.
+    """Workers for `ingest` and `precompute_index`, on the cluster at `address`, or on this machine if it is None.
 
-    count: workers, each with `num_cpus` cores and `num_gpus` GPUs of its own. On a cluster that scales, those that have
-    no place yet join when they get one. `model`, `store` and `options` are what `load_engine` takes; `store` is a
-    directory that all machines see, or one of each machine's with a `remote` behind it.
+    count: number of workers. Each reserves `num_cpus` cores and `num_gpus` GPUs; workers for which the cluster has no
+    capacity yet start later. `model`, `store` and `options` are the arguments of `load_engine`. `store` is a directory
+    that all machines share, or a local one on each machine together with `remote`. A context manager that stops the
+    workers, and Ray if this object started it.
 
-    Raises ImportError without Ray, UsageError for what cannot be shared out, BackendUnreachableError where no cluster
-    answers.
-    A context manager: at its end the workers end, and so does Ray if it was started here.
+    Raises ImportError without Ray, UsageError for `count` below 1 or the URL of a server as `backend`,
+    BackendUnreachableError if no cluster answers at `address`.
     """
 
     def __init__(
@@ -70,10 +70,12 @@ class RayWorkers:
         **options: Any,
     ) -> None:
         if count < 1:
-            raise UsageError(f"{count} workers cannot do anything; choose 1 or more (`count`)")
+            raise UsageError(f"the number of workers is {count}; choose 1 or more (`count`)")
         backend = str(options.get("backend", "transformers"))
         if is_url(backend):
-            raise UsageError(f"the server at {redact(backend)} prefills itself; leave out the workers (`count`)")
+            raise UsageError(
+                f"the server at {redact(backend)} prefills in its own process; leave out the workers (`count`)"
+            )
         self._ray = _import_ray()
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
@@ -82,14 +84,14 @@ class RayWorkers:
         opening = EngineConfig(
             str(found.resolve()) if found.exists() else str(model),
             str(user_path(store, "store").resolve()),
-            # What a worker holds in memory is never asked for again.
+            # A worker never reads KV that it stored, so it needs no memory tier.
             {**options, "memory_gib": 0.0, "new_model": True},
         )
         kind = self._ray.remote(_Worker).options(
             num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_task_retries=RETRIES
         )
         self._count = count
-        self._busy: dict[Any, Any] = {}  # worker by what it is at; the first call returns when it is there
+        self._busy: dict[Any, Any] = {}  # worker by its pending call; the first call returns when it has started
         for _ in range(count):
             worker = kind.remote(opening)
             self._busy[worker.is_there.remote()] = worker
@@ -104,15 +106,18 @@ class RayWorkers:
 
     @property
     def num_ahead(self) -> int:
-        """Batches of texts that are embedded at the same time."""
+        """Largest number of batches of texts that wait for embedding."""
         return self._count * BATCHES_PER_WORKER
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:
-        """Have a worker embed `texts`; what is returned waits for the [n, dim] unit rows."""
+        """Start to embed `texts` in a worker. The returned function waits for unit rows [n, dim]."""
         return partial(self._result, self._submit("embed", list(texts), embedder))
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Have the workers prefill `chunks`: the bytes stored of each, as they are done. Chunks behind others last."""
+        """Prefill `chunks` in the workers. Yield the stored bytes of each chunk, in the order of completion.
+
+        Variants that are computed after other chunks are prefilled last.
+        """
         made_by = (engine.fingerprint, engine.renderer.fingerprint)
         for is_behind in (False, True):
             coming: list[Any] = []
@@ -127,7 +132,7 @@ class RayWorkers:
                     yield from self._result(each)
 
     def close(self) -> None:
-        """End the workers, and Ray if it was started here."""
+        """Stop the workers, and Ray if this object started it."""
         for worker in {*self._busy.values(), *self._free}:
             self._ray.kill(worker)
         self._busy.clear()
@@ -136,7 +141,7 @@ class RayWorkers:
             self._ray.shutdown()
 
     def _submit(self, method: str, *arguments: Any) -> Any:
-        """Give a worker something to do once one has room for it; what it will return."""
+        """Wait for a worker with capacity, call `method` on it and return the pending result."""
         while not self._free:
             done, _ = self._ray.wait(list(self._busy))
             for each in done:
@@ -156,12 +161,13 @@ class RayWorkers:
             raise _unwrap_error(error) from None
         except RayActorError as error:
             raise RagblendError(
-                f"a worker died {RETRIES + 1} times at the same batch, perhaps for want of memory: choose fewer "
-                f"(`count`) or smaller chunks; what is stored stays, and the same command goes on. Ray says: {error}"
+                f"a worker died {RETRIES + 1} times at the same batch, perhaps because memory was full: choose fewer "
+                "workers (`count`) or smaller chunks. Stored chunks are kept, and the same command continues. Ray's "
+                f"message: {error}"
             ) from error
 
     def _start_ray(self, address: str | None, num_cpus: int, num_gpus: float) -> None:
-        # Ray would tell its makers what is run, and where.
+        # Otherwise Ray sends usage statistics to its developers.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         here = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
         if num_gpus:
@@ -171,13 +177,13 @@ class RayWorkers:
             self._ray.init(address=address or "local", **quiet, **({} if address else here))
         except ConnectionError as error:
             raise BackendUnreachableError(
-                f"no Ray cluster at {redact(address or 'local')} ({error}); start one: ray start --head, or leave "
-                "out `address` for workers on this machine"
+                f"no Ray cluster answers at {redact(address or 'local')} ({error}); start one: ray start --head, or "
+                "leave out `address` for workers on this machine"
             ) from error
 
 
 class _Worker:
-    """What runs in a process of Ray's."""
+    """Ray actor: one process that embeds and prefills."""
 
     def __init__(self, opening: EngineConfig) -> None:
         self._opening = opening
@@ -185,22 +191,25 @@ class _Worker:
         self._embedders: dict[str, Embedder] = {}
 
     def is_there(self) -> int:
-        """The process's id, as soon as there is one."""
+        """Return the process id. Ray completes this call when the process has started."""
         return os.getpid()
 
     def embed(self, texts: list[str], embedder: str) -> FloatArray:
-        """[n, dim] unit rows."""
+        """Return unit rows [n, dim] float32."""
         if embedder not in self._embedders:
             self._embedders[embedder] = load_embedder(embedder)
         return np.asarray(self._embedders[embedder].embed(texts), np.float32)
 
     def prefill(self, chunks: list[Chunk], fingerprint: str, renderer: str) -> list[int]:
-        """The bytes stored of each; when this returns they are in the shared store."""
+        """Prefill chunks and send them to the remote tiers. Return the stored bytes of each chunk.
+
+        Raises StoreMismatchError if this machine's model or tokenizer has another fingerprint.
+        """
         engine = self._opened()
         if (engine.fingerprint, engine.renderer.fingerprint) != (fingerprint, renderer):
             raise StoreMismatchError(
-                f"{self._opening.model} on {os.uname().nodename} is not the model that ingests: other weights, dtype "
-                "or tokenizer; copy the same folder to every machine and give `dtype`"
+                f"{self._opening.model} on {os.uname().nodename} has other weights, another dtype or another tokenizer "
+                "than the model that ingests; copy the same folder to every machine and set `dtype`"
             )
         stored = list(prefill_here(chunks, engine))
         for tier in engine.store.remote_tiers:
@@ -214,13 +223,13 @@ class _Worker:
 
             self._engine = load_engine(self._opening.model, self._opening.store, **self._opening.options)
             if isinstance(self._engine, LocalEngine):
-                # The process that ingests keeps the token ids; its SQLite file does not work across machines.
+                # Only the ingesting process writes token ids: its SQLite file does not work across machines.
                 self._engine.known_chunks = KnownChunks(ChunkRegistry(), "", "")
         return self._engine
 
 
 def _batches(chunks: Iterable[Chunk], engine: Engine) -> Iterator[list[Chunk]]:
-    """Chunks for one call of a worker."""
+    """Yield the chunks in batches of at most `BATCH_TOKENS` and `BATCH_CHUNKS`."""
     batch: list[Chunk] = []
     num_tokens = 0
     for chunk in chunks:
@@ -236,7 +245,7 @@ def _batches(chunks: Iterable[Chunk], engine: Engine) -> Iterator[list[Chunk]]:
 
 
 def _unwrap_error(error: Any) -> BaseException:
-    """What went wrong in the worker, as it was raised there."""
+    """Return the error that the worker raised, if callers may handle it; else Ray's error."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, RagblendError | ImportError | OSError) else error
 

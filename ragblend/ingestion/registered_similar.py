@@ -1,8 +1,8 @@
-"""Which of the chunks that frameworks bring are like each other: for stores that keep similar variants.
+"""`RegisteredChunkFinder`: finds similar chunks among those that frameworks add, for stores with similar variants.
 
-Chunks of a LangChain vector store or a LlamaIndex pipeline are in no index of ours, so their vectors are kept with
-their texts in the store's registry, and every new chunk is compared with all of them. Knows the registry, embedders
-and engines; prefills nothing.
+Chunks of a LangChain vector store or a LlamaIndex pipeline are in no ragblend index. The store's registry therefore has
+their vectors, and every new chunk is compared with all of them. Depends on the registry, embedders and engines.
+Prefills nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ragblend.catalog.registry import ChunkRegistry, SimilarVariant
-from ragblend.catalog.schema import text_key
 from ragblend.corpus.embedders import (
     Embedder,
     FloatArray,
@@ -29,9 +28,9 @@ from ragblend.prompt.types import Chunk
 
 
 class RegisteredChunkFinder:
-    """A `contexts.SimilarChunkFinder` over the chunks that frameworks have brought into `registry`.
+    """A `contexts.SimilarChunkFinder` over the framework chunks in `registry`.
 
-    They are compared by the vectors of one embedder; those that came with vectors of another are not seen.
+    It compares the vectors of one embedder. Chunks with vectors of another embedder are ignored.
     """
 
     def __init__(self, engine: Engine, registry: ChunkRegistry, embedder: Embedder) -> None:
@@ -42,27 +41,28 @@ class RegisteredChunkFinder:
         self._vectors = _VECTORS.setdefault(engine, {}).setdefault(self._name, _Vectors(self._name))
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Embed the chunks that have no vector yet. From here on their similar variants are wanted."""
+        """Embed the chunks without a vector, and record that their similar variants are requested."""
         entries = {self._entry(text): text for text in dict.fromkeys(chunk.text for chunk in chunks) if text.strip()}
         if new := [pair for pair in entries.items() if not self.registry.has_variant(pair[0], self._name)]:
             rows = self._embedder.embed([text for _, text in new])
             found = [SimilarVariant(*pair, row.astype("<f4").tobytes()) for pair, row in zip(new, rows, strict=True)]
-            self.registry.record_similar(found, self._name)
+            self.registry.record_variants(found, self._name)
 
     def find_missing_variants(self) -> list[Chunk]:
-        """Return the chunks of this engine that lack a similar variant: what it was computed after is gone, or nothing
-        was near them when they came."""
-        lost = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
-        return [Chunk(each.text, context="similar") for each in lost]
+        """Return the similar variants of this engine that are requested and not stored.
+
+        The texts that such a variant was computed after were removed, or no similar text existed when it was added.
+        """
+        missing = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
+        return [Chunk(each.text, context="similar") for each in missing]
 
     def mark_stored(self, chunks: Iterable[Chunk]) -> None:
-        """Record which of the similar variants among `chunks` are stored now."""
+        """Record which similar variants among `chunks` are stored."""
         entries = [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]
-        self.registry.set_similar_stored(filter(self.engine.store.contains, entries), is_stored=True)
+        self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """See `SimilarChunkFinder`. A chunk is compared with all others: one product, where its prefill takes far
-        longer."""
+        """See `SimilarChunkFinder`. Compares with all chunks in one matrix product, which is fast next to a prefill."""
         found: list[str] = []
         for near in self._vectors.nearest(text.strip(), self.registry):
             if len(found) == count:
@@ -71,16 +71,16 @@ class RegisteredChunkFinder:
                 found.append(near)
         return found
 
-    def vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
-        """See `SimilarChunkFinder`: what is registered at this moment, whichever process removes it."""
-        return {text_key(text.strip()): b"" for text in texts if text in self.registry}
+    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+        """Return the `texts` that no document has, without duplicates."""
+        return [text for text in dict.fromkeys(texts) if text not in self.registry]
 
     def _entry(self, text: str) -> str:
         return self.engine.key(Chunk(text, context="similar"))
 
 
 class _Vectors:
-    """The vectors of a registry's variants in memory, brought up to date without reading all of them again."""
+    """The vectors of a registry's variants in memory. Each call reads only the new rows of the registry."""
 
     def __init__(self, name: str) -> None:
         self._name = name  # of the embedder
@@ -88,17 +88,19 @@ class _Vectors:
         self._clear()
 
     def _clear(self) -> None:
-        self._place_of: dict[str, int] = {}  # by text, its row
+        self._row_of: dict[str, int] = {}  # row index by text
         self._texts: list[str] = []
         self._rows: FloatArray = np.empty((0, 0), np.float32)  # [capacity, dim], length 1
         self._last_number = self._num_read = 0
 
     def nearest(self, text: str, registry: ChunkRegistry) -> Iterator[str]:
-        """Yield the other texts, the nearest first; none where the registry has no vector of `text`. A text that was
-        removed meanwhile may be among them."""
+        """Yield the other texts, nearest first, or none if the registry has no vector of `text`.
+
+        They may include texts that were removed after the last update.
+        """
         with self._lock:
             self._update(registry)
-            own = self._place_of.get(text)
+            own = self._row_of.get(text)
             texts, rows = self._texts, self._rows[: len(self._texts)]
         if own is None:
             return
@@ -107,7 +109,7 @@ class _Vectors:
         while num_seen < len(scores):
             num_wanted = min(num_wanted, len(scores))
             least = np.partition(scores, -num_wanted)[-num_wanted]
-            kept = np.flatnonzero(scores >= least)  # with all that equal the last: the oldest of equals come first
+            kept = np.flatnonzero(scores >= least)  # includes all that equal the last; older rows first
             order = kept[np.argsort(-scores[kept], kind="stable")]
             yield from (texts[place] for place in order[num_seen:] if place != own)
             num_seen, num_wanted = len(order), 8 * num_wanted
@@ -115,13 +117,13 @@ class _Vectors:
     def _update(self, registry: ChunkRegistry) -> None:
         added = registry.variants_after(self._last_number, self._name)
         self._num_read += len(added)
-        if self._num_read - registry.count_variants(self._name) > self._num_read // 4:  # so many were removed
+        if self._num_read - registry.count_variants(self._name) > self._num_read // 4:  # then the rows are read again
             self._clear()
             added = registry.variants_after(0, self._name)
             self._num_read = len(added)
         for number, variant in added:
             self._last_number = number
-            if variant.text not in self._place_of:
+            if variant.text not in self._row_of:
                 self._append(variant)
 
     def _append(self, variant: SimilarVariant) -> None:
@@ -132,7 +134,7 @@ class _Vectors:
                 grown[:place] = self._rows
             self._rows = grown
         self._rows[place] = row
-        self._place_of[variant.text] = place
+        self._row_of[variant.text] = place
         self._texts.append(variant.text)
 
 
@@ -143,7 +145,7 @@ _VECTORS: WeakKeyDictionary[Engine, dict[str, _Vectors]] = WeakKeyDictionary()
 def open_registered_finder(
     engine: Engine, registry: ChunkRegistry, embedder: Embedder | None = None
 ) -> RegisteredChunkFinder | None:
-    """Return a finder for an engine that keeps similar variants; else None."""
+    """Return a finder if the engine's context policy is "similar"; else None."""
     return (
         RegisteredChunkFinder(engine, registry, embedder or _default_embedder())
         if engine.context == "similar"

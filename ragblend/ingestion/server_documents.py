@@ -1,4 +1,4 @@
-"""Precomputation by a server that stores documents itself: the documents that it is sent, and its answers.
+"""Sends documents to a server that precomputes and stores them, and adds its counts to a report.
 
 Depends on an engine that is the client of a server, not on how the server stores documents.
 """
@@ -24,7 +24,7 @@ from ragblend.prompt.types import Chunk
 logger = logging.getLogger(__name__)
 
 LANGCHAIN_COLLECTION = "langchain"
-"""Collection of documents for which the caller names none."""
+"""Default collection."""
 
 
 def is_document_server(engine: Any) -> bool:
@@ -40,9 +40,9 @@ def _send(
     progress: Progress | None,
     described: Mapping[str, str],
 ) -> Mapping[str, int]:
-    """Send documents to the server and add its counts to `report`. `described`: names of the documents for messages.
+    """Send documents to the server and add its counts and failures to `report`. Return the server's counts.
 
-    Return the server's counts.
+    described: names of the documents for messages, by id.
     """
     start_s = perf_counter()
     counts, reasons = engine.send_documents(collection, documents, progress or (lambda stage, done, total: None))
@@ -62,9 +62,9 @@ def send_indexed_chunks(
 ) -> IngestReport:
     """Run `precompute_chunks` on the server, and return `report` with the server's counts.
 
-    The server gets the vectors of the index, so that it finds the same similar chunks.
+    The chunks are sent with the index's vectors, so that the server finds the same similar chunks.
     """
-    vectors = index.vectors(chunk.text for chunk in chunks)
+    vectors = index.stored_vectors(chunk.text for chunk in chunks)
     embedder = f"{index.manifest.embedder} {index.manifest.embedder_version}"
     sent: dict[str, dict[str, Any]] = {}
     for chunk in chunks:
@@ -73,7 +73,7 @@ def send_indexed_chunks(
         document["chunks"].append(chunk.text)
         vector = np.frombuffer(vectors[text_key(chunk.text.strip())], "<f4").astype(float)
         document["vectors"].append(vector.round(6).tolist())  # half as many characters
-    _send(engine, index.registry_name or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
+    _send(engine, index.collection or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
     return report
 
 
@@ -92,7 +92,7 @@ def send_documents(
     described: dict[str, str] = {}
     for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
         name = found or text_key(chunk.text.strip()).hex()
-        described.setdefault(name, describe_document(document, chunk))
+        described.setdefault(name, document_label(document, chunk))
         sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
         if version:
             sent[name]["version"] = version
@@ -107,8 +107,8 @@ def document_id(document: Any) -> str:
     return getattr(document, "id", None) or "" if hasattr(document, "page_content") else ""
 
 
-def describe_document(document: Any, chunk: Chunk) -> str:
-    """Return the id and source of a framework's document for messages; the beginning of its text if it has neither."""
+def document_label(document: Any, chunk: Chunk) -> str:
+    """Return "ID of SOURCE" of a framework's document for messages; the beginning of its text without both."""
     metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
     found = (metadata.get(key) for key in ("source", "file_path", "file_name"))
     source = chunk.source or next(filter(None, found), owner)
@@ -130,5 +130,5 @@ def as_chunk(document: Any) -> Chunk:
             metadata = dict(getattr(document, "metadata", None) or {})
             return Chunk(text.strip(), str(metadata.get("source") or ""), metadata=metadata)
     raise UsageError(
-        f"cannot precompute a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
+        f"a document is a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
     )

@@ -1,7 +1,8 @@
-"""An index follows files and folders: what is new or changed goes in, what is gone goes out, the rest costs nothing.
+"""`sync_index`: adds new and changed files to an index, and removes the documents of missing files.
 
-A file is known by its bytes, a document by its text and metadata, both with how they were cut. Knows the index, and
-documents as they are read; deletes no KV (see `forgetting`) and prefills nothing. Read `sync_index` first.
+A file is unchanged if the digest of its bytes and the versions of reader and chunker are unchanged. It is then not read
+again. A document is unchanged if its text, metadata and chunker are. Deletes no KV (see `deletion`) and prefills
+nothing. Depends on the index and on readers.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from ragblend.prompt.types import Chunk
 log = logging.getLogger(__name__)
 
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
-_SAVE_EVERY_S = 20.0  # the search files are rebuilt from SQLite anyway; saving them often only costs time
+_SAVE_EVERY_S = 20.0  # opening the index adds rows that were not saved, so frequent saves are not needed
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with a stage ("read", "embed", "prefill"), the number of finished items and, if known, of all items."""
+"""Called with a stage ("read", "embed", "prefill"), the number of finished items, and of all items or None."""
 
 
 def ignore_progress(stage: str, done: int, total: int | None) -> None:
-    """Do nothing with the progress of a stage."""
+    """Do nothing. The default `Progress`."""
 
 
 class ChunkerConfig(NamedTuple):
-    """How documents are cut. `version` is part of what they are known by: cut in another way, they are cut again."""
+    """A function that splits documents into chunks, and its version. Another version splits all documents again."""
 
     split: Callable[[Document], list[Chunk]]
     version: str
@@ -56,16 +57,18 @@ class ChunkerConfig(NamedTuple):
 
 @dataclass(slots=True)
 class SyncResult:
-    """The documents of one ingestion, by what was done with them."""
+    """The documents that one `sync_index` read, left unchanged, updated or removed."""
 
-    sources: list[str] = field(default_factory=list)  # of every document read now or known unchanged, in reading order
+    sources: list[str] = field(default_factory=list)  # of new, updated and unchanged documents, in reading order
     num_unchanged: int = 0
     num_updated: int = 0
-    removed: list[str] = field(default_factory=list)  # sources that no longer exist
+    removed: list[str] = field(default_factory=list)  # sources of removed documents
     failures: list[ReadFailure] = field(default_factory=list)
-    skipped: list[ReadFailure] = field(default_factory=list)  # no documents: empty, a picture, a configuration
-    notes: list[ReadFailure] = field(default_factory=list)  # what was left out of a file that was read, or guessed
-    arrived: set[str] = field(default_factory=set)  # versions of files that were not known before
+    skipped: list[ReadFailure] = field(
+        default_factory=list
+    )  # files that are no documents, for example empty files and pictures
+    notes: list[ReadFailure] = field(default_factory=list)  # parts of read files that were left out or guessed
+    new_versions: set[str] = field(default_factory=set)  # versions of files that are new in the index
 
 
 def sync_index(
@@ -78,12 +81,12 @@ def sync_index(
     keep_missing: bool = False,
     reader: FileReader = DEFAULT_READER,
 ) -> SyncResult:
-    """Add the documents of `scan` to the index, and remove those that are no longer there.
+    """Add new and changed documents of `scan` to the index, and remove those whose file or record is missing.
 
-    Only documents that came from the files and folders of `scan` are removed: their file or record is gone, is no
-    document any more, or is excluded by its folder now. Documents that the pattern of `scan` leaves out stay, and so do
-    those that could not be read this time. With `keep_missing`, nothing is removed. `reader` reads the files; files
-    that another reader read before are read again. `workers` embed while the next files are read.
+    Only documents from the files and folders of `scan` are removed, also if their file is no document any more or its
+    folder now excludes it. Documents that the pattern of `scan` excludes are kept, and so are documents of unreadable
+    files. With `keep_missing`, no document is removed. Files that were last read by another `reader` are read again.
+    `workers` embed while the next files are read.
     """
     run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, reader)
     for path in scan.files:
@@ -97,17 +100,18 @@ def sync_index(
 
 
 class _Batch(NamedTuple):
-    """Documents read and cut, with version and chunks, and the files that are finished by them, with what is gone."""
+    """Documents to be indexed, and files that are completely read once these documents are indexed.
 
-    documents: list[tuple[Document, str, list[Chunk]]]
-    files: list[tuple[IngestedFile, list[str]]]
-    wait_for_vectors: Callable[
-        [], Mapping[str, FloatArray]
-    ]  # vectors by text; for the rest the index asks its own embedder
+    `wait_for_vectors` returns the vectors by text that workers computed. The index embeds the other texts.
+    """
+
+    documents: list[tuple[Document, str, list[Chunk]]]  # with version and chunks
+    files: list[tuple[IngestedFile, list[str]]]  # with the sources of removed documents
+    wait_for_vectors: Callable[[], Mapping[str, FloatArray]]
 
 
 class _SyncPass:
-    """One pass over the files: what is known of them, and what waits to be embedded."""
+    """The state of one `sync_index`: records of known files, and batches that are being embedded."""
 
     def __init__(
         self,
@@ -119,36 +123,31 @@ class _SyncPass:
         keep_missing: bool,
         reader: FileReader,
     ) -> None:
-        self.index, self.scan, self.chunker, self.on_progress, self.keep_missing = (
-            index,
-            scan,
-            chunker,
-            on_progress,
-            keep_missing,
-        )
+        self.index, self.scan, self.chunker = index, scan, chunker
+        self.on_progress, self.keep_missing = on_progress, keep_missing
         self._workers, self._reader = workers, reader
         skipped = [*(ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside), *scan.not_files]
         self.result = SyncResult(failures=list(scan.unreadable), skipped=skipped)
-        self._notes, self._known = index.files(), index.documents()  # by path
-        self._unread: set[str] = set()  # files that are there and could not be read: they keep what they had
+        self._records, self._known = index.files(), index.documents()  # by path
+        self._unread: set[str] = set()  # existing files that could not be read; their documents are kept
         self._empty: set[str] = set()  # files that were read and are no documents
-        self._made_by: dict[str, str] = {}  # source -> file, of this run
+        self._made_by: dict[str, str] = {}  # file by source
         self._waiting: list[tuple[Document, str, list[Chunk]]] = []
-        self._finished: list[tuple[IngestedFile, list[str]]] = []  # read; to be noted once what waits is in the index
-        self._coming: deque[_Batch] = deque()  # being embedded, the oldest first
+        self._finished: list[tuple[IngestedFile, list[str]]] = []  # recorded after the waiting documents are indexed
+        self._batches: deque[_Batch] = deque()  # being embedded, oldest first
         self._saved_s, self._num_embedded = perf_counter(), 0
 
     def read(self, path: str) -> None:
-        """One file: nothing to do when its bytes are known."""
+        """Read one file, unless it is unchanged."""
         try:
             file = self._reader.open(path)
             version = self._make_file_version(path, file.digest)
-            note = self._notes.get(path)
-            if note is not None and note.version == version:
-                self._record_unchanged(note)
+            record = self._records.get(path)
+            if record is not None and record.version == version:
+                self._record_unchanged(record)
             else:
                 self._queue_changed(path, version, file.read())
-        except FileNotFoundError:  # gone since its folder was listed, or a link to nowhere
+        except FileNotFoundError:  # deleted after its folder was listed, or a broken link
             if path in self.scan.named_files:
                 self.result.failures.append(ReadFailure(path, BROKEN_LINK_REASON))
         except NotADocumentError as error:
@@ -156,73 +155,73 @@ class _SyncPass:
             failures = self.result.failures if path in self.scan.named_files else self.result.skipped
             failures.append(ReadFailure(path, str(error)))
         except UsageError:
-            raise  # nothing about this file: a chunk size that no text can meet
+            raise  # not an error of this file: no text fits the chunk size
         except RagblendError as error:
             self._unread.add(path)
             self.result.failures.append(ReadFailure(path, str(error)))
         self.on_progress("read", len(self.result.sources), None)
         self._flush_if_many()
 
-    def _record_unchanged(self, note: IngestedFile) -> None:
-        sources = list(self._known.get(note.path, ()))
+    def _record_unchanged(self, record: IngestedFile) -> None:
+        sources = list(self._known.get(record.path, ()))
         self.result.sources += sources
         self.result.num_unchanged += len(sources)
-        self._made_by.update(dict.fromkeys(sources, note.path))
-        if (top := self._find_scan_root(note.path)) != note.top:
-            self._finished.append((note._replace(top=top), []))
+        self._made_by.update(dict.fromkeys(sources, record.path))
+        if (top := self._find_scan_root(record.path)) != record.top:
+            self._finished.append((record._replace(top=top), []))
 
     def _queue_changed(self, path: str, version: str, contents: FileContents) -> None:
-        had, sources = self._known.get(path, {}), []
+        old_hashes, sources = self._known.get(path, {}), []
         for document in contents.documents:
             source = document.source
             sources.append(source)
             self._made_by[source] = path
-            wanted = f"{document.content_hash}:{self.chunker.version}"
-            if had.get(source) == wanted:
+            document_version = f"{document.content_hash}:{self.chunker.version}"
+            if old_hashes.get(source) == document_version:
                 self.result.num_unchanged += 1
                 continue
             chunks = locate(document, self.chunker.split(document))
             log.info("%s: %d characters in %d chunks", display_source(source), len(document.text), len(chunks))
-            self._waiting.append((document, wanted, chunks))
-            self.result.num_updated += source in had
-            self._flush_if_many()  # a file may hold more documents than memory
-        gone = [source for source in had.keys() - set(sources) if not contents.may_be_unread(source)]
+            self._waiting.append((document, document_version, chunks))
+            self.result.num_updated += source in old_hashes
+            self._flush_if_many()  # the documents of a file may be larger than memory
+        missing_sources = [source for source in old_hashes.keys() - set(sources) if not contents.may_be_unread(source)]
         self.result.notes += (ReadFailure(source, sentence) for sentence, source in contents.notes.items())
         if contents.failure:
             self.result.failures.append(ReadFailure(path, contents.failure))
-        # Known by its bytes only when the next run has nothing to say or to do about it.
-        is_done = not contents.failure and not (gone and self.keep_missing)
-        note = IngestedFile(path, version if is_done else "", self._find_scan_root(path))
-        self._finished.append((note, [] if self.keep_missing else sorted(gone)))
+        # Without a version, the next ingestion reads the file again: to report the failure again, or remove documents.
+        is_done = not contents.failure and not (missing_sources and self.keep_missing)
+        record = IngestedFile(path, version if is_done else "", self._find_scan_root(path))
+        self._finished.append((record, [] if self.keep_missing else sorted(missing_sources)))
         self.result.sources += sources
-        if path not in self._notes:
-            self.result.arrived.add(version)
+        if path not in self._records:
+            self.result.new_versions.add(version)
 
     def _flush_if_many(self) -> None:
         if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
             self.flush(self._workers.num_ahead if self._workers is not None else 0)
 
     def flush(self, num_ahead: int) -> None:
-        """Have what waits embedded; index it, and what was sent before, up to `num_ahead` batches that are not done."""
+        """Start to embed the waiting documents. Index the oldest batches until `num_ahead` are left."""
         texts = [chunk.text for _, _, chunks in self._waiting for chunk in chunks]
-        self._coming.append(_Batch(self._waiting, self._finished, self._embed(texts)))
+        self._batches.append(_Batch(self._waiting, self._finished, self._embed(texts)))
         self._waiting, self._finished = [], []
-        while len(self._coming) > num_ahead:
-            self._commit(self._coming[0])
-            self._coming.popleft()  # where the index refused it, it is refused again, outside of any file
+        while len(self._batches) > num_ahead:
+            self._commit(self._batches[0])
+            self._batches.popleft()  # not before: `read` records an error as its file's, and the last `flush` raises it
         if perf_counter() - self._saved_s > _SAVE_EVERY_S:
             self.index.save()
             self._saved_s = perf_counter()
 
     def _embed(self, texts: list[str]) -> Callable[[], Mapping[str, FloatArray]]:
-        missing = self.index.find_texts_without_vectors(texts) if self._workers is not None else []
+        missing = self.index.find_missing_texts(texts) if self._workers is not None else []
         if self._workers is None or not missing:
             return dict
         rows = self._workers.embed(missing, self.index.manifest.embedder)
         return lambda: dict(zip(missing, rows(), strict=True))
 
     def _commit(self, batch: _Batch) -> None:
-        """Index a batch, then note the files that are finished by it. Killed in between, they are read again."""
+        """Index a batch, then record its files. After a kill in between, the files are read again."""
         if batch.documents:
             texts = [chunk.text for _, _, chunks in batch.documents for chunk in chunks]
             vectors = self.index.embed(texts, batch.wait_for_vectors())
@@ -234,54 +233,54 @@ class _SyncPass:
                 first += len(chunks)
             self._num_embedded += first
             self.on_progress("embed", self._num_embedded, None)
-        for _, gone in batch.files:
-            self._remove(gone)
+        for _, missing_sources in batch.files:
+            self._remove(missing_sources)
         if batch.files:
-            self.index.record_files(note for note, _ in batch.files)
+            self.index.record_files(record for record, _ in batch.files)
 
     def remove_missing(self) -> None:
-        """Take out the documents of files that are not there any more."""
-        for note in self.index.files().values():
-            if self.scan.is_covered(note.path) and self._is_missing(note):
-                self._remove(self._known.get(note.path, ()))
+        """Remove the documents of missing files."""
+        for record in self.index.files().values():
+            if self.scan.is_covered(record.path) and self._is_missing(record):
+                self._remove(self._known.get(record.path, ()))
 
-    def _is_missing(self, note: IngestedFile) -> bool:
-        path, found = note.path, self.scan
-        if path in self._empty or path in found.links:
+    def _is_missing(self, record: IngestedFile) -> bool:
+        path, scan = record.path, self.scan
+        if path in self._empty or path in scan.links:
             return True
-        if path in self._unread or path in found.filtered_out or found.is_below_unreadable(path):
+        if path in self._unread or path in scan.filtered_out or scan.is_below_unreadable(path):
             return False
-        return _is_deleted(path) or found.is_hidden(path, note.top)
+        return _is_deleted(path) or scan.is_hidden(path, record.top)
 
     def _remove(self, sources: Iterable[str]) -> None:
         for source in sources:
-            with suppress(NotFoundError):  # another process may have been faster
+            with suppress(NotFoundError):  # another process may have removed it
                 self.index.remove_document(source)
                 self.result.removed.append(source)
 
     def _find_scan_root(self, path: str) -> str:
-        """What brought a file in: the widest of the folders that ever did."""
-        top, note = self.scan.files[path], self._notes.get(path)
-        return note.top if note is not None and is_in(top, note.top) else top
+        """Return the path through which the file was ingested; after several ingestions the uppermost folder."""
+        top, record = self.scan.files[path], self._records.get(path)
+        return record.top if record is not None and is_in(top, record.top) else top
 
     def _make_file_version(self, path: str, digest: str) -> str:
         return f"{digest}:{self._reader.version(path)}:{self.chunker.version}"
 
 
-def find_moved_files(index: ChunkIndex, followed: SyncResult, found: FolderScan) -> dict[str, int]:
-    """Folders and files outside of `scan` that are gone, where files with these very bytes came from before; how many.
+def find_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
+    """Return missing folders and files outside of `scan` that had the same bytes as new files, with their numbers.
 
-    A folder that was moved leaves such a trace, and its documents a second time.
+    A moved folder is such a case: its documents are in the index twice.
     """
     lost: dict[str, int] = {}
-    for note in index.files().values() if followed.arrived else ():
-        if note.version in followed.arrived and not found.is_covered(note.path) and _is_deleted(note.path):
-            lost[note.top] = lost.get(note.top, 0) + 1
+    for record in index.files().values() if result.new_versions else ():
+        if record.version in result.new_versions and not scan.is_covered(record.path) and _is_deleted(record.path):
+            lost[record.top] = lost.get(record.top, 0) + 1
     return lost
 
 
 def _is_deleted(path: str) -> bool:
-    """True if there is no such file, False also if that is unknown."""
+    """Return True if `path` does not exist or is a folder now; False also if that cannot be checked."""
     try:
         return stat.S_ISDIR(Path(path).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,7 @@
-"""Interface of the processes that embed and prefill during an ingestion: this process, or several (`ray_workers`).
+"""`Workers`: the interface to processes that embed and prefill during an ingestion. Implementation: `ray_workers`.
 
-The ingesting process reads, cuts, indexes and lists missing chunks, so the same chunks are stored under the same keys
-for every number of workers.
+The ingesting process itself reads, splits and indexes documents and lists missing chunks. The keys of chunks therefore
+do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ragblend.engine.api import Engine
 from ragblend.prompt.types import Chunk
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
-"""Prefills chunks that are missing in the engine's store, in order. Yields the stored bytes of each chunk when it is
-done. A variant that follows other chunks comes after them."""
+"""Prefills chunks that are missing in the engine's store, and yields the stored bytes of each finished chunk. Variants
+that are computed after other chunks are prefilled after them."""
 
 
 class Workers(Protocol):
-    """Other processes, which write KV directly to the engine's store."""
+    """Processes that write KV directly to the engine's store."""
 
     @property
     def num_ahead(self) -> int:
         """Largest number of batches of texts that wait for embedding."""
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:
-        """Start to embed `texts` with the embedder of that name. The returned function waits for [n, dim] unit rows."""
+        """Start to embed `texts` with the embedder of this name. The returned function waits for unit rows [n, dim]."""
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
         """Prefill chunks as `Prefill` describes. Chunks that are already stored are skipped and yield 0 bytes."""

@@ -10,7 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.files.output import check_output, write_output
+from ragblend.files.output import check_output_path, write_output
 
 Facts = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def check_plot(place: str | Path | None, option: str = "--plot") -> Path | None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(f"{option} needs matplotlib: pip install 'ragblend[plot]'") from error
-    return check_output(place, option, PICTURE_ENDINGS)
+    return check_output_path(place, option, PICTURE_ENDINGS)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from ragblend.catalog.registry import ChunkRegistry, read_registry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.base import LEAST_QUOTE, LocalEngine
 from ragblend.errors import UsageError
@@ -84,7 +84,7 @@ def find_unmatched_texts(engine: LocalEngine, prompt: Prompt) -> list[UnmatchedT
         ids = engine.renderer.chunk_ids(text)
         return num_matched[ids] > max(0, len(ids) - EDGE - 1)
 
-    with closing(read_registry(engine.store)) as registry:
+    with closing(open_registry(engine.store, create=False)) as registry:
         near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
         return [
             UnmatchedText(

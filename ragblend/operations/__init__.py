@@ -1,1 +1,1 @@
-"""Functions of `ragblend verify`, `gc`, `push`, `sign`, `doctor` and `serve`."""
+"""Implementation of the commands `verify`, `gc`, `push`, `sign`, `doctor` and `serve`."""

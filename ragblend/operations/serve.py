@@ -1,6 +1,6 @@
 """`ragblend serve`: starts vLLM's OpenAI-compatible server with the ragblend connector.
 
-Maps settings to vLLM flags. The process is then replaced by vLLM's.
+Converts settings to vLLM's flags and replaces this process by vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ragblend.catalog.database import find_catalog
+from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.registry import register_shared_model
 from ragblend.config import Settings
 from ragblend.engine.load import register_model, remembered_model
@@ -43,7 +43,7 @@ RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The options of `ragblend serve` itself; all other flags are passed to vLLM."""
+    """Options of `ragblend serve`. All other flags are passed to vLLM."""
 
     settings: Settings = field(default_factory=Settings)
     host: str = LOOPBACK
@@ -54,7 +54,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if (self.settings.model or "").startswith("-"):
             raise UsageError(
-                f"the model is {self.settings.model!r}; put it first: ragblend serve MODEL --store DIR ..."
+                f"the model is {self.settings.model!r}, a flag; write the model first: ragblend serve MODEL --store "
+                "DIR ..."
             )
         if not 0 < self.port < 65536:
             raise UsageError(f"port is {self.port}; choose 1 to 65535")
@@ -62,31 +63,27 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server to start. `environment` has the secrets, which the command line would show to other users.
-
-    `prefix_ids`: ids that the store must hold before the start, because the command only names them; () if the command
-    contains them.
-    """
+    """Command and environment of a server."""
 
     command: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # with the secrets, which a command line would show to other users
     url: str
     store: Path
     checkpoint: Checkpoint
-    prefix_ids: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()  # to write to the store before the start, because `command` only names them
 
     def display_command(self) -> str:
-        """Return the command as text, without API key, passwords and tokens, also those in vLLM's own flags."""
+        """Return the command as text without secrets: API keys, passwords and tokens, also in vLLM's flags."""
         settings = [f"{name}={value}" for name, value in hide_secrets(self.environment).items()]
         command = redact_command(list(self.command))
         return shlex.join(["env", *settings, *command] if settings else command)
 
 
 def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> ServerCommand:
-    """Return the server's command for `options`, with vLLM's own `flags` at its end.
+    """Return the server's command for `options`. vLLM's own `flags` are appended.
 
-    Downloads the model if it is not local, and writes nothing else. Raises RagblendError if the store cannot be served,
-    and, if `check` is set, if vLLM is missing or has an unsupported version.
+    Downloads the model if it is not local, and writes no other file. Raises RagblendError if the store cannot be
+    served. With `check`, also raises it if vLLM is missing or has an unsupported version.
     """
     if check:
         require_vllm()
@@ -98,7 +95,7 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
         open_remote(settings.remote)  # reports an invalid URL here, not in one of vLLM's processes
     urls = {name: str(tiers.pop(name)) for name in ("remote", "catalog") if tiers[name] is not None}
     model = settings.model or remembered_model(settings.store)
-    # vLLM gets the revision's directory, for which it would ignore --revision.
+    # vLLM gets the directory of the revision. For a directory it would ignore --revision.
     revision, flags = split_flag(flags, "--revision")
     checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto", revision=revision))
     transfer = transfer_config(
@@ -116,13 +113,13 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     extra, prefix_ids = transfer["kv_connector_extra_config"], tuple[int, ...]()
     store = Path(extra["store"])
     if _check_store(store, checkpoint) and extra["prefix_ids"]:
-        prefix_ids = tuple(extra.pop("prefix_ids"))  # a system text may have a thousand ids
+        prefix_ids = tuple(extra.pop("prefix_ids"))  # too long for a command: a system text may have a thousand ids
         extra["prefix"] = prefix_name(prefix_ids)
     own = ["--host", options.host, "--port", str(options.port)]
     own += ["--trust-remote-code"] if settings.trust_remote_code else []
     command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
     added = vllm_environment()
-    # Not as flags, which every user of the machine can read.
+    # Secrets are not flags, because every user of the machine can read the command line.
     if options.api_key:
         added[API_KEY] = options.api_key
     added.update({f"RAGBLEND_{name.upper()}": url for name, url in urls.items()})  # the connector reads them there
@@ -132,10 +129,10 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
 
 
 def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
-    """Return True if the store at `path` is writable or can be made. Writes nothing.
+    """Return True if the store at `path` can be written or created. Writes nothing.
 
-    Raises RagblendError for a store that cannot be served: one that is not writable and has no note on this model, or
-    whose note on the ingestion context is damaged.
+    Raises RagblendError for a store that cannot be served: a read-only store without this model's metadata, or a store
+    whose ingestion context is damaged.
     """
     place = next(each for each in (path, *path.parents) if os.path.lexists(each))
     is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
@@ -153,7 +150,7 @@ def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
     if models and own is None:
         held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         log.warning(
-            "the store %s holds KV of %s and none of %s (%s), so no request finds stored KV before its documents are "
+            "the store %s has KV of %s, but none of %s (%s), so no request finds stored KV before its documents are "
             "ingested again: ragblend ingest DOCS --backend http://HOST:PORT --model %s; or choose another `store`",
             path, held, checkpoint.name, checkpoint.dtype, checkpoint.name,
         )  # fmt: skip
@@ -161,11 +158,12 @@ def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _check_keys(path: Path, api_key: str | None) -> None:
-    """Raise UsageError if anything except the tenants' keys would also give access to a request."""
+    """Raise UsageError if another setting than the tenants' `keys` would also give access to the server."""
     read_keys(path)
     if api_key or os.environ.get(API_KEY):
         raise UsageError(
-            f"`keys` and `api_key` (RAGBLEND_API_KEY, {API_KEY}) are both given; write the key into {path}, unset those"
+            f"`keys` and `api_key` (RAGBLEND_API_KEY, {API_KEY}) are both given; write the key into {path}, and unset "
+            "`api_key`"
         )
     if os.environ.get(RESPONSES_STORE, "0") not in ("", "0"):
         raise UsageError(
@@ -174,9 +172,9 @@ def _check_keys(path: Path, api_key: str | None) -> None:
 
 
 def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
-    """Replace this process by the server. Returns only by raising."""
+    """Replace this process by the server. Never returns; raises RagblendError if the server cannot be started."""
     launch = build_server_command(options, flags)
-    catalog, checkpoint = find_catalog(launch.store, options.settings.catalog), launch.checkpoint
+    catalog, checkpoint = resolve_catalog(launch.store, options.settings.catalog), launch.checkpoint
     register_shared_model(catalog, checkpoint.fingerprint, checkpoint.name, new_model=False)
     register_model(launch.store, checkpoint.fingerprint, checkpoint.facts(), True, options.settings.catalog)
     if launch.prefix_ids:

@@ -1,6 +1,6 @@
-"""Sign the entries that a store holds, and check a remote tier's entries in the same way.
+"""Signs the entries of a store, and verifies and repairs the entries of a remote tier.
 
-Works with stores and keys. Does not depend on an index or a model.
+Depends on stores and keys, not on an index or a model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ragblend.ingestion.sync import Progress, ignore_progress
 
 @dataclass(slots=True)
 class SignReport:
-    """Result of `sign_store`. `refused`: entries that are damaged or of unexpected shapes, by key."""
+    """Result of `sign_store`, as numbers of entries."""
 
     num_signed: int = 0
-    num_known: int = 0  # already signed with the key
-    num_notes: int = 0  # notes on models, calibrations and machines
-    refused: dict[str, str] = field(default_factory=dict)
+    num_known: int = 0  # entries that were already signed with the key
+    num_notes: int = 0  # signed metadata files: of models, calibrations and machines
+    refused: dict[str, str] = field(default_factory=dict)  # reason by key: damaged, or of an unexpected shape
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields, with `refused` as a count and the reasons in `refused_keys`."""
+        """Return the fields. `refused` is a count, and `refused_keys` has the reasons."""
         return {**asdict(self), "refused": len(self.refused), "refused_keys": self.refused}
 
 
@@ -43,11 +43,10 @@ def sign_store(
     progress: Progress = ignore_progress,
     kv_dir: str | None = None,
 ) -> SignReport:
-    """Sign with `key` every unsigned entry and note of the directory, also quarantined unsigned ones. Return the
-    counts.
+    """Sign every entry and metadata file of the directory with `key`, including quarantined unsigned entries.
 
-    With `signed_with`, only entries with this key's signature are signed. Without it every intact entry is, so the
-    caller trusts everyone who could write to the store. After an interruption, call it again.
+    signed_with: an older key; then only entries with its signature are signed. Without it, every intact entry is
+    signed, so the caller trusts everyone who could write to the store. After an interruption, call it again.
     """
     report = SignReport()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
@@ -73,7 +72,10 @@ def sign_store(
 
 
 def load_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
-    """Make the stores check entries' shapes against the notes on the models in `disk`."""
+    """Set the expected KV shapes of `disk` and `others` from the models recorded in `disk`.
+
+    The stores then reject entries with other shapes.
+    """
     for fingerprint, facts in disk.models().items():
         if (shape := KVSpec.from_facts(facts)) is not None:
             disk.set_expected_spec(fingerprint, shape)
@@ -82,9 +84,9 @@ def load_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
 
 
 def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
-    """Read every byte of a remote tier. Return the reasons by key for entries that are damaged or not properly signed.
+    """Read every byte of a remote tier. Return the reason by key for entries that are damaged or wrongly signed.
 
-    `store`: its notes describe the models' KV. Raises BackendUnreachableError if the remote tier does not answer.
+    store: the directory with the models' KV shapes. Raises BackendUnreachableError if the remote tier does not answer.
     """
     status = remote.status()
     if not status.reachable:
@@ -94,7 +96,7 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
 
 
 def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str], *, kv_dir: str | None = None) -> int:
-    """Delete a remote tier's `damaged` entries and send those that the directory has. Return the number sent."""
+    """Delete the entries with these keys from a remote tier, and send the directory's copies. Return their number."""
     disk, sent = DiskStore(store, create=False, kv_dir=kv_dir), 0
     for key in damaged:
         remote.delete(key)

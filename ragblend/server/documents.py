@@ -23,16 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from ragblend.catalog.database import find_catalog
+from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.leases import LEASE_S, Leases
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentName, StoredCounts
 from ragblend.catalog.sent_documents import (
-    DocumentTable,
     SentDocument,
-    StoredCounts,
+    SentDocumentTable,
     WaitingDocument,
-    document_name,
+    lease_name,
 )
 from ragblend.catalog.vectors import normalize_rows
 from ragblend.chunker import split
@@ -85,8 +84,8 @@ class Documents:
         *,
         catalog: str | None = None,
     ) -> None:
-        place = find_catalog(root, catalog)
-        self._table = DocumentTable(place)
+        place = resolve_catalog(root, catalog)
+        self._table = SentDocumentTable(place)
         self._leases = Leases(str(place)) if self._table.is_shared else None
         self._held, self._renew_at_s = set[str](), 0.0
         self._lock_path = root / LOCK_FILE
@@ -134,7 +133,7 @@ class Documents:
                 if not ids:
                     return 0, 0
                 self._table.begin_removal(namespace, collection, ids)
-                names = [document_name(namespace, collection, each) for each in ids]
+                names = [lease_name(namespace, collection, each) for each in ids]
                 with self._leased(names, _REMOVAL_WAIT_S) as leased:
                     if len(leased) < len({*names}):
                         raise _BusyError("another server is storing these documents; try again")
@@ -153,7 +152,7 @@ class Documents:
             done = total = 0
         return {
             "collections": self._table.summarize(namespace, collection, ingestion),
-            "reasons": self._table.with_reason(namespace, collection, ingestion, MAX_REASONS),
+            "reasons": self._table.documents_with_reason(namespace, collection, ingestion, MAX_REASONS),
             "batch": {"num_done": done, "num_chunks": total},
         }
 
@@ -192,11 +191,11 @@ class Documents:
                 if self._leases is None:
                     batch = self._table.waiting(_BATCH, _BATCH_CHARS)
                 else:
-                    batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.others())
+                    batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.leased_by_others())
                 if not batch:
                     return False
-                with self._leased([row.name for row in batch]) as leased:
-                    mine = self._table.still_waiting(row for row in batch if row.name in leased)
+                with self._leased([row.lease_name for row in batch]) as leased:
+                    mine = self._table.still_waiting(row for row in batch if row.lease_name in leased)
                     for _, rows in groupby(mine, lambda row: row.body.get("embedder", "")):
                         self._store([*rows])
                 return True

@@ -1,4 +1,4 @@
-"""The folder of an earlier version, whose index had a database of its own, is read into the catalogue once."""
+"""The index database of an earlier version is copied into the catalogue once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragblend.catalog import former
+from ragblend.catalog import former_files
 from ragblend.catalog.index_rows import IngestedFile, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName, text_key
@@ -22,7 +22,7 @@ from ragblend.index import ChunkIndex, open_index
 
 HERE = Path(__file__).parent
 DUMPS = {FORMER_INDEX_FILE: "former_index.sql", CATALOG_FILE: "former_catalog.sql"}
-"""What `chunks.sqlite` and `catalog.sqlite` had, as the last version with an index of its own wrote them."""
+"""Write `chunks.sqlite` and `catalog.sqlite` as the last version with a separate index database did."""
 OWNER = DocumentName("index:1efb8f56cf484f9e95d941d216b3d3d6")
 DARK, ROCK, GREY, SPLITS = "Basalt is dark.", "Basalt is a rock.", "Slate is grey.", "Slate splits."
 
@@ -51,7 +51,7 @@ def assert_whole(index: ChunkIndex) -> None:
     assert index.sources("precomputed") == ["/d/a.md"]
     assert [chunk.text for chunk in index.chunks()] == [DARK, ROCK, GREY, DARK]
     assert dict(next(index.chunks()).metadata) == {"title": "/d/"}
-    assert (index.manifest.chunk_size, index.manifest.generation, index.registry_name) == (64, 5, OWNER.collection)
+    assert (index.manifest.chunk_size, index.manifest.generation, index.collection) == (64, 5, OWNER.collection)
     left = index.orphaned_texts()
     assert (left.texts, left.sources, left.source_of) == ((SPLITS,), (), {SPLITS: "/d/b.md"})
     pending = PendingDeletion("entry-x", "redis://far", "/d/b.md", text_key(b"Chalk is soft.".decode()))
@@ -60,7 +60,7 @@ def assert_whole(index: ChunkIndex) -> None:
     np.testing.assert_array_equal(index.embed([DARK]), HashingEmbedder(8).embed([DARK]))
     assert index.registry.texts_of(OWNER) == {DARK, ROCK, GREY, SPLITS}
     assert index.registry.texts_of(DocumentName("langchain", "9")) == {"Of a framework."}
-    assert index.registry.stored() == {"entry-a": "model"}
+    assert index.registry.stored_entries() == {"entry-a": "model"}
     assert index.find_problems() == []
 
 
@@ -68,8 +68,9 @@ def test_the_index_is_read_in_once(folder: Path, caplog: pytest.LogCaptureFixtur
     for _ in range(2):
         with open_index(folder, HashingEmbedder(8)) as index:
             assert_whole(index)
+    former = folder / FORMER_INDEX_FILE
     assert [record.message for record in caplog.records] == [
-        f"{folder / FORMER_INDEX_FILE} was written by an earlier version: its 3 documents are in the catalogue now"
+        f"{former} was written by an earlier version; its 3 documents were copied into the catalogue"
     ]
     assert sorted(path.name for path in folder.iterdir()) == [CATALOG_FILE, VECTORS_FILE]
 
@@ -94,10 +95,10 @@ def test_a_reading_that_is_cut_short_anywhere_is_finished_by_the_next(
         path.unlink(missing_ok=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(former, "remove_file", killed)
+        patch.setattr(former_files, "remove_file", killed)
         with pytest.raises(KeyboardInterrupt):
             open_index(folder, HashingEmbedder(8))
-    with sqlite3.connect(folder / CATALOG_FILE) as file:  # another process, which had it open, changes it meanwhile
+    with sqlite3.connect(folder / CATALOG_FILE) as file:  # another process has it open and changes it
         assert file.execute("SELECT count(*) FROM chunks").fetchone() == (4,)
         file.execute("DELETE FROM pending_deletions")
     file.close()
@@ -116,16 +117,16 @@ def test_damaged_rows_are_found_in_the_catalogue(folder: Path) -> None:
         change(folder / FORMER_INDEX_FILE, statement)
     with ChunkRegistry(folder / CATALOG_FILE) as registry:
         assert [problem.partition(": ")[2] for problem in registry.find_problems()] == [
-            "1 documents are not what was written",
-            "1 chunks are not what was written",
+            "the checksums of 1 documents do not match",
+            "the checksums of 1 chunks do not match",
         ]
-    with pytest.raises(CorruptError, match="not what was written"):
+    with pytest.raises(CorruptError, match=r"checksum of chunk .* does not match"):
         open_index(folder, HashingEmbedder(8))
 
 
 def test_a_former_index_of_another_version_is_refused_and_a_damaged_one_is_said(folder: Path) -> None:
     change(folder / FORMER_INDEX_FILE, "PRAGMA user_version = 2")
-    with pytest.raises(StoreMismatchError, match="index schema 2, this ragblend reads 3"):
+    with pytest.raises(StoreMismatchError, match="index schema 2, but this ragblend reads schema 3"):
         open_index(folder, HashingEmbedder(8))
     (folder / FORMER_INDEX_FILE).write_bytes(b"not a database at all" * 100)
     with pytest.raises(CorruptError, match=r"chunks\.sqlite is damaged .* ingest the documents again"):

@@ -1,4 +1,4 @@
-"""KnownChunks find what their registry has for one tokenizer and one namespace, whoever added it."""
+"""KnownChunks finds the registered chunks of one tokenizer and one namespace, added by any process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_processes_see_what_the_other_adds_and_removes(kept_place: str | Path) -
 
 
 def test_additions_and_removals_in_any_order_are_followed(kept_place: str | Path) -> None:
-    """Few removals leave the index as it is, many have it built anew; the registry may be closed in between."""
+    """After many removals the index is built again, after few it is not; the registry may be closed in between."""
     rng, count, expected = random.Random(0), 30, set[int]()
     writer, reader = (KnownChunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
     for _ in range(40):
@@ -106,7 +106,7 @@ def test_namespaces_and_tokenizers_are_apart(any_place: str | Path | None) -> No
         assert [f"text {other}" in each for other in range(4)] == [other == number for other in range(4)]
     known[0].remove("the same text")
     assert [len(chunks_found(each, 8)) for each in known] == [1, 2, 2, 2]
-    registry.remove(["the same text"])  # the text is gone, whoever had its ids
+    registry.remove(["the same text"])  # deletes the ids of all tokenizers and namespaces
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
     assert chunks_found(known, 4) == chunks_found(KnownChunks(ChunkRegistry(path), "t", ""), 4) == left
     assert ("text 0" in known, "text 3" in known) == (0 in left, False)
     assert [problem.rpartition(": ")[2] for problem in registry.find_problems()] == [
-        "1 token ids of texts are not what was written"
+        "the checksums of 1 token ids of texts do not match"
     ]
     if damage == "ids cut":
         registry.remove_damaged_rows()

@@ -17,7 +17,7 @@ from postgres import PASSWORD, PostgresServer, fresh_schema, start_postgres
 
 from ragblend import load_engine
 from ragblend.catalog import known_chunks
-from ragblend.catalog.database import find_catalog
+from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import SCHEMA_VERSION, DocumentName
@@ -70,19 +70,19 @@ def refused(kind: type[BaseException], call: Callable[[], object], *words: str) 
 
 def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_catalog: str) -> None:
     one, other = ChunkRegistry(shared_catalog), ChunkRegistry(shared_catalog)
-    versions = [one.version()]
+    versions = [one.change_counter()]
     for change in (
         lambda: other.add(["a"]),
         lambda: other.add_ids([("a", IDS)], "t", ""),
-        lambda: other.record_entry("0" * 32, [IDS], ""),
+        lambda: other.record_entry_chunks("0" * 32, [IDS], ""),
         lambda: one.release(["a"]),
     ):
         change()
-        versions.append(one.version())
-        assert one.version() == versions[-1]
+        versions.append(one.change_counter())
+        assert one.change_counter() == versions[-1]
     assert len({*versions}) == 5
     refused(KeyboardInterrupt, lambda: other.add(interrupted("b")))  # inside of its transaction
-    assert (one.version(), len(one)) == (versions[-1], 0)
+    assert (one.change_counter(), len(one)) == (versions[-1], 0)
 
 
 def test_processes_that_write_at_the_same_time_exclude_each_other(shared_catalog: str) -> None:
@@ -144,7 +144,9 @@ def test_a_server_that_was_restarted_is_found_again_by_the_next_call(own_server:
     registry.add(["before"])
     own_server.stop(stop)
     for _ in range(2):
-        refused(BackendUnreachableError, lambda: registry.add(["meanwhile"]), "127.0.0.1", "/postgres", "refused")
+        refused(
+            BackendUnreachableError, lambda: registry.add(["during the outage"]), "127.0.0.1", "/postgres", "refused"
+        )
     own_server.start()
     assert registry.add(["after"]) == 1
     assert list(registry.texts()) == ["before", "after"]
@@ -203,8 +205,8 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
     assert "text" in known
     said = [record.getMessage() for record in caplog.records if record.name == known_chunks.__name__]
     assert [message.partition(":")[0] for message in said] == [
-        "no stored chunk is found in prompts, which are prefilled whole",
-        "the catalogue answers again",
+        "no stored chunk is found, so prompts are prefilled without stored KV",
+        "the catalogue answers again, so stored chunks are found in prompts",
     ]
 
 
@@ -247,12 +249,12 @@ def test_a_writer_that_does_not_end_is_reported(shared_catalog: str, monkeypatch
 def test_who_may_not_open_it_is_told_what_to_correct(postgres: str) -> None:
     wrong = postgres.replace("hush%2Fhush", "other%2Fsecret")
     PIECES.extend(["other/secret", "other%2Fsecret", "secret"])
-    text = refused(BackendUnreachableError, lambda: ChunkRegistry(wrong), "refuses the connection", "password")
+    text = refused(BackendUnreachableError, lambda: ChunkRegistry(wrong), "rejects the connection", "password")
     assert "postgresql://***@127.0.0.1" in text
     missing = postgres.removesuffix("/postgres") + "/nowhere"
-    refused(BackendUnreachableError, lambda: ChunkRegistry(missing), "refuses the connection", "nowhere")
-    nobody = "postgresql://user:hush%2Fhush@127.0.0.1:1/postgres"
-    refused(BackendUnreachableError, lambda: ChunkRegistry(nobody), "does not answer", "refused", "127.0.0.1:1")
+    refused(BackendUnreachableError, lambda: ChunkRegistry(missing), "rejects the connection", "nowhere")
+    unused_port = "postgresql://user:hush%2Fhush@127.0.0.1:1/postgres"
+    refused(BackendUnreachableError, lambda: ChunkRegistry(unused_port), "does not answer", "refused", "127.0.0.1:1")
     unknown = "postgresql://user:hush%2Fhush@nowhere.invalid/postgres"
     refused(BackendUnreachableError, lambda: ChunkRegistry(unknown), "nowhere.invalid")
     refused(UsageError, lambda: ChunkRegistry(postgres + "?foo=hush"), "cannot be read", "postgresql://USER")
@@ -274,7 +276,7 @@ def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(
     execute(own_server.url, "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
         "'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$",
         "CREATE TRIGGER full_disk BEFORE INSERT ON texts EXECUTE FUNCTION full_disk()")  # fmt: skip
-    refused(StoreFullError, lambda: registry.add(["more"]), "has no room", "No space left on device")
+    refused(StoreFullError, lambda: registry.add(["more"]), "has no free space", "No space left on device")
     execute(own_server.url, "DROP TRIGGER full_disk ON texts")
     assert registry.add(["more"]) == 1
 
@@ -287,7 +289,7 @@ def test_all_connections_taken_is_named(own_server: PostgresServer) -> None:
     )
     url = own_server.url.replace("://ragblend:", "://one:")
     with psycopg.connect(url):
-        refused(BackendUnreachableError, lambda: ChunkRegistry(url), "refuses the connection", "max_connections")
+        refused(BackendUnreachableError, lambda: ChunkRegistry(url), "rejects the connection", "max_connections")
 
 
 def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> None:
@@ -296,10 +298,10 @@ def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> No
         execute(url, "UPDATE catalog_meta SET value = '0' WHERE name = 'schema'")
         from ragblend.catalog import postgres as dialect
 
-        refused(StoreMismatchError, lambda: ChunkRegistry(url), "version 0 of a catalogue")
+        refused(StoreMismatchError, lambda: ChunkRegistry(url), "a catalogue of version 0")
         made = f"UPDATE catalog_meta SET value = '{SCHEMA_VERSION}' WHERE name = 'schema'"
         execute(url, made, "DROP TABLE texts CASCADE")
-        refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "other tables than a catalogue")
+        refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "not a catalogue, its tables differ")
         assert dialect.is_postgres_url(url)
     refused(StoreNotWritableError, lambda: ChunkRegistry(f"{postgres}?options=-csearch_path%3Dnone"), "schema")
 
@@ -323,18 +325,18 @@ def test_a_catalogue_has_the_documents_of_one_model_unless_another_is_added(
         registry.add_model("f" * 8, "other", new_model=False)
     with load_engine("demo", tmp_path / "two", catalog=shared_catalog) as engine:
         engine.precompute("A text.")
-        assert list(engine.known_chunks._registry.stored()) == []
+        assert list(engine.known_chunks._registry.stored_entries()) == []
     assert not (tmp_path / "two" / CATALOG_FILE).exists()
 
 
 def test_a_catalogue_is_where_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_catalog(tmp_path) == tmp_path / CATALOG_FILE
-    assert find_catalog(tmp_path, "postgresql://a@b/c") == "postgresql://a@b/c"
+    assert resolve_catalog(tmp_path) == tmp_path / CATALOG_FILE
+    assert resolve_catalog(tmp_path, "postgresql://a@b/c") == "postgresql://a@b/c"
     monkeypatch.setenv("RAGBLEND_CATALOG", "postgres://d@e/f")
-    assert find_catalog(tmp_path) == "postgres://d@e/f"
+    assert resolve_catalog(tmp_path) == "postgres://d@e/f"
     monkeypatch.setenv("RAGBLEND_CATALOG", "mysql://d:hush@e/f")
     with pytest.raises(UsageError, match=r"catalog is 'mysql://.*choose postgresql://") as caught:
-        find_catalog(tmp_path)
+        resolve_catalog(tmp_path)
     assert "hush" not in str(caught.value)
 
 
@@ -344,7 +346,7 @@ def test_a_damaged_row_is_found(shared_catalog: str) -> None:
     registry.add_ids([("text", IDS)], "t", "")
     execute(shared_catalog, "UPDATE token_ids SET ids = substr(ids, 1, 80)")
     assert [problem.rpartition(": ")[2] for problem in registry.find_problems()] == [
-        "1 token ids of texts are not what was written"
+        "the checksums of 1 token ids of texts do not match"
     ]
     registry.remove_damaged_rows()
     assert registry.find_problems() == []

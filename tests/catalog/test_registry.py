@@ -128,7 +128,7 @@ def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
 def test_damaged_file_is_corrupt(tmp_path: Path) -> None:
     path = tmp_path / "r"
     path.write_bytes(b"not a database at all, but long enough to be read as one" * 20)
-    with pytest.raises(CorruptError, match=r"Mend it: ragblend verify --repair.*or delete "):
+    with pytest.raises(CorruptError, match=r"Repair it: ragblend verify --repair.*or delete "):
         ChunkRegistry(path)
 
 
@@ -235,15 +235,15 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(
             DocumentName("langchain", "a/b"): 1,
         }
         assert registry.version_of(DocumentName("langchain", "a/b")) == ("v1" if version == 5 else "")
-        assert registry.stored() == {"entry-a": "model", "entry-b": "model"}
+        assert registry.stored_entries() == {"entry-a": "model", "entry-b": "model"}
         variants = [SimilarVariant("entry-b", SLATE, b"1234", True), SimilarVariant("entry-c", CHALK, b"5678")]
         assert [each for _, each in registry.variants_after(0, "words 1")] == (variants if version == 5 else [])
         assert registry.has_ids(BASALT, "t", "") == (version > 3)
-        assert registry.has_all_entries(tmp_path) == (version == 5)
-        assert registry.entries_of([(1, 2)], "tenant") == [["entry-b"] if version == 5 else []]
+        assert registry.has_all_entry_chunks(tmp_path) == (version == 5)
+        assert registry.entries_of_chunks([(1, 2)], "tenant") == [["entry-b"] if version == 5 else []]
         assert registry.find_problems() == other.find_problems() == []
     assert [record.message for record in caplog.records if str(former) in record.message] == [
-        f"{former} was written by an earlier version: its 3 texts are in the catalogue now"
+        f"{former} was written by an earlier version; its 3 texts were copied into the catalogue"
     ]
     assert [path.name for path in tmp_path.iterdir()] == [CATALOG_FILE]
 
@@ -253,13 +253,13 @@ def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path:
     write_former(tmp_path, *damages, "UPDATE text_holders SET document = 'other' WHERE document = 'langchain/a/b'")
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
         assert [problem.partition(": ")[2] for problem in registry.find_problems()] == [
-            "1 texts are not what was written",
-            "4 entries of chunks are not what was written",
+            "the checksums of 1 texts do not match",
+            "the checksums of 4 entries of chunks do not match",
         ]
         assert registry.documents_of(SLATE) == [DocumentName("index:1f")]
         registry.remove_damaged_rows()
         assert (list(registry.texts()), registry.find_problems()) == ([SLATE, CHALK], [])
-        assert not registry.has_all_entries(tmp_path), "the entries in the folder are read again"
+        assert not registry.has_all_entry_chunks(tmp_path), "the entries in the folder are read again"
 
 
 def test_a_registry_of_an_earlier_version_that_is_only_read_stays(
@@ -280,25 +280,25 @@ def test_a_damaged_registry_of_an_earlier_version_is_corrupt(tmp_path: Path) -> 
 
 
 def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(registry: ChunkRegistry) -> None:
-    registry.record_entry("alone", [(1, 2)], "")
-    registry.record_entry("similar", [(1, 2), (3, 4, 9)], "")
-    registry.record_entry("similar", [(1, 2), (3, 4, 9)], "")
-    registry.record_entry("others", [(1, 2)], "tenant")
-    assert registry.entries_of([(1, 2), (3, 4, 9), (3, 4)], "") == [["alone", "similar"], ["similar"], []]
-    assert registry.entries_of([(1, 2)], "tenant") == [["others"]]
-    registry.remove_entries(["similar", "unknown", ""])
-    assert registry.entries_of([(1, 2), (3, 4, 9)], "") == [["alone"], []]
+    registry.record_entry_chunks("alone", [(1, 2)], "")
+    registry.record_entry_chunks("similar", [(1, 2), (3, 4, 9)], "")
+    registry.record_entry_chunks("similar", [(1, 2), (3, 4, 9)], "")
+    registry.record_entry_chunks("others", [(1, 2)], "tenant")
+    assert registry.entries_of_chunks([(1, 2), (3, 4, 9), (3, 4)], "") == [["alone", "similar"], ["similar"], []]
+    assert registry.entries_of_chunks([(1, 2)], "tenant") == [["others"]]
+    registry.remove_entry_chunks(["similar", "unknown", ""])
+    assert registry.entries_of_chunks([(1, 2), (3, 4, 9)], "") == [["alone"], []]
 
 
 def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry: ChunkRegistry) -> None:
-    registry.record_entry("alone", [(1, 2)], "")
-    registry.set_has_all_entries(Path("store"))
-    assert registry.has_all_entries(Path("store"))
+    registry.record_entry_chunks("alone", [(1, 2)], "")
+    registry.set_has_all_entry_chunks(Path("store"))
+    assert registry.has_all_entry_chunks(Path("store"))
     with registry._write() as connection:
         connection.exec_driver_sql("UPDATE entry_chunks SET namespace = 'other' WHERE entry = 'alone'")
-    assert registry.entries_of([(1, 2)], "other") == [[]], "a damaged record is no answer"
+    assert registry.entries_of_chunks([(1, 2)], "other") == [[]], "a damaged record is no answer"
     registry.remove_damaged_rows()
-    assert not registry.has_all_entries(Path("store"))
+    assert not registry.has_all_entry_chunks(Path("store"))
 
 
 def test_a_document_has_one_version(registry: ChunkRegistry) -> None:

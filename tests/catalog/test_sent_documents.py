@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.sent_documents import DocumentTable, SentDocument, StoredCounts
+from ragblend.catalog.schema import StoredCounts
+from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_SERVER_FILE
 
 
-def send(table: DocumentTable, *ids: str, namespace: str = "", text: str = "text") -> str:
+def send(table: SentDocumentTable, *ids: str, namespace: str = "", text: str = "text") -> str:
     return table.add(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])
 
 
@@ -19,8 +20,8 @@ def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog:
     former = tmp_path / FORMER_SERVER_FILE
     with closing(sqlite3.connect(former)) as file:
         file.executescript(Path(__file__).with_name("former_documents.sql").read_text())
-    ChunkRegistry(tmp_path / CATALOG_FILE).close()  # whoever opens the folder first
-    with DocumentTable(tmp_path / CATALOG_FILE) as table:
+    ChunkRegistry(tmp_path / CATALOG_FILE).close()  # the first process that opens the folder
+    with SentDocumentTable(tmp_path / CATALOG_FILE) as table:
         assert not former.exists()
         found = table.get("", "notes", "1")
         assert found is not None
@@ -29,11 +30,13 @@ def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog:
         assert [(each.namespace, each.id, each.body) for each in table.waiting(10, 1000)] == [
             ("tenant", "1", {"chunks": ["Chalk is soft."]})
         ]
-    assert f"{former} was written by an earlier version: its 3 documents are in the catalogue now" in caplog.messages
+    assert (
+        f"{former} was written by an earlier version; its 3 documents were copied into the catalogue" in caplog.messages
+    )
 
 
 def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place: str | Path) -> None:
-    with DocumentTable(kept_place) as table:
+    with SentDocumentTable(kept_place) as table:
         send(table, "1", "2")
         send(table, "3", namespace="tenant")
         send(table, "1", text="of another version")
@@ -43,7 +46,7 @@ def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_se
 
 
 def test_what_was_sent_again_meanwhile_is_not_finished(kept_place: str | Path) -> None:
-    with DocumentTable(kept_place) as table, DocumentTable(kept_place) as other:
+    with SentDocumentTable(kept_place) as table, SentDocumentTable(kept_place) as other:
         send(table, "1")
         (first,) = table.waiting(10, 1000)
         send(other, "1")
@@ -56,11 +59,11 @@ def test_what_was_sent_again_meanwhile_is_not_finished(kept_place: str | Path) -
 
 
 def test_a_removed_document_is_neither_waiting_nor_in_the_file(kept_place: str | Path, tmp_path: Path) -> None:
-    with DocumentTable(kept_place) as table:
+    with SentDocumentTable(kept_place) as table:
         send(table, "1", "2", text="a secret")
         table.begin_removal("", "notes", ["1"])
         assert [each.id for each in table.waiting(10, 1000)] == ["2"]
-        assert [each["id"] for each in table.with_reason("", None, None, 10)] == ["1"]
+        assert [each["id"] for each in table.documents_with_reason("", None, None, 10)] == ["1"]
         assert table.remove("", "notes", ["1", "2", "unknown"]) == 2
         assert table.ids("", "notes") == []
         assert not any(b"a secret" in path.read_bytes() for path in tmp_path.iterdir())

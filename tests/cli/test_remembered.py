@@ -80,7 +80,7 @@ def test_a_damaged_metadata_file_is_an_error_and_repair_deletes_it(run: CommandR
     assert (code, "store.json is damaged" in err) == (4, True), err
     assert run("verify")[0] == 4
     code, out, err = run("verify", "--repair", "--model", "demo")
-    assert (code, "store.json is dropped" in out) == (0, True), out + err
+    assert (code, "store.json was removed" in out) == (0, True), out + err
     assert run("verify")[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""What a folder shows: each file once, in order, without what nobody means; and how people may name it."""
+"""A scan lists each file of a folder once, in order, without excluded ones; names of sources match documents."""
 
 from __future__ import annotations
 

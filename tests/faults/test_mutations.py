@@ -25,7 +25,7 @@ from commands import run_command
 from places import text_about
 
 from ragblend import Prompt, load_engine
-from ragblend.catalog.database import drop_catalog
+from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.api import Engine
@@ -140,7 +140,7 @@ def contents(work: Path) -> dict[str, Any]:
             "chunks": [(chunk, dict(chunk.metadata)) for chunk in sorted(index.chunks(), key=lambda each: each.id)],
             "vectors": vectors,
             "texts": sorted(registry.texts()),
-            "stored": registry.stored(),
+            "stored": registry.stored_entries(),
             "held": sorted(registry.texts_of(DocumentName())),
             "token ids": sorted(tuple(ids) for _, ids in registry.ids_after(0, demo_tokenizer(), "")),
         }
@@ -265,7 +265,7 @@ def repair(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: 
             return
     except RagblendError as error:
         counts["fixes named"] += error.exit_code in DOCUMENTED
-    drop_catalog(work / "kv")
+    delete_catalog_files(work / "kv")
     bring_in(work, engine)
     run_command("verify", "--repair", *place)
     counts["repaired by ingesting again"] += 1

@@ -9,7 +9,7 @@ import pytest
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.errors import StoreNotWritableError
 from ragblend.files import network
-from ragblend.files.network import network_file_system
+from ragblend.files.network import parse_network_file_system
 from ragblend.files.store_folder import CATALOG_FILE
 
 MOUNTS = r"""
@@ -37,7 +37,7 @@ FOUND = {
 
 @pytest.mark.parametrize(("path", "expected"), FOUND.items())
 def test_the_file_system_of_a_path(path: str, expected: str) -> None:
-    assert network_file_system(Path(path), MOUNTS) == expected
+    assert parse_network_file_system(Path(path), MOUNTS) == expected
 
 
 def test_a_catalogue_in_a_file_on_one_is_refused_with_the_way_to_share_it(

@@ -123,5 +123,5 @@ def test_what_is_opened_by_a_relative_path_stays_where_it_is(tmp_path, monkeypat
     assert list(Path().iterdir()) == []
     with open_index(tmp_path / "index") as again:
         assert again.sources() == ["a"]
-    with pytest.raises(NotFoundError, match="no documents in index; add some: ragblend ingest DOCS --store index"):
+    with pytest.raises(NotFoundError, match="index has no documents; add some: ragblend ingest DOCS --store index"):
         open_index("index")

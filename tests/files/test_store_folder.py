@@ -42,7 +42,7 @@ def assert_whole(folder: Path) -> None:
     assert disk.read_context() == "similar"
     with open_registry(disk) as registry:
         assert TEXT in registry
-        assert len(registry.similar_entries()) == 2
+        assert len(registry.stored_variants()) == 2
     with open_index(folder) as index:
         assert index.search("roof garden", 1)[0].chunk.text == TEXT
     report = verify_store(folder)
@@ -56,9 +56,9 @@ def assert_whole(folder: Path) -> None:
 @pytest.mark.parametrize("named", [".", "kv", "index"])
 def test_the_two_former_folders_are_one_store_under_either_name(former: Path, named: str, caplog) -> None:
     open_index(former / named).close()
-    assert [record.message.rpartition(": ")[2] for record in caplog.records][-2:] == [
-        "its 4 texts are in the catalogue now",
-        "its 2 documents are in the catalogue now",
+    assert [record.message.rpartition("; ")[2] for record in caplog.records][-2:] == [
+        "its 4 texts were copied into the catalogue",
+        "its 2 documents were copied into the catalogue",
     ]
     caplog.clear()
     assert_whole(former)
@@ -142,7 +142,7 @@ def test_a_database_in_use_is_not_moved(former: Path, monkeypatch) -> None:
     with closing(sqlite3.connect(former / "index" / "chunks.sqlite", isolation_level=None)) as used:
         used.execute("PRAGMA journal_mode = WAL").fetchall()
         used.execute("BEGIN IMMEDIATE")
-        with pytest.raises(RagblendError, match="end the processes that use it"):
+        with pytest.raises(RagblendError, match="stop the processes that use it"):
             open_index(former)
     assert_whole(former)
 

@@ -75,15 +75,15 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
         assert engine.store.read_context() == "similar"
         assert contexts_of(engine) == ["none", "similar", "similar"]
     with load_engine(deep_model, tmp_path / "replica", remote=url, on_miss="inline") as engine:
-        assert contexts_of(engine) == ["none", "similar", "similar"]  # nobody told it
-    with load_engine(deep_model, tmp_path / "told", context="none", on_miss="inline") as engine:
+        assert contexts_of(engine) == ["none", "similar", "similar"]  # read from the store
+    with load_engine(deep_model, tmp_path / "none", context="none", on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 4
         assert engine.store.read_context() == "none"
-    with load_engine(deep_model, tmp_path / "told", on_miss="inline") as engine:
+    with load_engine(deep_model, tmp_path / "none", on_miss="inline") as engine:
         assert contexts_of(engine) == ["none"] * 3
         assert {engine.key(text) for text in prompt.chunks} == set(engine.likely_keys(prompt.chunks))
         with open_engine_index(docs.parent / "kv", engine, create=False) as index:
-            assert precompute_index(engine, index).num_new_kv == 0, "it was told to keep them alone"
+            assert precompute_index(engine, index).num_new_kv == 0, "the context none was requested"
             assert precompute_index(engine, index, context="similar").num_new_kv == 4
         assert engine.store.read_context() == "similar"
     with open_index(docs.parent / "kv") as index:
@@ -133,7 +133,7 @@ def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, op
         lost = {name for name, others in behind.items() if "fox" in others}
         kept = set(TEXTS) - lost - {"fox"}
         assert lost == {"kern", "bell"}
-        disk.delete(headers["bell"].key)  # evicted here, or made by another machine: it tells nothing any more
+        disk.delete(headers["bell"].key)  # evicted here, or stored by another machine, so its header is unknown
         for tier in engine.store.tiers[:1]:
             tier.delete(headers["bell"].key)
         with open_engine_index(tmp_path / "kv", engine, create=False) as index:

@@ -83,7 +83,7 @@ def test_a_text_of_two_collections_that_leaves_one_keeps_its_kv(engine: Transfor
 def test_what_a_command_names_is_removed_from_one_collection(engine: TransformersEngine) -> None:
     for collection, text in (("first", BASALT), ("second", SLATE), ("second", CHALK)):
         add(engine, text, "2" if text == CHALK else "1", collection)
-    with pytest.raises(UsageError, match="'1' is a document of the collections 'first', 'second'; name one"):
+    with pytest.raises(UsageError, match="'1' is a document in the collections 'first', 'second'; name one"):
         find_added_documents("1", engine)
     assert find_added_documents("unknown", engine) == []
     assert remove_added_documents(find_added_documents("first/1", engine), engine) == (1, 1)

@@ -101,7 +101,7 @@ def assert_same(ours: Path, theirs: Path) -> None:
 
 
 def entries(home: Path) -> dict[str, int]:
-    """What is stored: an entry that is written again is another file, with an inode of its own."""
+    """Return the stored files with their inodes. An entry that is written again has another inode."""
     return {path.name: path.stat().st_ino for path in (home / "kv").glob("kv/??/*.safetensors")}
 
 
@@ -112,7 +112,7 @@ def find_no_cluster(**options: Any) -> None:
 def test_what_cannot_be_shared_out_is_refused(tmp_path, capsys, monkeypatch):
     with pytest.raises(UsageError, match="choose 1 or more"):
         RayWorkers("demo", tmp_path, count=0)
-    with pytest.raises(UsageError, match="prefills itself"):
+    with pytest.raises(UsageError, match="prefills in its own process"):
         RayWorkers("demo", tmp_path, backend="http://localhost:8000")
     # Another test of this machine may have a cluster, which "auto" would find.
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -192,11 +192,13 @@ def test_a_driver_that_is_killed_goes_on_with_the_same_command(corpus, alone, tm
         assert second.poll() is None
         time.sleep(0.01)
     os.kill(at_work.pop(), signal.SIGKILL)
-    told = json.loads(second.communicate()[0])  # and nothing else: Ray tells of the death elsewhere
+    report = json.loads(second.communicate()[0])  # and no other output: Ray logs the death of the worker
     assert second.returncode == 0
     assert_same(tmp_path, alone("none"))
     stored = entries(tmp_path)
-    assert told["num_new_kv"] + told["num_known_kv"] == len(stored) < told["num_chunks"]  # a text that repeats is one
+    assert (
+        report["num_new_kv"] + report["num_known_kv"] == len(stored) < report["num_chunks"]
+    )  # a text that repeats is one
     assert {name: stored[name] for name in seen} == seen
 
 
@@ -208,7 +210,7 @@ def test_what_goes_wrong_in_a_worker_is_said_here(corpus, cluster, tmp_path):
             run(corpus, engine, tmp_path, workers=workers)
         with (
             RayWorkers("demo", tmp_path / "kv", count=1, dtype="bfloat16") as workers,
-            pytest.raises(StoreMismatchError, match="not the model that ingests"),
+            pytest.raises(StoreMismatchError, match="other weights, another dtype or another tokenizer"),
         ):
             run(corpus, engine, tmp_path, workers=workers)
         run(corpus, engine, tmp_path)  # the index that was left goes on

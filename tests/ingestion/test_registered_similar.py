@@ -32,7 +32,7 @@ FOX, KERN, BELL, MOSS = ALL = tuple(TEXTS.values())
 
 @pytest.fixture(autouse=True)
 def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is alike does not hang on which extras are installed."""
+    """Use an embedder that does not depend on the installed extras."""
     monkeypatch.setattr(registered_similar, "_default_embedder", HashingEmbedder)
 
 
@@ -96,7 +96,7 @@ def in_langchain(engine: TransformersEngine) -> Callable[[str], object]:
 
 def in_langchain_replaced(engine: TransformersEngine) -> Callable[[str], object]:
     store = langchain_store(engine)
-    return lambda text: store.add_documents([Document("Nothing of it is left, whatever it was.", id=text)])
+    return lambda text: store.add_documents([Document("Another text replaces all of it.", id=text)])
 
 
 def in_llamaindex(engine: TransformersEngine) -> Callable[[str], object]:
@@ -169,7 +169,7 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
     assert 0 < len(left) < len(before)
     assert not any(MOSS in texts_in(engine, header) for header in left)
     with open_registry(engine.store) as registry:
-        assert registry.entries_of([engine.renderer.chunk_ids(text) for text in (BELL, MOSS)], "") == [[], []]
+        assert registry.entries_of_chunks([engine.renderer.chunk_ids(text) for text in (BELL, MOSS)], "") == [[], []]
 
 
 def test_removing_one_chunk_reads_no_other_entry(opened, monkeypatch):

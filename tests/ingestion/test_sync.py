@@ -35,7 +35,7 @@ from ragblend.precompute import ingest, open_engine_index, precompute_documents
 FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "James Bell plays chess."
 
 
-PARTS = [" ".join([sentence] * 3) for sentence in (FOX, KERN, BELL)]  # paragraphs that are chunks of their own
+PARTS = [" ".join([sentence] * 3) for sentence in (FOX, KERN, BELL)]  # each paragraph is one chunk
 IN_PARTS: dict[str, Any] = {"chunk_size": 24, "context": "similar"}
 
 
@@ -74,7 +74,7 @@ class Corpus:
 
     def texts(self) -> set[str]:
         """What the index, the store and the registry hold; all three must agree."""
-        texts = {text for _, text in self.index.texts()}
+        texts = set(self.index.texts())
         with open_registry(self.engine.store) as registry:
             assert set(registry.texts()) == texts
         keys = {self.engine.key(Chunk(text)) for text in texts}
@@ -465,7 +465,7 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
         assert (garbage.texts, garbage.pins) == (("An orphan.",), ("gone.txt",))
     assert sorted(DiskStore(corpus.root / "kv").keys()) == before
     with open_registry(corpus.engine.store) as registry:
-        assert set(registry.texts()) == {text for _, text in corpus.index.texts()}
+        assert set(registry.texts()) == set(corpus.index.texts())
     known = corpus.engine.known_chunks
     assert [text in known for text in ("An orphan.", "Behind.", BELL)] == [False, False, True]
     assert set(corpus.engine.store.disk_tier.pins()) == {f"{corpus.docs}/b.txt", "by hand"}
@@ -495,7 +495,7 @@ def test_the_chunk_size_is_the_indexs_own_and_a_change_is_said(corpus):
     assert corpus.said == [line for line in corpus.said if "chunks are" not in line]
     report = corpus.ingest(corpus.docs / "a.txt", chunk_size=64)
     assert report.num_updated == 1
-    assert any("chunks are 64 tokens now and were 32 tokens" in line for line in corpus.said)
+    assert any("the chunker changes from 32 tokens to 64 tokens" in line for line in corpus.said)
     assert corpus.index.manifest.chunk_size == 64
     assert corpus.ingest().num_updated == 1, "the other one, now that it was given"
     assert corpus.index.num_chunks < num_chunks
@@ -512,7 +512,7 @@ def test_another_splitter_is_said_too_and_so_is_the_way_back(corpus):
     assert corpus.ingest(splitter=cut).num_unchanged == 1
     assert corpus.said == [line for line in corpus.said if "chunks are" not in line], "nothing was there before"
     corpus.ingest()
-    assert any("chunks are 32 tokens now and were CharacterTextSplitter" in line for line in corpus.said)
+    assert any("the chunker changes from CharacterTextSplitter" in line for line in corpus.said)
     assert corpus.index.num_chunks == 1
 
 
@@ -521,7 +521,7 @@ def test_a_change_is_logged_where_nobody_listens(corpus, caplog):
     corpus.ingest()
     with caplog.at_level(logging.WARNING):
         corpus.ingest(chunk_size=16, notify=None)
-    assert "chunks are 16 tokens now" in caplog.text
+    assert "the chunker changes from 32 tokens to 16 tokens" in caplog.text
 
 
 def test_an_embedder_in_a_folder_has_one_name_from_everywhere(tmp_path, monkeypatch):

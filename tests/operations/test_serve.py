@@ -140,7 +140,7 @@ def test_a_store_of_another_model_is_named(tmp_path: Path, caplog: Any) -> None:
     store, checkpoint = DiskStore(tmp_path), vllm_launch.find_checkpoint("demo")
     store.put_model("another", {**checkpoint.facts(), "model": "org/tiny"})
     launch(store=str(tmp_path))
-    assert f"{tmp_path} holds KV of org/tiny (float32) and none of demo (float32)" in caplog.text
+    assert f"{tmp_path} has KV of org/tiny (float32), but none of demo (float32)" in caplog.text
     caplog.clear()
     store.put_model(checkpoint.fingerprint, checkpoint.facts())
     launch(store=str(tmp_path))
@@ -199,7 +199,7 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_lin
 @pytest.mark.parametrize(
     ("flags", "options", "named"),
     [
-        ((), {"model": "--max-model-len"}, "put it first"),
+        ((), {"model": "--max-model-len"}, "write the model first"),
         ((), {"ratio": 1.5}, "1.5"),
         ((), {"rule": "best"}, "best"),
         ((), {"port": 0}, "port"),

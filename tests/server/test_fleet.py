@@ -131,11 +131,11 @@ def test_the_documents_of_a_killed_server_are_stored_by_another(
         assert process.stdout.readline() == b"sent\n"
         wait_until(lambda: len(list(DiskStore(tmp_path / "killed").keys())) >= 5, 60, "some are stored")
         process.kill()
-    held = Leases(catalog).others()
+    held = Leases(catalog).leased_by_others()
     assert any(name.startswith("[") for name in held)
     with running(tmp_path, catalog, "other", context="similar") as (other,):
         time.sleep(3)
-        assert {*Leases(catalog).others()} >= held, "what the killed one holds is left alone until it expires"
+        assert {*Leases(catalog).leased_by_others()} >= held, "what the killed one holds is left alone until it expires"
         with Leases(catalog)._locked() as connection:  # a minute later
             connection.exec_driver_sql("UPDATE leases SET expires_at = now() - interval '1 s' WHERE name LIKE '[%%' OR "
                 "name LIKE 'kv %%'")  # fmt: skip
@@ -150,7 +150,7 @@ def test_leases_are_one_owner_s_until_they_expire(catalog: str, monkeypatch: pyt
     one, other = Leases(catalog), Leases(catalog)
     assert one.take(["a", "b"]) == {"a", "b"}
     assert other.take(["b", "c"]) == {"c"}
-    assert (one.others(), other.others()) == ({"c"}, {"a", "b"})
+    assert (one.leased_by_others(), other.leased_by_others()) == ({"c"}, {"a", "b"})
     assert one.take(["a", "c"]) == {"a"}
     other.release(["a", "b", "c"])
     assert one.take(["c"]) == {"c"}
@@ -159,12 +159,12 @@ def test_leases_are_one_owner_s_until_they_expire(catalog: str, monkeypatch: pyt
     monkeypatch.setattr(leases, "LEASE_S", 0.05)
     assert one.take(["a"]) == {"a"}
     time.sleep(0.1)
-    assert "a" not in other.others()
+    assert "a" not in other.leased_by_others()
     assert other.take(["a"]) == {"a"}
-    before = ChunkRegistry(catalog).version()
+    before = ChunkRegistry(catalog).change_counter()
     one.take(["d"])
     one.release(["d"])
-    assert ChunkRegistry(catalog).version()[0] == before[0], "no prompt looks again because of a lease"
+    assert ChunkRegistry(catalog).change_counter()[0] == before[0], "no prompt looks again because of a lease"
 
 
 def test_a_removal_waits_for_the_server_that_is_storing(

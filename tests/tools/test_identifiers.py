@@ -31,18 +31,14 @@ OTHERS = {
     "is_cuda_alike",  # vLLM's
 }
 UNFINISHED = (
-    "ragblend/catalog/",
-    "ragblend/files/store_folder.py", "ragblend/index.py", "ragblend/ingestion/contexts.py",
-    "ragblend/ingestion/deletion.py", "ragblend/ingestion/ray_workers.py", "ragblend/ingestion/registered_similar.py",
-    "tests/corpus/test_folder_scan.py", "tests/test_index.py", "tests/test_precompute.py",
     "tests/tools/test_identifiers.py",  # it lists the words
 )  # fmt: skip
 """Files whose docstrings, comments and messages still have such words. Delete an entry when its files have none."""
 TESTS = (
-    "*.py", "cli/*.py", "corpus/**/*.py", "demo/*.py", "engine/*.py", "engine/beside_vllm/*.py", "engine/fusion/*.py",
-    "engine/transformers/*.py", "engine/tuning/*.py", "faults/test_mutations.py", "files/*.py", "frameworks/*.py",
-    "inside_vllm/*.py", "integration/*.py", "lab/**/*.py", "llamaindex/*.py", "operations/*.py", "prompt/*.py",
-    "server/*.py", "tools/*.py",
+    "*.py", "catalog/*.py", "cli/*.py", "corpus/**/*.py", "demo/*.py", "engine/*.py", "engine/beside_vllm/*.py",
+    "engine/fusion/*.py", "engine/transformers/*.py", "engine/tuning/*.py", "faults/test_mutations.py", "files/*.py",
+    "frameworks/*.py", "ingestion/*.py", "inside_vllm/*.py", "integration/*.py", "lab/**/*.py", "llamaindex/*.py",
+    "operations/*.py", "prompt/*.py", "server/*.py", "tools/*.py",
 )  # fmt: skip
 """Finished files below tests/."""
 SENTENCES = (
@@ -56,6 +52,7 @@ SENTENCES = (
     *(f"tests/{pattern}" for pattern in TESTS),
 )
 ALLOWED = {
+    ("ragblend/catalog/former_files.py", "doomed"),  # the table of an earlier version
     ("ragblend/cli/app.py", "remedy"),  # a key of a JSON object
     ("ragblend/corpus/embedders.py", "whom"),  # a stop word of the embedder
     ("notebooks/src/07_your_own_pdf.py", "whatever"),  # in the sample document

@@ -14,7 +14,7 @@ from ragblend.cli.printing import print_json, print_line, print_notice, source_f
 from ragblend.cli.session import open_engine, open_searched_index, retrieve
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.files.output import check_output
+from ragblend.files.output import check_output_path
 from ragblend.redaction import redact
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def explain(
     from ragblend.lab.plots import check_plot
     from ragblend.lab.prompt_file import read_prompt
 
-    page, picture = check_output(html, "--html") if html is not None else None, check_plot(png, "--png")
+    page, picture = check_output_path(html, "--html") if html is not None else None, check_plot(png, "--png")
     sent = read_prompt(prompt) if prompt is not None else None
     with waiting_lines("comparing"), open_engine(settings) as engine:
         assert isinstance(engine, TransformersEngine)

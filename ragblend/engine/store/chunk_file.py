@@ -50,7 +50,7 @@ from ragblend.engine.store.kv import (
 from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
 from ragblend.engine.store.signing import DIGITS, UNSIGNED, StoreKey
 from ragblend.errors import DamagedEntryError, UsageError
-from ragblend.files.reading import dense_size, open_file
+from ragblend.files.reading import dense_size, open_regular_file
 
 FORMAT_VERSION = 1
 """Version of the file format of entries as computed. LAYOUT_VERSION is the version of the tensors' meaning."""
@@ -344,7 +344,7 @@ class SharedFile:
 
     def __init__(self, path: Path) -> None:
         self.fd = -1  # __del__ runs even when the next line raises
-        self.fd = open_file(path)
+        self.fd = open_regular_file(path)
 
     def __del__(self) -> None:
         if self.fd >= 0:

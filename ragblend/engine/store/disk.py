@@ -49,7 +49,7 @@ from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, unlink
 from ragblend.files.places import user_path
-from ragblend.files.store_folder import find_kv_dir, open_folder
+from ragblend.files.store_folder import find_kv_dir, open_store_folder
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class DiskStore(StoreMetadata, KVStore):
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         super().__init__()
         named = user_path(root, "store")
-        self.root = open_folder(named)
+        self.root = open_store_folder(named)
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self.catalog = catalog

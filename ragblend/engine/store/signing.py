@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 from ragblend.config import trusted_setting, user_folder
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path
-from ragblend.files.reading import open_file
+from ragblend.files.reading import open_regular_file
 
 KEY_VARIABLE = "RAGBLEND_STORE_KEY"
 KEY_FILE = "store.key"
@@ -137,7 +137,7 @@ def read_key(path: Path) -> StoreKey:
     """Return a file's key; only its owner may write it, only owner and group read it. Raises NotFoundError,
     UsageError."""
     try:
-        with os.fdopen(open_file(path), "rb") as stream:
+        with os.fdopen(open_regular_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())
             text = stream.read(4096)
     except FileNotFoundError:

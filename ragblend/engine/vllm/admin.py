@@ -105,7 +105,7 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
     local_keys = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
     num_removed, num_unread = sum(map(store.delete, local_keys)), 0
     with closing(open_registry(store)) as registry:
-        registry.remove_entries(local_keys)
+        registry.remove_entry_chunks(local_keys)
     held = {entry.key for entry in _entries(store)}
     for remote in store.remote_tiers:
         listed = list(remote.keys())

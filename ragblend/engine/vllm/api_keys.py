@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY, check_namespace
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path
-from ragblend.files.reading import open_file
+from ragblend.files.reading import open_regular_file
 
 Right = Literal["ask", "ingest", "admin"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
@@ -160,7 +160,7 @@ def read_keys(path: str | Path) -> ApiKeys:
     """
     path = user_path(path, "--api-keys-file")
     try:
-        with os.fdopen(open_file(path), "rb") as stream:
+        with os.fdopen(open_regular_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())
             data = stream.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ragblend.engine.vllm.params import PARAMS_KEY, salted_namespace
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import user_path
-from ragblend.files.reading import open_file
+from ragblend.files.reading import open_regular_file
 from ragblend.frameworks.content import is_media
 
 STDIN = "-"
@@ -46,7 +46,7 @@ class RequestLog:
 
     def __iter__(self) -> Iterator[LoggedRequest]:
         for path in self.files:
-            with nullcontext(sys.stdin.buffer) if path == STDIN else os.fdopen(open_file(path), "rb") as lines:
+            with nullcontext(sys.stdin.buffer) if path == STDIN else os.fdopen(open_regular_file(path), "rb") as lines:
                 for number, line in enumerate(lines, start=1):
                     if line.strip():
                         request = self._read(f"{path}:{number}", line)

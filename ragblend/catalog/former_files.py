@@ -1,6 +1,6 @@
-"""Files of earlier versions, whose rows are read into the catalogue once.
+"""Copies the rows of database files that earlier versions wrote into the catalogue, once.
 
-Most rows keep their checksums, so that `verify` finds a damaged one here as it would have there.
+Most rows keep their checksums, so `verify` still finds the damaged ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from ragblend.catalog.schema import DocumentName
 from ragblend.errors import RagblendError, StoreMismatchError
 from ragblend.files.directory import remove_file
-from ragblend.files.sqlite import connect, transaction, wrap_sqlite_errors
+from ragblend.files.sqlite import connect, wrap_sqlite_errors
 from ragblend.files.store_folder import (
     FORMER_INDEX_FILE,
     FORMER_MANIFEST,
@@ -50,7 +50,7 @@ _COPIES = {
         ("stored_entries (entry, fingerprint, checksum)", "key, fingerprint, checksum FROM stored_kv"),
         ("entry_chunks (ids_hash, namespace, entry, checksum)", "* FROM chunk_entries"),
         (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_variants ORDER BY id"),
-        (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_versions ORDER BY entry"),  # of a yet earlier one
+        (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_versions ORDER BY entry"),  # an older version
         (
             "token_ids (tokenizer, namespace, key, ids, checksum)",
             "tokenizer, namespace, key, ids, checksum FROM chunk_token_ids ORDER BY id",
@@ -78,16 +78,16 @@ _COPIES = {
         ),
     ),
 }
-"""By file: the columns into which rows are read, and what is selected for them."""
+"""For each file: pairs of the target table with its columns, and the columns and table to select from."""
 _INDEX_VERSION = 3
 _NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
 
 
-def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: bool) -> None:
-    """Read the files of an earlier version into the catalogue, and remove them where the catalogue `is_kept`.
+def import_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: bool) -> None:
+    """Copy the files of an earlier version into the catalogue. Remove them if `is_kept`, so not for one in memory.
 
-    Killed in between, the next call does the rest. Raises CorruptError for a damaged file, StoreMismatchError for an
-    index of a version that is not read.
+    After a kill, the next call copies the remaining files. Raises CorruptError for a damaged file, StoreMismatchError
+    for an index of an unsupported version.
     """
     for name, copies in _COPIES.items():
         path = folder / name
@@ -101,25 +101,27 @@ def read_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: 
         except RagblendError:
             if path.exists():
                 raise
-            continue  # another process has read it in
+            continue  # another process has copied it
         if is_kept:
             others = (VECTORS_FILE, FORMER_MANIFEST) if name == FORMER_INDEX_FILE else ()
             for each in (*others, f"{name}-wal", f"{name}-shm", name):
                 remove_file(folder / each)
         what = f"{num_rows} {'texts' if name == FORMER_REGISTRY_FILE else 'documents'}"
-        log.warning("%s was written by an earlier version: its %s are in the catalogue now", path, what)
+        log.warning("%s was written by an earlier version; its %s were copied into the catalogue", path, what)
 
 
 def _copy(
     former: sqlite3.Connection, connection: sqlite3.Connection, copies: Sequence[tuple[str, str]], path: Path
 ) -> int:
-    """Copy the tables. Return the number of rows of the first."""
+    """Copy the tables. Return the number of rows of the first one."""
     former.create_function("name_part", 2, lambda document, part: _split(str(document))[part], deterministic=True)
-    with transaction(former, "DEFERRED"), transaction(connection, "IMMEDIATE"):
+    former.execute("BEGIN")
+    connection.execute("BEGIN IMMEDIATE")
+    with former, connection:  # both commit, or roll back after an error
         tables = {name for (name,) in former.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if path.name == FORMER_INDEX_FILE and tables:
             _check_index(former, path)
-        # Whoever was killed before removing the file of an index has read all of it, and it may have changed since.
+        # A process that was killed before it removed the index file had copied all of it, and the copy may be newer.
         is_read = path.name == FORMER_INDEX_FILE and connection.execute("SELECT 1 FROM index_facts").fetchone()
         for target, selected in () if is_read else copies:
             if selected.partition(" FROM ")[2].partition(" ")[0] in tables:
@@ -131,17 +133,17 @@ def _copy(
 
 
 def _check_index(former: sqlite3.Connection, path: Path) -> None:
-    """Raise StoreMismatchError for an index of another version than the last."""
+    """Raise StoreMismatchError unless the index has the last version before the catalogue."""
     version = former.execute("PRAGMA user_version").fetchone()[0]
     if version != _INDEX_VERSION:
         raise StoreMismatchError(
-            f"{path} has index schema {version}, this ragblend reads {_INDEX_VERSION}; use the ragblend that made it, "
-            "or ingest again into a new folder"
+            f"{path} has index schema {version}, but this ragblend reads schema {_INDEX_VERSION}; use the ragblend "
+            "that made it, or ingest again into a new folder"
         )
 
 
 def _split(name: str) -> DocumentName:
-    """Return the name of a document, which earlier versions wrote with slashes between its parts.
+    """Parse a document's name, whose parts earlier versions separated by slashes.
 
     >>> [tuple(_split(name)) for name in ("langchain/a/b", "@tenant/notes/1", "Chroma(path=/a/b)/1", "index:12")]
     [('langchain', 'a/b', ''), ('notes', '1', 'tenant'), ('Chroma(path=/a/b)', '1', ''), ('index:12', '', '')]
