@@ -104,7 +104,7 @@ class KnownChunks:
             return default
         if self._retry_at_s:
             self._retry_at_s = 0.0
-            log.warning("the catalogue answers again: stored chunks are found in prompts")
+            log.warning("the catalogue answers again, so stored chunks are found in prompts")
         return found
 
     def _record_outage(self, error: BackendUnreachableError) -> None:
