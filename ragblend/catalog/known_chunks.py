@@ -1,8 +1,8 @@
-"""Chunks of one store that may be found in prompts: those of one tokenizer and one namespace.
+"""`KnownChunks`: finds the registered chunks of one tokenizer and one namespace in prompts.
 
-The store's registry has their token ids. An index over the ids is built at the first search. All engines of the process
-share it, and it is updated when ids were added or removed, by this process or another. Depends on ids, the registry and
-the index, not on KV or engines.
+The token ids are in the store's registry. The first search builds an index over them, which all engines of the process
+share. Later searches add and remove what this process or another has changed. Depends on token ids and the registry,
+not on KV or engines.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _OUTAGE_PAUSE_S = 5.0  # seconds without another call to a catalogue that did no
 
 
 class KnownChunks:
-    """Chunks that `registry` has of a tokenizer and a namespace, and their runs in prompts. Thread-safe.
+    """Finds runs of the chunks in `registry` that have token ids for a tokenizer and a namespace. Thread-safe.
 
-    While the registry's server does not answer, no chunk is known, so prompts are prefilled whole. One warning is
-    logged. `open_known_chunks` returns the object that a process shares.
+    While the registry's server does not answer, no run is found, so prompts are prefilled without stored KV, and one
+    warning is logged. Create it with `open_known_chunks`.
     """
 
     def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
@@ -110,7 +110,7 @@ class KnownChunks:
     def _record_outage(self, error: BackendUnreachableError) -> None:
         with self._outage_lock:
             if not self._retry_at_s:
-                log.warning("no stored chunk is found in prompts, which are prefilled whole: %s", error)
+                log.warning("no stored chunk is found, so prompts are prefilled without stored KV: %s", error)
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
