@@ -347,7 +347,7 @@ def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], changed
     assert json.loads(out)["report"]["recompute_ratio"] == 0.0  # that of the index that is asked
     path.write_bytes(path.read_bytes()[:-9])
     code, out, err = run("verify", "--repair")
-    assert "make it again: ragblend calibrate" in out + err
+    assert "create it again: ragblend calibrate" in out + err
     assert not path.exists()
 
 
