@@ -1,11 +1,14 @@
 """One ChatBlend in one process: memory over thousands of asks, then threads and streams that are cancelled at random.
 
     python -m benchmarks.threads --out data/results/threads.json
+    .venv-vllm/bin/python -m benchmarks.threads --backend vllm --model models/smollm2 --kv-tokens 1024 --asks 0 \
+        --requests 100000 --minutes 8 --threads 8 --max-tokens 40 --mode full --out data/results/threads-vllm.json
 
 Prompts are questions over three stored passages of the embedded corpus. First they are asked in turn, and resident
 memory is sampled. Then threads ask them all at once: half of the threads invoke, half stream, and half of the streams
 are closed after a random number of chunks. Every complete answer is compared with the one that the same prompt had
-before; a part of an answer has to be its beginning. Read `run_threads` first.
+before; a part of an answer has to be its beginning. With `--backend vllm` and few `--kv-tokens`, vLLM preempts
+requests. Read `run_threads` first.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Annotated, Any
 
 import typer
@@ -31,12 +34,14 @@ from ragblend import ChatBlend
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.demo.corpus import sample_corpus
+from ragblend.options import Mode
 from ragblend.precompute import precompute_documents
 
-NUM_PROMPTS, NUM_PASSAGES, MAX_TOKENS = 40, 3, 12
+NUM_PROMPTS, NUM_PASSAGES = 40, 3
+BLOCK_TOKENS = 32  # of vLLM's KV cache
 SAMPLE_EVERY = 5  # asks
 CLOSED = 0.5  # share of the streams
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # for the last requests
 
 
 def make_prompts(passages: Sequence[str], questions: Sequence[str], seed: int = 0) -> list[str]:
@@ -56,9 +61,15 @@ def measure_memory(llm: ChatBlend, prompts: Sequence[str], count: int) -> Growth
     return growth("process", samples)
 
 
-def run_threads(llm: ChatBlend, prompts: Sequence[str], num_threads: int, count: int) -> dict[str, int]:
-    """Send `count` requests by `num_threads` threads. Return the number of each outcome, "hanging" threads included."""
+def run_threads(
+    llm: ChatBlend, prompts: Sequence[str], num_threads: int, count: int, seconds: float = float("inf")
+) -> dict[str, int]:
+    """Send `count` requests by `num_threads` threads, or as many as begin within `seconds`.
+
+    Return the number of each outcome, "hanging" threads included.
+    """
     expected = [str(llm.invoke(prompt).content) for prompt in prompts]
+    last_start_s = perf_counter() + seconds
     numbers, outcomes, lock = iter(range(count)), Counter[str](), threading.Lock()
 
     def ask(thread: int) -> None:
@@ -74,15 +85,35 @@ def run_threads(llm: ChatBlend, prompts: Sequence[str], num_threads: int, count:
 
     def next_number() -> int | None:
         with lock:
-            return next(numbers, None)
+            return next(numbers, None) if perf_counter() < last_start_s else None
 
     threads = [threading.Thread(target=ask, args=(thread,), daemon=True) for thread in range(num_threads)]
     for thread in threads:
         thread.start()
+    if seconds < TIMEOUT_S:
+        sleep(seconds)
     end_s = perf_counter() + TIMEOUT_S
     for thread in threads:
         thread.join(max(0.0, end_s - perf_counter()))
     return {**outcomes, "hanging": sum(thread.is_alive() for thread in threads)}
+
+
+def vllm_options(kv_tokens: int, num_seqs: int) -> dict[str, Any]:
+    """Return vLLM's options for `num_seqs` requests at once over a KV cache of so many tokens; 0 leaves the size to
+    vLLM.
+    """
+    options: dict[str, Any] = {"block_size": BLOCK_TOKENS, "max_num_seqs": num_seqs, "disable_log_stats": False}
+    if kv_tokens:
+        options |= {"num_gpu_blocks_override": kv_tokens // BLOCK_TOKENS, "max_model_len": kv_tokens // 2}
+    return options
+
+
+def num_preemptions() -> int:
+    """Return how often the vLLM of this process has preempted a request."""
+    from prometheus_client import REGISTRY  # which vLLM brings
+
+    metrics = (metric for metric in REGISTRY.collect() if metric.name == "vllm:num_preemptions")
+    return int(sum(sample.value for metric in metrics for sample in metric.samples if sample.name.endswith("_total")))
 
 
 def _ask(
@@ -91,7 +122,7 @@ def _ask(
     """Ask one prompt. Return the outcome."""
     if not is_stream:
         return _compare(str(llm.invoke(prompt).content), expected, place)
-    limit = draw.randint(0, MAX_TOKENS // 2) if draw.random() < CLOSED else None
+    limit = draw.randint(0, (llm.max_tokens or 0) // 2) if draw.random() < CLOSED else None
     with closing(llm.stream(prompt)) as stream:  # type: ignore[type-var]  # LangChain types it as an Iterator
         text = "".join(str(chunk.content) for chunk in itertools.islice(stream, limit))
     if limit is None:
@@ -110,6 +141,11 @@ def main(
     asks: Annotated[int, typer.Option(help="Asks in turn.")] = 2000,
     requests: Annotated[int, typer.Option(help="Requests by threads.")] = 1000,
     threads: Annotated[int, typer.Option(help="Threads, half of them streaming.")] = 16,
+    minutes: Annotated[float, typer.Option(help="No request begins later.")] = float("inf"),
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
+    mode: Annotated[Mode, typer.Option(help="Mode of every request.")] = "blend",
+    backend: Annotated[str, typer.Option(help="'transformers' or 'vllm'.")] = "transformers",
+    kv_tokens: Annotated[int, typer.Option(help="Tokens of vLLM's KV cache; 0 leaves the size to vLLM.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
 ) -> None:
     """Measure memory, then ask by threads. Exit code 1 if a request failed or had another answer."""
@@ -119,17 +155,25 @@ def main(
     passages = [chunk for record in corpus.records for chunk in record.chunks]
     prompts = make_prompts(passages, [question.text for question in corpus.questions])
     with tempfile.TemporaryDirectory(prefix="ragblend-threads-") as folder:
-        llm = ChatBlend(model=model, store=folder, max_tokens=MAX_TOKENS, temperature=0.0)
+        llm = ChatBlend(
+            model=model, store=folder, backend=backend, max_tokens=max_tokens, temperature=0.0, mode=mode,
+            engine_options={"vllm_options": vllm_options(kv_tokens, threads)} if backend == "vllm" else {},
+        )  # fmt: skip
         precompute_documents(passages, llm)
         memory = measure_memory(llm, prompts, asks)
         start_s = perf_counter()
-        outcomes = run_threads(llm, prompts, threads, requests)
+        outcomes = run_threads(llm, prompts, threads, requests, 60 * minutes)
         seconds = perf_counter() - start_s
     slope = "no slope" if memory.slope is None else f"{memory.slope * 1048.576:.0f} bytes an ask"
     print_line(f"{asks} asks: {memory.warm_mib:.0f} MiB after the warm-up, {memory.last_mib:.0f} at the end, {slope}")
-    print_line(f"{requests} requests by {threads} threads in {seconds:.0f} s: {outcomes}")
-    result: dict[str, Any] = {"model": Path(model).name, "asks": asks, "memory": asdict(memory)}
-    write_result({**result, "threads": threads, "requests": requests, "outcomes": outcomes}, out)
+    num_requests = sum(outcomes.values()) - outcomes["hanging"]
+    print_line(f"{num_requests} requests by {threads} threads in {seconds:.0f} s: {outcomes}")
+    result: dict[str, Any] = {"model": Path(model).name, "backend": backend, "mode": mode, "max_tokens": max_tokens}
+    result |= {"asks": asks, "memory": asdict(memory), "threads": threads, "requests": num_requests}
+    if backend == "vllm":
+        result |= {"kv_tokens": kv_tokens, "preemptions": num_preemptions()}
+        print_line(f"{result['preemptions']} preemptions")
+    write_result({**result, "outcomes": outcomes}, out)
     if set(outcomes) - {"same answer", "closed", "hanging"} or outcomes["hanging"]:
         raise typer.Exit(1)
 
