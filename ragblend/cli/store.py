@@ -166,7 +166,7 @@ def verify(
         from ragblend.engine.store.metadata import CONTEXT_FILE
         from ragblend.operations.maintenance import drop_unreadable_files, repair_store
 
-        drop_unreadable_files(report, settings.store)
+        drop_unreadable_files(report, settings.store, kv_dir=settings.kv_dir)
 
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")

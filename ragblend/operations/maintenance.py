@@ -198,13 +198,13 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     return repaired.num_new_kv
 
 
-def drop_unreadable_files(report: VerifyReport, store: str | Path) -> None:
+def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: str | None = None) -> None:
     """Drop files that prevent an engine from opening the store: damaged defaults and a damaged catalogue."""
+    disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if DEFAULTS_FILE in report.damaged_files:
-        DiskStore(store, create=False).delete_metadata(DEFAULTS_FILE)
+        disk.delete_metadata(DEFAULTS_FILE)
         report.dropped.append(f"{DEFAULTS_FILE} was removed; {_LOSS_MESSAGES[DEFAULTS_FILE]}")
     if CATALOG_FILE in report.damaged_files:
-        disk = DiskStore(store, create=False)
         try:
             with open_registry(disk) as registry:
                 is_sound = _remove_damaged_rows(registry)

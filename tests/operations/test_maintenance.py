@@ -1,0 +1,29 @@
+"""Repairs of a store whose entries lie in another folder."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from ragblend import load_engine
+from ragblend.catalog.registry import open_registry
+from ragblend.engine.store.disk import DiskStore
+from ragblend.operations.maintenance import drop_unreadable_files, verify_store
+
+
+def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(tmp_path: Path) -> None:
+    store, kv_dir = tmp_path / "store", str(tmp_path / "kv")
+    with load_engine("demo", store, kv_dir=kv_dir) as engine:
+        engine.precompute("Basalt is a volcanic rock.")
+    with closing(sqlite3.connect(store / "catalog.sqlite", isolation_level=None)) as file:
+        file.execute("PRAGMA writable_schema = 1")
+        file.execute("DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'")
+    report = verify_store(store, kv_dir=kv_dir)
+    assert list(report.damaged_files) == ["catalog.sqlite"]
+    drop_unreadable_files(report, store, kv_dir=kv_dir)
+    disk = DiskStore(store, kv_dir=kv_dir)
+    keys = set(disk.keys())
+    assert len(keys) == 1
+    with open_registry(disk) as registry:
+        assert set(registry.stored_entries()) == keys
