@@ -102,7 +102,8 @@ def vllm_options(kv_tokens: int, num_seqs: int) -> dict[str, Any]:
     """Return vLLM's options for `num_seqs` requests at once over a KV cache of so many tokens; 0 leaves the size to
     vLLM.
     """
-    options: dict[str, Any] = {"block_size": BLOCK_TOKENS, "max_num_seqs": num_seqs, "disable_log_stats": False}
+    options: dict[str, Any] = {"block_size": BLOCK_TOKENS, "max_num_seqs": num_seqs, "gpu_memory_utilization": 0.3}
+    options["disable_log_stats"] = False  # preemptions are counted there
     if kv_tokens:
         options |= {"num_gpu_blocks_override": kv_tokens // BLOCK_TOKENS, "max_model_len": kv_tokens // 2}
     return options
@@ -160,16 +161,19 @@ def main(
             engine_options={"vllm_options": vllm_options(kv_tokens, threads)} if backend == "vllm" else {},
         )  # fmt: skip
         precompute_documents(passages, llm)
-        memory = measure_memory(llm, prompts, asks)
+        memory = measure_memory(llm, prompts, asks) if asks else None
         start_s = perf_counter()
         outcomes = run_threads(llm, prompts, threads, requests, 60 * minutes)
         seconds = perf_counter() - start_s
-    slope = "no slope" if memory.slope is None else f"{memory.slope * 1048.576:.0f} bytes an ask"
-    print_line(f"{asks} asks: {memory.warm_mib:.0f} MiB after the warm-up, {memory.last_mib:.0f} at the end, {slope}")
+    if memory is not None:
+        slope = "no slope" if memory.slope is None else f"{memory.slope * 1048.576:.0f} bytes an ask"
+        print_line(
+            f"{asks} asks: {memory.warm_mib:.0f} MiB after the warm-up, {memory.last_mib:.0f} at the end, {slope}"
+        )
     num_requests = sum(outcomes.values()) - outcomes["hanging"]
     print_line(f"{num_requests} requests by {threads} threads in {seconds:.0f} s: {outcomes}")
     result: dict[str, Any] = {"model": Path(model).name, "backend": backend, "mode": mode, "max_tokens": max_tokens}
-    result |= {"asks": asks, "memory": asdict(memory), "threads": threads, "requests": num_requests}
+    result |= {"asks": asks, "memory": memory and asdict(memory), "threads": threads, "requests": num_requests}
     if backend == "vllm":
         result |= {"kv_tokens": kv_tokens, "preemptions": num_preemptions()}
         print_line(f"{result['preemptions']} preemptions")
