@@ -99,9 +99,7 @@ def run_threads(
 
 
 def vllm_options(kv_tokens: int, num_seqs: int) -> dict[str, Any]:
-    """Return vLLM's options for `num_seqs` requests at once over a KV cache of so many tokens; 0 leaves the size to
-    vLLM.
-    """
+    """Return vLLM's options for `num_seqs` requests at once and the size of its KV cache, which vLLM chooses for 0."""
     options: dict[str, Any] = {"block_size": BLOCK_TOKENS, "max_num_seqs": num_seqs, "gpu_memory_utilization": 0.3}
     options["disable_log_stats"] = False  # preemptions are counted there
     if kv_tokens:
