@@ -296,6 +296,17 @@ def test_an_index_whose_catalogue_is_gone_is_no_index(folder, damage):
         assert best(index, "x") == "x"
 
 
+def test_an_open_index_whose_catalogue_was_replaced_says_to_open_it_again(folder):
+    with reopen(folder) as index:
+        shutil.copy(folder / CATALOG_FILE, folder / "copy")
+        (folder / "copy").replace(folder / CATALOG_FILE)
+        for change in (lambda: index.search("tea"), lambda: index.remove_document("tea.txt")):
+            with pytest.raises(StoreMismatchError, match="was deleted or replaced .* open the index again"):
+                change()
+    with reopen(folder) as index:
+        assert best(index, "black tea") == "Black tea is fully oxidised."
+
+
 @pytest.mark.parametrize("damage", ["not a database", "truncate", "page"])
 def test_a_damaged_catalogue_is_an_error_with_a_remedy_never_an_answer(folder, damage):
     path = folder / CATALOG_FILE

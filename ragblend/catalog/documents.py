@@ -46,7 +46,7 @@ from ragblend.catalog.schema import (
     text_key,
     with_checksum,
 )
-from ragblend.errors import NotFoundError
+from ragblend.errors import NotFoundError, StoreMismatchError
 from ragblend.prompt.types import Chunk
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
@@ -76,12 +76,14 @@ _DELETE_EMPTY_FILE = delete(FILES).where(
 class IndexedDocuments:
     """The documents of an index in the catalogue of `registry`. One transaction can change documents and registry.
 
-    Each method runs in the open transaction, or else in its own. Raises the errors of `Catalog`.
+    Each method runs in the open transaction, or else in its own. Raises the errors of `Catalog`, and
+    StoreMismatchError for searches and changes after the catalogue's file was replaced.
     """
 
     def __init__(self, registry: ChunkRegistry) -> None:
         self.registry = registry
         self._rows, self._write = registry._rows, registry._write
+        self._identity = registry.identity
 
     def close(self) -> None:
         """Close the catalogue without saving search files."""
@@ -357,6 +359,10 @@ class IndexedDocuments:
 
     def _fact(self, name: str) -> str:
         rows = self._rows(select_checked(INDEX_FACTS, matches(INDEX_FACTS, "name")), b_name=name)
+        if self.registry.identity != self._identity:
+            raise StoreMismatchError(
+                f"{self.registry.name} was deleted or replaced after this index was opened; open the index again"
+            )
         value = next((str(row.value) for row in rows if is_intact(row)), "")
         if not value or (name == "generation" and not value.isdecimal()):
             raise self.registry.damage_error(f"the row {name!r} of the index's facts is missing or damaged")

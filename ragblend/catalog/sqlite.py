@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import cast
+from uuid import uuid4
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
 from sqlalchemy.exc import DBAPIError
@@ -32,10 +33,55 @@ class SqliteDialect(Dialect):
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.name, self.key = str(path), path
+        self._file_id: tuple[int, int] | None = None
 
     def connect(self) -> Connection:
         """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue."""
-        return _open(self.path, self.fix_hint())
+        path = self.path
+        folder = path.parent if path is not None else None
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise to_write_error(error, path) from error
+        is_writable = folder is not None and os.access(folder, os.W_OK)
+        if folder is not None and is_writable and (kind := find_network_file_system(folder)):
+            raise StoreNotWritableError(
+                f"{folder} is on a network file system ({kind}), where SQLite's locks do not protect the catalogue. "
+                "Use a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local "
+                "disk and only its KV on the network: `kv_dir`"
+            )
+        is_kept = path is not None and (is_writable or path.exists())
+        if is_kept and path is not None:
+            _create_private(path)
+        self._file_id = self._read_file_id()  # before the file is opened: another process may replace it in between
+        connection = _connect_to(path if is_kept else None)
+        try:
+            if is_kept and not is_writable and _lacks_tables(connection):  # it is upgraded in memory
+                copy, is_kept = _connect_to(None), False
+                _sqlite(connection).backup(_sqlite(copy))
+                connection.close()
+                connection = copy
+            _check_schema(connection, path, self.fix_hint())
+            if folder is not None and (is_writable or not is_kept):
+                import_former_files(folder, _sqlite(connection), is_kept=is_kept)
+            self.identity = (self._file_id, _read_meta(connection, "id"))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def is_replaced(self) -> bool:
+        """Return True if the open file was deleted, or another file has its path now."""
+        return self._read_file_id() != self._file_id
+
+    def _read_file_id(self) -> tuple[int, int] | None:
+        """Return device and inode of the file at the path; None without a file."""
+        try:
+            found = os.stat(self.path) if self.path is not None else None
+        except OSError:
+            return None
+        return (found.st_dev, found.st_ino) if found is not None else None
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
         """Begin a transaction."""
@@ -107,39 +153,6 @@ def _sqlite(connection: Connection) -> sqlite3.Connection:
     return cast("sqlite3.Connection", connection.connection.dbapi_connection)
 
 
-def _open(path: Path | None, fix: str) -> Connection:
-    folder = path.parent if path is not None else None
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise to_write_error(error, path) from error
-    is_writable = folder is not None and os.access(folder, os.W_OK)
-    if folder is not None and is_writable and (kind := find_network_file_system(folder)):
-        raise StoreNotWritableError(
-            f"{folder} is on a network file system ({kind}), where SQLite's locks do not protect the catalogue. "
-            "Use a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local disk "
-            "and only its KV on the network: `kv_dir`"
-        )
-    is_kept = path is not None and (is_writable or path.exists())
-    if is_kept and path is not None:
-        _create_private(path)
-    connection = _connect_to(path if is_kept else None)
-    try:
-        if is_kept and not is_writable and _lacks_tables(connection):  # it is upgraded in memory
-            copy, is_kept = _connect_to(None), False
-            _sqlite(connection).backup(_sqlite(copy))
-            connection.close()
-            connection = copy
-        _check_schema(connection, path, fix)
-        if folder is not None and (is_writable or not is_kept):
-            import_former_files(folder, _sqlite(connection), is_kept=is_kept)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
     """Create missing tables. Raises StoreMismatchError or CorruptError if the file has other tables."""
     if _lacks_tables(connection):
@@ -148,7 +161,8 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
             METADATA.create_all(connection)
             made = f"{SCHEMA_VERSION} {_digest(_read_schema(connection))}"
             connection.execute(delete(META))
-            connection.execute(META.insert().values(name="schema", value=made))
+            rows = [{"name": "schema", "value": made}, {"name": "id", "value": uuid4().hex}]
+            connection.execute(META.insert(), rows)
             connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.exec_driver_sql("COMMIT")
     schema = _read_schema(connection)
@@ -177,8 +191,11 @@ def _lacks_tables(connection: Connection) -> bool:
 
 
 def _recorded_schema(connection: Connection, schema: Sequence[tuple[str, str, str]]) -> str | None:
-    query = select(META.c.value).where(META.c.name == "schema")
-    return connection.execute(query).scalar() if ("table", META.name) in {row[:2] for row in schema} else None
+    return _read_meta(connection, "schema") if ("table", META.name) in {row[:2] for row in schema} else None
+
+
+def _read_meta(connection: Connection, name: str) -> str | None:
+    return connection.execute(select(META.c.value).where(META.c.name == name)).scalar()
 
 
 def _read_schema(connection: Connection) -> Sequence[tuple[str, str, str]]:

@@ -231,8 +231,6 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
     still = {result.key for result in disk.verify_metadata(calibration_error)}
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:
-            if (known := getattr(engine, "known_chunks", None)) is not None:
-                known.close()  # it may have a removed file open
             try:
                 with open_registry(disk) as registry:
                     is_sound = _remove_damaged_rows(registry)
