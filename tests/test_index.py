@@ -301,7 +301,7 @@ def test_an_open_index_whose_catalogue_was_replaced_says_to_open_it_again(folder
         shutil.copy(folder / CATALOG_FILE, folder / "copy")
         (folder / "copy").replace(folder / CATALOG_FILE)
         for change in (lambda: index.search("tea"), lambda: index.remove_document("tea.txt")):
-            with pytest.raises(StoreMismatchError, match="was deleted or replaced .* open the index again"):
+            with pytest.raises(StoreMismatchError, match=r"was deleted or replaced .* open the index again"):
                 change()
     with reopen(folder) as index:
         assert best(index, "black tea") == "Black tea is fully oxidised."

@@ -44,9 +44,10 @@ def resolve_catalog(folder: Path, url: str | None = None) -> str | Path:
 class Catalog:
     """The catalogue at `place`: an SQLite file, the URL of a PostgreSQL database, or None for one in memory.
 
-    Safe between threads and processes. Each call sees the commits of other processes. After `close` or a lost
-    connection, and when the file was deleted or replaced, the next call opens the database again. Raises CorruptError for a damaged file, StoreMismatchError for a
-    database with other tables, BackendUnreachableError for a server that does not answer.
+    Safe between threads and processes. Each call sees the commits of other processes. The next call after `close`, a
+    lost connection, or the deletion or replacement of the file opens the database again. Raises CorruptError for a
+    damaged file, StoreMismatchError for a database with other tables, BackendUnreachableError for a server that does
+    not answer.
     """
 
     def __init__(self, place: str | Path | None = None) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -77,11 +77,11 @@ class SqliteDialect(Dialect):
 
     def _read_file_id(self) -> tuple[int, int] | None:
         """Return device and inode of the file at the path; None without a file."""
-        try:
-            found = os.stat(self.path) if self.path is not None else None
-        except OSError:
-            return None
-        return (found.st_dev, found.st_ino) if found is not None else None
+        if self.path is not None:
+            with suppress(OSError):
+                found = self.path.stat()
+                return found.st_dev, found.st_ino
+        return None
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
         """Begin a transaction."""
