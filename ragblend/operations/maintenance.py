@@ -205,11 +205,7 @@ def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: st
         disk.delete_metadata(DEFAULTS_FILE)
         report.dropped.append(f"{DEFAULTS_FILE} was removed; {_LOSS_MESSAGES[DEFAULTS_FILE]}")
     if CATALOG_FILE in report.damaged_files:
-        try:
-            with open_registry(disk) as registry:
-                is_sound = _remove_damaged_rows(registry)
-        except CorruptError:
-            is_sound = False
+        is_sound = _remove_damaged_rows(disk)
         if not is_sound:  # the file's structure is damaged, so deleting rows does not repair it
             delete_catalog_files(disk.root)
             _record_stored(disk)
@@ -217,10 +213,19 @@ def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: st
         report.dropped.append(f"{what} removed; {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
-def _remove_damaged_rows(registry: ChunkRegistry) -> bool:
-    """Delete the damaged rows of a catalogue. Return True if it then has no damage."""
-    IndexedDocuments(registry).remove_damaged_rows()
-    return not registry.find_problems()
+def _remove_damaged_rows(disk: DiskStore) -> bool:
+    """Delete the damaged rows of a store's catalogue, and record all entries again. Return False if it still has
+    damage.
+    """
+    try:
+        with open_registry(disk) as registry:
+            IndexedDocuments(registry).remove_damaged_rows()
+            is_sound = not registry.find_problems()
+    except CorruptError:
+        return False
+    if is_sound:
+        _record_stored(disk)
+    return is_sound
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
@@ -231,15 +236,8 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
     still = {result.key for result in disk.verify_metadata(calibration_error)}
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:
-            try:
-                with open_registry(disk) as registry:
-                    is_sound = _remove_damaged_rows(registry)
-            except RagblendError:
-                is_sound = False
-            if not is_sound:
+            if not _remove_damaged_rows(disk):
                 report.unrepaired.append(reason)
-                continue
-            _record_stored(disk)
         elif place in still:
             disk.delete_metadata(place)
             report.dropped.append(f"{place} was removed; {_LOSS_MESSAGES[place.partition('/')[0]]}")
