@@ -339,7 +339,7 @@ def test_a_changed_row_is_noticed_when_read_and_by_check(folder, column):
 
 DAMAGED_ROWS = {
     "chunks": "UPDATE chunks SET ordinal = 7 WHERE text LIKE 'Green tea%'",
-    "documents": "UPDATE documents SET status = '' WHERE source = 'tea.txt'",
+    "documents": "UPDATE documents SET status = 'x' WHERE source = 'tea.txt'",
     "files": "UPDATE files SET top = '' WHERE path = 'tea.txt'",
     "index_facts": "UPDATE index_facts SET value = '7' WHERE name = 'generation'",
 }

@@ -139,9 +139,9 @@ class IndexedDocuments:
         """Number of chunks."""
         return int(self._rows(select(func.count()).select_from(CHUNKS))[0][0])
 
-    def sources(self, status: str | None = None) -> list[str]:
-        """Return the sources of all documents, or of those with this `status`, in the order of their addition."""
-        return [row.source for row in self._select_checked(DOCUMENTS) if status in (None, row.status)]
+    def sources(self) -> list[str]:
+        """Return the sources of all documents, in the order of their addition."""
+        return [row.source for row in self._select_checked(DOCUMENTS)]
 
     def documents(self) -> dict[str, dict[str, str]]:
         """Return the documents by file, each as {source: content hash}, in the order of their addition.
@@ -291,8 +291,8 @@ class IndexedDocuments:
             if number is None:
                 number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
             self._delete_document(connection, number)
-            document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
-            insert_rows(connection, DOCUMENTS, [{**document, "status": "indexed"}])
+            document = {"number": number, "source": source, "file": file, "content_hash": content_hash, "status": ""}
+            insert_rows(connection, DOCUMENTS, [document])
             insert_rows(
                 connection,
                 CHUNKS,
@@ -316,18 +316,6 @@ class IndexedDocuments:
             self.record_files(IngestedFile(record.path, "", record.top) for record in records)  # the file is read again
             self._record_orphans(connection, source, (row.text for row in old))
         return len(old)
-
-    def set_status(self, sources: Iterable[str], status: str) -> None:
-        """Set the status of documents, for example "precomputed".
-
-        Raises NotFoundError for an unknown source; then no status is changed.
-        """
-        wanted = set(sources)
-        with self._write() as connection:
-            rows = [row for row in self._select_checked(DOCUMENTS) if row.source in wanted]
-            for source in wanted.difference(row.source for row in rows):
-                raise self._not_found(source)
-            _update(connection, DOCUMENTS, rows, status=status)
 
     def record_files(self, records: Iterable[IngestedFile]) -> None:
         """Record ingested files, each in place of its older record. A file without documents is not recorded."""

@@ -236,6 +236,7 @@ DOCUMENTS = _checked_table(
     *(_text(name) for name in ("file", "content_hash", "status")),
     unchecked="",
 )
+"""The documents of the index. `status` is empty; earlier versions wrote a word into it that nothing reads."""
 Index("documents_by_file", DOCUMENTS.c.file)
 CHUNKS = _checked_table(
     "chunks",

@@ -182,7 +182,8 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
         return 0, ""
     places = _map_deleters(engine)
     keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
-    unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, registry, places)
+    variants = registry.stored_variants() if engine.store.remote_tiers else []
+    unseen = _find_unseen_remote_keys(variants, engine, registry, places)
     registry.remove_stored_entries(keys)
     registry.set_variants_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
     num_removed, problem = 0, ""

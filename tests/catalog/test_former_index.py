@@ -48,7 +48,7 @@ def change(path: Path, statement: str) -> None:
 def assert_whole(index: ChunkIndex) -> None:
     assert index.documents() == {"/d/a.md": {"/d/a.md": "1"}, "/d/b.md": {"/d/b.md": "3"}, "": {"langchain/7": "h"}}
     assert index.files() == {f"/d/{name}.md": IngestedFile(f"/d/{name}.md", f"v{name}", "/d") for name in "ab"}
-    assert index.sources("precomputed") == ["/d/a.md"]
+    assert index.sources() == ["/d/a.md", "/d/b.md", "langchain/7"]
     assert [chunk.text for chunk in index.chunks()] == [DARK, ROCK, GREY, DARK]
     assert dict(next(index.chunks()).metadata) == {"title": "/d/"}
     assert (index.manifest.chunk_size, index.manifest.generation, index.collection) == (64, 5, OWNER.collection)

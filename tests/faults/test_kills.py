@@ -62,7 +62,7 @@ def state(work: Path) -> dict[str, Any]:
     ]
     vectors = faiss.read_index(str(work / "kv" / "vectors.faiss"))
     tables = {
-        "documents": "SELECT source, file, content_hash, status FROM documents",
+        "documents": "SELECT source, file, content_hash FROM documents",
         "chunks": "SELECT id, text, metadata, vector FROM chunks",
         "files": "SELECT path, version, top FROM files",
         "orphaned texts": "SELECT text FROM orphaned_texts",

@@ -178,7 +178,6 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
     return {
         "chunks": {source: list(index.chunks(source)) for source in sorted(index.sources())},
         "hashes": {source: hashed for found in index.documents().values() for source, hashed in found.items()},
-        "precomputed": sorted(index.sources("precomputed")),
         "files": {path: note.version for path, note in index.files().items()},
         "leftovers": index.orphaned_texts().last_number,
         "texts": texts,
