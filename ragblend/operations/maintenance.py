@@ -81,16 +81,10 @@ class VerifyReport:
         return facts
 
 
-def verify_store(
-    store: str | Path,
-    index: str | Path | None = None,
-    progress: Progress = ignore_progress,
-    *,
-    kv_dir: str | None = None,
-) -> VerifyReport:
+def verify_store(store: str | Path, progress: Progress = ignore_progress, *, kv_dir: str | None = None) -> VerifyReport:
     """Read every stored byte and check the index. Damaged entries are moved to quarantine, so they are never used.
 
-    index: the folder of the documents, if it is not `store`. kv_dir: the folder of the entries, if configured.
+    kv_dir: the folder of the entries, if configured.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     report = VerifyReport()
@@ -102,7 +96,7 @@ def verify_store(
     report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}
     _verify_registry(disk, report)
     try:
-        with open_index(store if index is None else index) as opened:
+        with open_index(store) as opened:
             is_checked = opened.registry.key == catalog_location(disk)
             report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
             _compare_with_index(disk, opened, report)
@@ -279,13 +273,13 @@ class GcReport(NamedTuple):
 
 def collect_garbage(
     store: str | Path,
-    index: str | Path | None,
     max_bytes: int | None = None,
     dry_run: bool = False,
     *,
+    orphans: bool = False,
     kv_dir: str | None = None,
 ) -> GcReport:
-    """Remove temp files, damaged entries, with `index` also orphans, then the least recently used KV over `max_bytes`.
+    """Remove temp files, damaged entries, with `orphans` also those, then the least recently used KV over `max_bytes`.
 
     Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
     KV computed after such a chunk, their registered texts, and pins of documents that are not indexed. Documents that
@@ -293,16 +287,16 @@ def collect_garbage(
     tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
-    if index is None:
+    if not orphans:
         result = disk.gc(max_bytes, None, dry_run)
         if not dry_run:
             _unrecord_missing(disk)
         return GcReport(*result)
-    with open_index(index) as opened, opened.registry_for(disk) as registry:
+    with open_index(store) as opened, opened.registry_for(disk) as registry:
         used = _load_live_chunks(opened, registry)
         if used is None:
             raise RagblendError(
-                f"the tokenizer of the index {index} cannot be loaded, so orphans are unknown; "
+                f"the tokenizer of the index {store} cannot be loaded, so orphans are unknown; "
                 "run ragblend gc without --orphans, or make the model available"
             )
         kept = set(map(str.strip, opened.texts())).union(registry.texts_of_named_documents())
@@ -311,21 +305,21 @@ def collect_garbage(
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             texts = tuple(text for text in registry.texts() if text not in kept)
             return GcReport(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
-        orphans, freed_bytes = _drop_orphans(disk, opened, registry, used)
+        dropped, freed_bytes = _drop_orphans(disk, opened, registry, used)
         with opened.write_transaction(), registry.block_additions():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
             kept.update(registry.texts_of_named_documents(), registry.texts_after(used.last_text))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.remove(texts)
             registry.remove_ids_without_text()
-            registry.remove_entry_chunks(orphans)
+            registry.remove_entry_chunks(dropped)
             pins = _stray_pins(disk, opened, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)
         registry.truncate_log()
         result = disk.gc(max_bytes)
         _unrecord_missing(disk)
-        result = result._replace(evicted=(*orphans, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
+        result = result._replace(evicted=(*dropped, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
     return GcReport(*result, texts, pins)
 
 
