@@ -112,7 +112,6 @@ _CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).whe
 _ENTRIES_OF = select_checked(ENTRY_CHUNKS, matches(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(
     ENTRY_CHUNKS.c.entry
 )
-_ENTRIES_WITH_CHUNKS = select(ENTRY_CHUNKS.c.entry).where(is_among(ENTRY_CHUNKS.c.entry)).distinct()
 _VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checksummed_columns(VARIANTS))
 _VARIANTS = (
     select(*_VARIANT_COLUMNS)
@@ -428,13 +427,6 @@ class ChunkRegistry(Catalog):
         """Return for each chunk (token ids) the keys of the entries that contain it or were computed after it."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
-
-    def entries_without_chunks(self, entries: Iterable[str]) -> list[str]:
-        """Return those of the entries (keys) whose chunks are not recorded, sorted."""
-        given = sorted(set(entries))
-        with self._locked() as connection:
-            known = existing(connection, _ENTRIES_WITH_CHUNKS, given)
-        return [entry for entry in given if entry not in known]
 
     def remove_entry_chunks(self, entries: Iterable[str]) -> None:
         """Remove the records of the chunks of deleted entries."""

@@ -69,29 +69,26 @@ def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engi
     for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
         pending += [PendingDeletion(key, place, orphaned.source_of.get(text, ""), text_key(text)) for place in places]
     if released and engine.context == "similar":
-        variants = (engine.key(Chunk(text, context="similar")) for text in index.texts())
-        unseen = _find_unseen_remote_keys(variants, engine, registry, places)
+        unseen = _find_unseen_remote_keys(
+            (engine.key(Chunk(text, context="similar")) for text in index.texts()), engine, places
+        )
         pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
     with index.write_transaction():  # also a transaction of the registry if they share a catalogue
         registry.remove_stored_entries({entry.key for entry in pending})
         index.schedule_deletions(pending, orphaned)
 
 
-def _find_unseen_remote_keys(
-    keys: Iterable[str], engine: Engine, registry: ChunkRegistry, places: Iterable[str]
-) -> list[tuple[str, str]]:
+def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
     """Return (key, tier) of similar variants that no local tier has, but a remote tier may have from other machines.
 
-    A shared catalogue records which texts such a variant was computed after. Where it does not, this machine does not
-    know them. When any text is removed, these variants are all deleted from the remote tiers, and the next ingestion
-    computes them again.
+    This machine does not know which texts such a variant was computed after. When any text is removed, they are all
+    deleted from the remote tiers, and the next ingestion computes them again.
     """
     elsewhere = [place for place in places if place != LOCAL]
     if not elsewhere:
         return []
     here = [tier for tier in engine.store.tiers if not tier.is_remote]
-    unknown = registry.entries_without_chunks(keys) if registry.is_shared else sorted(set(keys))
-    unseen = [key for key in unknown if not any(tier.contains(key) for tier in here)]
+    unseen = [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
     return [(key, place) for key in unseen for place in elsewhere]
 
 
@@ -182,8 +179,7 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
         return 0, ""
     places = _map_deleters(engine)
     keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
-    variants = registry.stored_variants() if engine.store.remote_tiers else []
-    unseen = _find_unseen_remote_keys(variants, engine, registry, places)
+    unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, places)
     registry.remove_stored_entries(keys)
     registry.set_variants_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
     num_removed, problem = 0, ""
