@@ -35,7 +35,7 @@ from sqlalchemy.types import UserDefinedType
 
 from ragblend.files.sqlite import row_checksum
 
-SCHEMA_VERSION = 2  # 1: without the tables of an index
+SCHEMA_VERSION = 2
 METADATA = MetaData()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 from uuid import uuid4
 
-from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
+from sqlalchemy import Connection, Engine, NullPool, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
@@ -36,35 +36,21 @@ class SqliteDialect(Dialect):
         self._file_id: tuple[int, int] | None = None
 
     def connect(self) -> Connection:
-        """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue."""
+        """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue.
+
+        In a folder that cannot be written and has no catalogue, the copies are in memory.
+        """
         path = self.path
-        folder = path.parent if path is not None else None
-        if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise to_write_error(error, path) from error
-        is_writable = folder is not None and os.access(folder, os.W_OK)
-        if folder is not None and is_writable and (kind := find_network_file_system(folder)):
-            raise StoreNotWritableError(
-                f"{folder} is on a network file system ({kind}), where SQLite's locks do not protect the catalogue. "
-                "Use a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local "
-                "disk and only its KV on the network: `kv_dir`"
-            )
+        is_writable = path is not None and _make_folder(path)
         is_kept = path is not None and (is_writable or path.exists())
         if is_kept and path is not None:
             _create_private(path)
         self._file_id = self._read_file_id()  # before the file is opened: another process may replace it in between
         connection = _connect_to(path if is_kept else None)
         try:
-            if is_kept and not is_writable and _lacks_tables(connection):  # it is upgraded in memory
-                copy, is_kept = _connect_to(None), False
-                _sqlite(connection).backup(_sqlite(copy))
-                connection.close()
-                connection = copy
             _check_schema(connection, path, self.fix_hint())
-            if folder is not None and (is_writable or not is_kept):
-                import_former_files(folder, _sqlite(connection), is_kept=is_kept)
+            if path is not None and (is_writable or not is_kept):
+                import_former_files(path.parent, _sqlite(connection), is_kept=is_kept)
             self.identity = (self._file_id, _read_meta(connection, "id"))
         except BaseException:
             connection.close()
@@ -154,13 +140,12 @@ def _sqlite(connection: Connection) -> sqlite3.Connection:
 
 
 def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
-    """Create missing tables. Raises StoreMismatchError or CorruptError if the file has other tables."""
-    if _lacks_tables(connection):
+    """Create the tables in an empty file. Raises StoreMismatchError or CorruptError if the file has other tables."""
+    if not _read_schema(connection):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
-        if _lacks_tables(connection):  # or another process was faster
+        if not _read_schema(connection):  # or another process was faster
             METADATA.create_all(connection)
             made = f"{SCHEMA_VERSION} {_digest(_read_schema(connection))}"
-            connection.execute(delete(META))
             rows = [{"name": "schema", "value": made}, {"name": "id", "value": uuid4().hex}]
             connection.execute(META.insert(), rows)
             connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -173,25 +158,14 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
             "choose another folder for the store: `store='OTHER_DIR'`"
         )
     version = connection.exec_driver_sql("PRAGMA user_version").scalar()
-    if _recorded_schema(connection, schema) != f"{version} {_digest(schema)}":
+    recorded = _read_meta(connection, "schema") if META.name in tables else None
+    if recorded != f"{version} {_digest(schema)}":
         raise CorruptError(f"{path} is damaged (its tables are not those of version {version}). {fix}")
     if version != SCHEMA_VERSION:
         raise StoreMismatchError(
             f"{path} is a catalogue of version {version}, but this ragblend reads version {SCHEMA_VERSION}; use the "
             "ragblend that made it, or choose another folder for the store: `store='OTHER_DIR'`"
         )
-
-
-def _lacks_tables(connection: Connection) -> bool:
-    """Return True for an empty file, and for an undamaged one of an earlier version."""
-    schema = _read_schema(connection)
-    version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-    is_former = version < SCHEMA_VERSION and _recorded_schema(connection, schema) == f"{version} {_digest(schema)}"
-    return not schema or is_former
-
-
-def _recorded_schema(connection: Connection, schema: Sequence[tuple[str, str, str]]) -> str | None:
-    return _read_meta(connection, "schema") if ("table", META.name) in {row[:2] for row in schema} else None
 
 
 def _read_meta(connection: Connection, name: str) -> str | None:
@@ -205,6 +179,23 @@ def _read_schema(connection: Connection) -> Sequence[tuple[str, str, str]]:
 
 def _digest(schema: Sequence[tuple[str, str, str]]) -> str:
     return hashlib.blake2b(repr(schema).encode(), digest_size=16).hexdigest()
+
+
+def _make_folder(path: Path) -> bool:
+    """Create the folder of a catalogue if missing. Return True if it can be written."""
+    folder = path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise to_write_error(error, path) from error
+    is_writable = os.access(folder, os.W_OK)
+    if is_writable and (kind := find_network_file_system(folder)):
+        raise StoreNotWritableError(
+            f"{folder} is on a network file system ({kind}), where SQLite's locks do not protect the catalogue. "
+            "Use a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local "
+            "disk and only its KV on the network: `kv_dir`"
+        )
+    return is_writable
 
 
 def _create_private(path: Path) -> None:
