@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, select, update
+from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, select
 
 from ragblend.catalog.index_rows import (
     IngestedFile,
@@ -44,7 +44,6 @@ from ragblend.catalog.schema import (
     matches,
     select_checked,
     text_key,
-    with_checksum,
 )
 from ragblend.errors import NotFoundError, StoreMismatchError
 from ragblend.prompt.types import Chunk
@@ -226,11 +225,10 @@ class IndexedDocuments:
                 for (number,) in damaged["documents"]:
                     self._delete_document(connection, number)
                 for table, column in ((DOCUMENTS, "content_hash"), (FILES, "version")):
-                    rows = connection.execute(select(table)).all()
-                    intact = [
-                        row for row in rows if is_intact([row._mapping[c.name] for c in checksummed_columns(table)])
-                    ]
-                    _update(connection, table, intact, **{column: ""})
+                    rows = [row._mapping for row in connection.execute(select(table))]
+                    intact = [row for row in rows if is_intact([row[c.name] for c in checksummed_columns(table)])]
+                    connection.execute(delete(table))
+                    insert_rows(connection, table, ({**row, column: ""} for row in intact))
                 self._advance()
         self.registry.remove_damaged_rows()
 
@@ -309,7 +307,7 @@ class IndexedDocuments:
                 select(DOCUMENTS.c.number, DOCUMENTS.c.file).where(DOCUMENTS.c.source == source)
             ).first()
             if found is None:
-                raise self._not_found(source)
+                raise NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend stats")
             self._advance()
             self._delete_document(connection, found.number)
             records = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
@@ -366,9 +364,6 @@ class IndexedDocuments:
         self._put_fact("generation", str(generation))
         return generation
 
-    def _not_found(self, source: str) -> NotFoundError:
-        return NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend stats")
-
     @staticmethod
     def _delete_document(connection: Connection, number: int) -> None:
         connection.execute(delete(DOCUMENTS).where(DOCUMENTS.c.number == number))
@@ -393,15 +388,3 @@ class IndexedDocuments:
 
 def _facts_as_text(facts: Mapping[str, object]) -> str:
     return json.dumps({key: str(value) for key, value in facts.items()})
-
-
-def _update(connection: Connection, table: Table, rows: Iterable[Row[Any]], **changes: object) -> None:
-    """Change columns of rows, and their checksums."""
-    key = next(iter(table.primary_key.columns))
-    changed = [with_checksum(table, {**row._mapping, **changes}) for row in rows]
-    if changed:
-        names = [*changes, "checksum"]
-        statement = update(table).where(key == bindparam("b_key")).values({n: bindparam(f"b_{n}") for n in names})
-        connection.execute(
-            statement, [{"b_key": row[key.name], **{f"b_{n}": row[n] for n in names}} for row in changed]
-        )

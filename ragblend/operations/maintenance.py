@@ -345,10 +345,9 @@ def _drop_orphans(
 
 def _unrecord_missing(disk: DiskStore) -> None:
     """Delete the registry's records of missing entries. It is the last step, so `verify` reports them after a kill."""
-    if has_registry(disk):
-        with open_registry(disk) as registry:
-            if gone := [key for key in registry.stored_entries() if not disk.has_file(key)]:
-                registry.remove_stored_entries(gone)
+    with open_registry(disk, create=False) as registry:
+        if gone := [key for key in registry.stored_entries() if not disk.has_file(key)]:
+            registry.remove_stored_entries(gone)
 
 
 def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
@@ -360,7 +359,7 @@ def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) ->
 def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[str]:
     """Yield the keys of entries that no chunk in use needs."""
     after_prefix = (header for header in headers if header.prefix_ids)
-    found = find_orphaned_keys(after_prefix, lambda ids: None if ids in used.ids else True, used.joint)
+    found = find_orphaned_keys(after_prefix, lambda ids: None if ids in used.ids else True, used.renderer.separator_ids)
     return (key for key, _ in found)
 
 
@@ -449,7 +448,6 @@ class _LiveChunks(NamedTuple):
     """The chunks that documents have, as token ids, at one state of index and registry."""
 
     ids: set[tuple[int, ...]]
-    joint: tuple[int, ...]  # token ids between two chunks of a prompt
     generation: int  # of the index
     last_text: int  # row number of the registry's latest text
     renderer: Renderer
@@ -474,6 +472,4 @@ def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks
     if renderer.fingerprint != made.tokenizer_fingerprint:
         return None
     texts = set(index.texts()).union(registry.texts_of_named_documents())
-    return _LiveChunks(
-        set(map(renderer.chunk_ids, texts)), renderer.separator_ids, made.generation, last_text, renderer
-    )
+    return _LiveChunks(set(map(renderer.chunk_ids, texts)), made.generation, last_text, renderer)
