@@ -247,7 +247,7 @@ def test_another_pattern_takes_nothing_out_but_what_is_gone(corpus):
     corpus.ingest()
     (corpus.docs / "c.txt").unlink()
     assert corpus.ingest(glob="*.md").removed == [f"{corpus.docs}/c.txt"]
-    assert corpus.content_hashes_by_file() == {"a.txt": FOX, "b.md": KERN}
+    assert corpus.documents() == {"a.txt": FOX, "b.md": KERN}
 
 
 def test_a_file_named_alone_takes_out_only_its_own_records(corpus):
@@ -256,7 +256,7 @@ def test_a_file_named_alone_takes_out_only_its_own_records(corpus):
     (corpus.docs / "a.txt").unlink()
     corpus.write(r_jsonl=[KERN])
     assert corpus.ingest(corpus.docs / "r.jsonl").removed == [f"{corpus.docs}/r.jsonl#1"]
-    assert corpus.content_hashes_by_file() == {"a.txt": FOX, "r.jsonl#0": KERN}
+    assert corpus.documents() == {"a.txt": FOX, "r.jsonl#0": KERN}
 
 
 def test_keep_missing_drops_nothing_and_the_next_run_without_it_does(corpus):
@@ -414,7 +414,7 @@ def test_a_text_that_the_model_cannot_take_is_a_failure_of_its_file(corpus, monk
 
     monkeypatch.setattr(corpus.engine.renderer, "count_tokens", count)
     assert ["control token" in failure.reason for failure in corpus.ingest().failures] == [True]
-    assert corpus.content_hashes_by_file() == {"b.txt": KERN}
+    assert corpus.documents() == {"b.txt": KERN}
 
 
 def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus, monkeypatch):

@@ -115,7 +115,7 @@ def positions_on_host(rows: Tensor) -> tuple[int, ...]:
 
 
 class AttentionExtras(NamedTuple):
-    """A layer's additions to plain attention besides the scale: sliding window, soft cap, sinks (Gemma 2, gpt-oss)."""
+    """A layer's additions to plain attention, without the scale: sliding window, soft cap, sinks (Gemma 2, gpt-oss)."""
 
     window: int | None = None  # a token attends to this number of tokens, itself included; None: to all before it
     softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)
