@@ -28,6 +28,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Dtypes that KV is computed in, by the name written in headers."""
 
+_ALIGNMENT = 256  # bytes, of each tensor in a block
+
 
 class LayerKV(NamedTuple):
     """One layer's KV of one chunk: `keys` [H, T, D] after QK-norm and before RoPE, `values` [H, T, D]."""
@@ -245,6 +247,16 @@ def load_into_memory(kv: ChunkKV) -> MemoryKV:
     if isinstance(kv, MemoryKV):
         return kv
     return MemoryKV(kv.header, tuple(kv.stored_layer(index) for index in range(kv.header.num_layers)))
+
+
+def aligned_nbytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in a block of several, so that the next one begins at a multiple of 256."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def view_as(block: Tensor, like: Tensor) -> Tensor:
+    """Return the first bytes of `block` [N] uint8 as a tensor of the dtype and shape of `like`."""
+    return block[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -75,6 +75,8 @@ class TransformersEngine(BlendingEngine):
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
         self.context_length = layers.context_length
+        if (memory := store.memory_tier) is not None:
+            memory.page_locked = layers.device.type == "cuda"
         disk = store.disk_tier
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)

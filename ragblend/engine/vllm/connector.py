@@ -210,6 +210,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # Reads use this machine's tiers only, because the scheduler has fetched a job's entries from the remote tier.
         # Writes go to the remote tier, too.
         self._store = store = self.config.open_local(memory=True)
+        if (memory := store.memory_tier) is not None:
+            memory.page_locked = layers.device.type == "cuda"
         store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
         self._through = store
         if layers.rank == 0:
