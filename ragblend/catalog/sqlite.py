@@ -20,7 +20,7 @@ from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.former_files import import_former_files
 from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, StoreMismatchError, StoreNotWritableError
-from ragblend.files.directory import to_write_error
+from ragblend.files.directory import make_write_error
 from ragblend.files.network import find_network_file_system
 from ragblend.files.sqlite import connect, truncate_log, wrap_sqlite_errors
 
@@ -50,7 +50,7 @@ class SqliteDialect(Dialect):
         try:
             _check_schema(connection, path, self.fix_hint())
             if path is not None and (is_writable or not is_kept):
-                import_former_files(path.parent, _sqlite(connection), is_kept=is_kept)
+                import_former_files(path.parent, _sqlite(connection), removes_files=is_kept)
             self.identity = (self._file_id, _read_meta(connection, "id"))
         except BaseException:
             connection.close()
@@ -70,7 +70,7 @@ class SqliteDialect(Dialect):
         return None
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
-        """Begin a transaction."""
+        """Begin a transaction. An IMMEDIATE one waits for other writers."""
         connection.exec_driver_sql(f"BEGIN {kind}")
 
     def change_counter(self, connection: Connection) -> int:
@@ -83,9 +83,7 @@ class SqliteDialect(Dialect):
         return [f"{self.path}: {line}" for line in lines if line != "ok"]
 
     def truncate_log(self, connection: Connection) -> None:
-        """Empty the write-ahead log, which contains deleted rows. While another process reads, the log stays; a later
-        call empties it.
-        """
+        """Empty the write-ahead log, which contains deleted rows, unless another process is reading it."""
         truncate_log(_sqlite(connection))
 
     @contextmanager
@@ -187,7 +185,7 @@ def _make_folder(path: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise to_write_error(error, path) from error
+        raise make_write_error(error, path) from error
     is_writable = os.access(folder, os.W_OK)
     if is_writable and (kind := find_network_file_system(folder)):
         raise StoreNotWritableError(
@@ -205,4 +203,4 @@ def _create_private(path: Path) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise to_write_error(error, path) from error
+        raise make_write_error(error, path) from error

@@ -37,9 +37,7 @@ class _KeyRotation(Protocol):
 
 
 class _Group:
-    """Chunks that are placed in one call, in prompt order. The seconds of reading are added to `read_s`, by the first
-    position of each chunk.
-    """
+    """Chunks placed in one call, in prompt order. Seconds of reading are added to `read_s` by each chunk's position."""
 
     def __init__(self, placements: Sequence[Placement], device: torch.device, read_s: dict[int, float]) -> None:
         self.placements, self._read_s = placements, read_s
@@ -115,8 +113,8 @@ class LayerLoader:
 
     `wait(layer)` returns when that layer of every placement is in the destination. It raises the reader's error
     (DamagedEntryError for a damaged entry); the layers read before the error can be used. `ready[layer]` is set once
-    `wait(layer)` no longer blocks, `done` once leaving no longer blocks. `place(layer, keys, rows)` rotates keys to
-    their positions. `depth` is the number of layers that the reader may be ahead of the fusor.
+    `wait(layer)` no longer blocks. `done` is set once the context can be left without waiting. `place(layer, keys,
+    rows)` rotates keys to their positions. `depth` is the number of layers that the reader may be ahead of the fusor.
 
     `together`: place all chunks of a layer in one call, and write adjacent chunks as one. That needs one more copy and
     far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise `place` is called per chunk.
@@ -125,8 +123,8 @@ class LayerLoader:
     it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1. The reader
     still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving waits for that.
 
-    `key_rotation` is the model, which rotates keys back and adds drift to them. `read_stored` and `apply_drift` require
-    it, and a destination whose keys and values can be read.
+    `key_rotation`: the model, whose methods undo the rotation of keys and add drift to them. `read_stored` and
+    `apply_drift` require `key_rotation`, and a destination whose keys and values can be read.
     """
 
     def __init__(
@@ -217,9 +215,7 @@ class LayerLoader:
         return self._error if layer in self._failed else None
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is placed; raise the reader's error. Returns at once for a layer that was waited for
-        before.
-        """
+        """Block until `layer` is placed; raise the reader's error. Returns at once if it was waited for before."""
         start_s = self._released_s[layer] = perf_counter()
         if layer < self._num_waited:
             return
@@ -242,9 +238,8 @@ class LayerLoader:
         return LayerKV(keys, buffer.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Add `shares` [T, M] times `drift` [H, M, D] to the rows of the layer, to keys before rotation. None changes
-        nothing.
-        """
+        """Add `shares` [T, M] times `drift` [H, M, D] to the layer's rows, to keys before rotation. None adds
+        nothing."""
         if drift is None:
             return
         assert self._key_rotation is not None
@@ -257,9 +252,7 @@ class LayerLoader:
         buffer.values(layer)[:, :count] += (shares @ drift.values).to(buffer.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Return the load and fuse events of every layer. `ends_s`: when each layer was fused, in `perf_counter`
-        seconds.
-        """
+        """Return the load and fuse events of each layer. `ends_s`: when its fusing ended, in `perf_counter` seconds."""
         spans = zip(self._released_s, ends_s, strict=True)
         return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
 

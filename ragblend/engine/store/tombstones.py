@@ -24,7 +24,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.errors import RagblendError, StoreNotWritableError
-from ragblend.files.directory import Directory, unlink
+from ragblend.files.directory import Directory, try_remove_file
 from ragblend.files.reading import read_file
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ class AppliedTombstones(NamedTuple):
 
 
 def publish_tombstone(remote: RemoteStore, *, keys: Sequence[str] = (), namespace: str | None = None) -> Tombstone:
-    """Write a tombstone to `remote` and return it. Raises BackendUnreachableError: no replica learns of it."""
+    """Write a tombstone to `remote` and return it. Raises BackendUnreachableError if the remote tier does not answer;
+    then no replica learns of the deletion."""
     record = Tombstone(f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}", tuple(keys), namespace)
     facts = {"keys": list(record.keys), "namespace": record.namespace, "name": record.name}
     remote.values.put_metadata(record.name, encode_signed_json(facts, _KIND, remote.store_key))
@@ -136,7 +137,7 @@ class TombstoneWatcher:
                 if name > oldest:
                     self._remote.values.put_metadata(name, read_file(self._path(name)))
             for name in [name for name in remote_names | local_names if name < oldest]:
-                unlink(self._path(name))
+                try_remove_file(self._path(name))
                 self._remote.values.delete_metadata(name)
         except (RagblendError, OSError) as error:
             log.warning("deletions by other replicas are unknown at the moment: %s", error)

@@ -21,7 +21,7 @@ from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import StoreEntry
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.store.tombstones import publish_tombstone
-from ragblend.engine.vllm.params import belongs_to
+from ragblend.engine.vllm.params import is_in_namespace
 from ragblend.errors import UsageError
 
 PATH = "/v1/ragblend/store"
@@ -102,7 +102,7 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
         raise UsageError('send {"namespace": "..."}')
     for remote in store.remote_tiers:
         publish_tombstone(remote, namespace=namespace)
-    local_keys = [entry.key for entry in _entries(store) if belongs_to(entry.header.namespace, namespace)]
+    local_keys = [entry.key for entry in _entries(store) if is_in_namespace(entry.header.namespace, namespace)]
     num_removed, num_unread = sum(map(store.delete, local_keys)), 0
     with closing(open_registry(store)) as registry:
         registry.remove_entry_chunks(local_keys)
@@ -113,7 +113,7 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
             if key not in held:
                 kv = remote.get(key)
                 num_unread += kv is None
-                if kv is not None and belongs_to(kv.header.namespace, namespace):
+                if kv is not None and is_in_namespace(kv.header.namespace, namespace):
                     num_removed += store.delete(key)
     return {"num_removed": num_removed, "num_unread": num_unread}
 

@@ -28,7 +28,7 @@ from ragblend.engine.store.tombstones import AppliedTombstones
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.loading import MemoryTierDelta, MemoryTierTracker
 from ragblend.engine.vllm.metric_sources import RequestMetrics, TierMetrics
-from ragblend.engine.vllm.params import belongs_to, report_to_json
+from ragblend.engine.vllm.params import is_in_namespace, report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
 from ragblend.engine.vllm.support import (
@@ -97,7 +97,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         reject_unsupported_config(vllm_config)
-        self.config = ConnectorConfig.read(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
+        self.config = ConnectorConfig.from_extra_config(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
         self.scheduler: BlendScheduler  # set in the scheduler's half
         self._metric_sources: list[RequestMetrics | TierMetrics] = []
         self._closeables: list[BlendScheduler | BlendWorker | TieredStore] = []
@@ -250,7 +250,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         keys = {*tombstones.keys}
         if (memory := self._store.memory_tier) is not None:
             headers = memory.headers()
-            keys.update(h.key for h in headers if any(belongs_to(h.namespace, n) for n in tombstones.namespaces))
+            keys.update(h.key for h in headers if any(is_in_namespace(h.namespace, n) for n in tombstones.namespaces))
         for key in keys:
             self._store.delete_local(key)
         if tombstones.recent_keys and self._through.remote_tiers:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.report import BlendReport, ChunkReport, join_runs
+from ragblend.engine.report import BlendReport, ChunkReport, merge_run_reports
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher
 from ragblend.engine.transformers.model import load_tokenizer
@@ -33,8 +33,8 @@ from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     TENANT_KEY,
     BlendParams,
-    belongs_to,
     cache_salt_of,
+    is_in_namespace,
     parse_params,
     report_to_json,
     salted_namespace,
@@ -99,7 +99,7 @@ class BlendScheduler:
         self._fetch: RemoteFetcher | None = None
         self.listener: TombstoneWatcher | None = None
         if self.remote is not None:
-            self.listener = TombstoneWatcher(self.disk, self.remote, belongs_to)
+            self.listener = TombstoneWatcher(self.disk, self.remote, is_in_namespace)
             self.listener.start()  # before the first request, because this replica may have been down at a deletion
             self._fetch = RemoteFetcher(self.remote, self.disk, config.remote_timeout_s, self.listener)
         model = vllm_config.model_config
@@ -453,7 +453,7 @@ class BlendScheduler:
         )
         self.metrics.set_queue_length(sum(waiting))
         jobs, self._new_jobs = self._new_jobs, []
-        return jobs, self._read_ahead.take(self.loading)
+        return jobs, self._read_ahead.take_keys(self.loading)
 
     def take_reports(self, reports: Mapping[str, BlendReport], memory: MemoryTierDelta | None) -> None:
         """Record the workers' reports, by request id, and the changes of their memory tier."""
@@ -489,7 +489,7 @@ class BlendScheduler:
             num_unread = len(state.stored) - report.num_chunk_hits if state.is_filled else 0
             self.metrics.add(chunk_hits=report.num_chunk_hits, chunk_misses=state.num_missing + num_unread)
         if state.runs and len(report.chunks) == len(state.runs):
-            join_runs(report, MatchedPrompt([], state.runs))
+            merge_run_reports(report, MatchedPrompt([], state.runs))
         return {PARAMS_KEY: report_to_json(report)}
 
     def _time_first_token(self, state: _RequestState) -> None:

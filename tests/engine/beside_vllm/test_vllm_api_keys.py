@@ -25,8 +25,8 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import (
     MAX_RUNS,
     TENANT_KEY,
-    belongs_to,
     cache_salt_of,
+    is_in_namespace,
     parse_params,
     salted_namespace,
 )
@@ -193,8 +193,8 @@ def test_the_gate_binds_what_any_body_hands_to_the_engine() -> None:
 def test_a_salt_makes_a_namespace_of_its_own_and_is_not_shown() -> None:
     namespaces = [salted_namespace(name, salt) for name in ("", "a", "ab") for salt in (None, "s", "t")]
     assert len(set(namespaces)) == len({cache_salt_of(each) for each in namespaces}) == 9
-    assert belongs_to(salted_namespace("a", "s"), "a")
-    assert not belongs_to(salted_namespace("ab", "s"), "a")
+    assert is_in_namespace(salted_namespace("a", "s"), "a")
+    assert not is_in_namespace(salted_namespace("ab", "s"), "a")
     for namespace in (salted_namespace("a", "s"), "x" * 300, "\ud800"):
         with pytest.raises(UsageError):
             parse_params({"namespace": namespace})

@@ -20,7 +20,7 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.store.tombstones import TombstoneWatcher, publish_tombstone
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
-from ragblend.engine.vllm.params import belongs_to
+from ragblend.engine.vllm.params import is_in_namespace
 from ragblend.errors import UsageError
 
 pytestmark = pytest.mark.timeout(120)
@@ -114,7 +114,7 @@ def test_what_was_forgotten_while_it_was_on_its_way_does_not_stay(
     values, disk = DictValues(), DiskStore(tmp_path)
     values.data = {KEYS[0]: encode_chunk(KVS[0])}
     remote = RemoteStore(values, timeout_s=60)
-    listener, ask = TombstoneWatcher(disk, remote, belongs_to), values.get
+    listener, ask = TombstoneWatcher(disk, remote, is_in_namespace), values.get
 
     def answer(name: str) -> bytes | None:
         data = ask(name)
@@ -162,10 +162,10 @@ def test_settings_come_from_the_environment_where_none_are_given(
     environment = {"REMOTE": "redis://:secret@cache:6379/0", "DISK_GIB": "3", "KV_DTYPE": "int8", "RATIO": "0.9"}
     for name, value in environment.items():
         monkeypatch.setenv(f"RAGBLEND_{name}", value)
-    config = ConnectorConfig.read({"store": str(tmp_path), "disk_gib": 2})
+    config = ConnectorConfig.from_extra_config({"store": str(tmp_path), "disk_gib": 2})
     assert (config.remote, config.disk_gib, config.kv_dtype) == ("redis://:secret@cache:6379/0", 2, "int8")
     assert config.ratio == ConnectorConfig().ratio  # only the tiers' settings
-    assert ConnectorConfig.read({"remote": None}).remote is None
+    assert ConnectorConfig.from_extra_config({"remote": None}).remote is None
     [disk] = config.open_local().tiers
     assert isinstance(disk, DiskStore)
     assert disk.capacity_bytes == 2 << 30
@@ -173,10 +173,10 @@ def test_settings_come_from_the_environment_where_none_are_given(
     assert [type(tier) for tier in config.open_shared().tiers] == [DiskStore, RemoteStore]
     monkeypatch.setenv("RAGBLEND_DISK_GIB", "much")
     with pytest.raises(UsageError, match="RAGBLEND_DISK_GIB"):
-        ConnectorConfig.read({})
+        ConnectorConfig.from_extra_config({})
 
 
 @pytest.mark.parametrize("extra", [{"remote": "nowhere"}, {"remote": "redis://x", "remote_timeout_s": 0}])
 def test_a_remote_that_is_none_is_refused(extra: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="remote"):
-        ConnectorConfig.read({"store": str(tmp_path), **extra}).open_shared()
+        ConnectorConfig.from_extra_config({"store": str(tmp_path), **extra}).open_shared()

@@ -12,7 +12,7 @@ from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype, rows_of
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype, slice_kv_rows
 from ragblend.engine.store.memory import MemoryStore
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -41,7 +41,7 @@ def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(
         for kv in kvs:
             store.put(kv)
         kvs = [store.get(kv.header.key) for kv in kvs]
-    kvs[1] = rows_of(kvs[1], 7, TOKENS - 9)  # a run of a chunk
+    kvs[1] = slice_kv_rows(kvs[1], 7, TOKENS - 9)  # a run of a chunk
     starts = [0, TOKENS, 2 * TOKENS - 16]
     placements = [Placement(kv, start, exact=False) for kv, start in zip(kvs, starts, strict=True)]
     device = torch.device("cuda")

@@ -17,7 +17,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.signing import StoreKey
 from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher, publish_tombstone
-from ragblend.engine.vllm.params import belongs_to
+from ragblend.engine.vllm.params import is_in_namespace
 from ragblend.errors import BackendUnreachableError
 
 KVS = [make_kv(seed, namespace="ab"[seed % 2]) for seed in range(6)]
@@ -47,7 +47,7 @@ def remotes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remotes]
 
 def replica(root: Path, remote: RemoteStore) -> tuple[DiskStore, TombstoneWatcher]:
     disk = DiskStore(root, fsync=False)
-    return disk, TombstoneWatcher(disk, remote, belongs_to)
+    return disk, TombstoneWatcher(disk, remote, is_in_namespace)
 
 
 def keys_of(*numbers: int) -> list[str]:
@@ -177,7 +177,7 @@ def test_a_damaged_forged_or_foreign_record_makes_nobody_forget(
     values.noted["../../escape"] = values.noted[f"{10**12}-{'a' * 16}"] = data
     unsigned = RemoteStore(values, store_key=None)
     publish_tombstone(unsigned, keys=keys_of(0))
-    TombstoneWatcher(disk, remote, belongs_to).poll()
+    TombstoneWatcher(disk, remote, is_in_namespace).poll()
     assert disk.contains(*keys_of(0))
 
 
@@ -200,7 +200,7 @@ def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, m
         assert time.monotonic() - started_s < 60
         assert disk.contains(*keys_of(0))
         proxy.close()  # what hung breaks off
-        again = TombstoneWatcher(disk, teller, belongs_to)
+        again = TombstoneWatcher(disk, teller, is_in_namespace)
         again.start()
         wait_until(lambda: not disk.contains(*keys_of(0)), 60, "the deletion is applied")
         again.stop()
