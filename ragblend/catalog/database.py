@@ -133,7 +133,7 @@ class Catalog:
         with self._lock:
             is_outermost, self._is_in_call = not self._is_in_call, True
             try:
-                if is_outermost and self._connection is not None and self._dialect.is_replaced():
+                if is_outermost and self._dialect.file_id() != self._dialect.opened_file_id:
                     self.close()
                 is_opened = self._connection is None or self._connection.invalidated  # by an interruption
                 if is_opened:

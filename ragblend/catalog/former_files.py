@@ -50,6 +50,7 @@ _COPIES = {
         ("stored_entries (entry, fingerprint, checksum)", "key, fingerprint, checksum FROM stored_kv"),
         ("entry_chunks (ids_hash, namespace, entry, checksum)", "* FROM chunk_entries"),
         (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_variants ORDER BY id"),
+        (f"variants ({_VARIANTS})", f"{_VARIANTS} FROM similar_versions ORDER BY entry"),  # an older version
         (
             "token_ids (tokenizer, namespace, key, ids, checksum)",
             "tokenizer, namespace, key, ids, checksum FROM chunk_token_ids ORDER BY id",

@@ -33,7 +33,6 @@ class SqliteDialect(Dialect):
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.name, self.key = str(path), path
-        self._file_id: tuple[int, int] | None = None
 
     def connect(self) -> Connection:
         """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue.
@@ -45,23 +44,19 @@ class SqliteDialect(Dialect):
         is_kept = path is not None and (is_writable or path.exists())
         if is_kept and path is not None:
             _create_private(path)
-        self._file_id = self._read_file_id()  # before the file is opened: another process may replace it in between
+        self.opened_file_id = self.file_id()  # before the file is opened: another process may replace it in between
         connection = _connect_to(path if is_kept else None)
         try:
             _check_schema(connection, path, self.fix_hint())
             if path is not None and (is_writable or not is_kept):
                 import_former_files(path.parent, _sqlite(connection), removes_files=is_kept)
-            self.identity = (self._file_id, _read_meta(connection, "id"))
+            self.identity = (self.opened_file_id, _read_meta(connection, "id"))
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def is_replaced(self) -> bool:
-        """Return True if the open file was deleted, or another file has its path now."""
-        return self._read_file_id() != self._file_id
-
-    def _read_file_id(self) -> tuple[int, int] | None:
+    def file_id(self) -> tuple[int, int] | None:
         """Return device and inode of the file at the path; None without a file."""
         if self.path is not None:
             with suppress(OSError):
