@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Protocol, cast
@@ -53,12 +54,12 @@ class _Group:
                 start, first = before.start, its_rows.start
             self.spans.append((slice(start, placement.end), slice(first, taken)))
 
-    def copy_ahead(self, transfer: HostToDeviceCopier, num_layers: int, depth: int) -> None:
+    def copy_ahead(self, copier: HostToDeviceCopier, num_layers: int, depth: int) -> None:
         """Let `read` take the layers, all of them in page-locked memory, from copies that are queued ahead of it."""
         chunks = [each.kv for each in self.placements]
-        self._copies = LayerCopies(transfer, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, depth)
+        self._copies = LayerCopies(copier, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, depth)
 
-    def read(self, layer: int, transfer: HostToDeviceCopier, computed: Iterator[LayerKV] | None = None) -> LayerKV:
+    def read(self, layer: int, copier: HostToDeviceCopier | None, computed: Iterator[LayerKV] | None = None) -> LayerKV:
         """Return one layer of all chunks, concatenated: [H, T of all, D]. Raises DamagedEntryError.
 
         `computed` yields the layer of each chunk that is not in memory; those are not read.
@@ -71,7 +72,9 @@ class _Group:
                 start_s = perf_counter()
                 stored.append(placement.kv.stored_layer(layer))
                 self._read_s[placement.start] += perf_counter() - start_s
-        arrived = map(dequantized, transfer.copy_to_device(stored))  # eight-bit KV is copied as eight bits
+        if copier is not None:
+            stored = copier.copy_to_device(stored)  # eight-bit KV is copied as eight bits
+        arrived = map(dequantized, stored)
         return _concatenated(
             [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
         )
@@ -149,19 +152,19 @@ class LayerLoader:
         self._destination = destination
         self._rows = torch.empty(0, dtype=torch.int64)  # all positions up to the last chunk, made by `apply_drift`
         self._device = device
-        self._transfer = HostToDeviceCopier(device)
+        self._copier = HostToDeviceCopier(device) if device.type != "cpu" else None
         self._ahead = threading.Semaphore(depth)
         self._ready = [threading.Event() for _ in range(num_layers)]
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._failed: frozenset[int] = frozenset()  # layers that were not read because of the error
         self._not_in_memory = [each.kv for each in placements if not is_in_memory(each.kv)]
-        if not self._transfer.overlaps_compute:
+        if self._copier is None or not self._copier.overlaps_compute:
             self._threaded = bool(self._not_in_memory) or any(not each.kv.header.is_lossless for each in placements)
         elif not self._not_in_memory and all(is_page_locked(each.kv.stored_layer(0)) for each in placements):
             self._threaded = False
             for group in self._groups:
-                group.copy_ahead(self._transfer, num_layers, depth)
+                group.copy_ahead(self._copier, num_layers, depth)
         else:
             self._threaded = True
         self._first_layer = first_layer if self._not_in_memory else None
@@ -258,7 +261,7 @@ class LayerLoader:
 
     def _read_all(self) -> None:
         try:
-            with torch.inference_mode(), self._transfer.in_compute_order():
+            with torch.inference_mode(), self._copier.in_compute_order() if self._copier is not None else nullcontext():
                 # The computed layer is the last one to read.
                 for layer in sorted(range(self._num_layers), key=lambda layer: layer == self._computed_layer):
                     self._ahead.acquire()
@@ -281,7 +284,7 @@ class LayerLoader:
         start_s = perf_counter()
         computed = self._compute_first_layer() if layer == self._computed_layer else None
         for group in self._groups:
-            keys, values = group.read(layer, self._transfer, computed)
+            keys, values = group.read(layer, self._copier, computed)
             keys = self._place(layer, keys, group.rows)
             for span, taken in group.spans:
                 self._destination.write(layer, span, keys[:, taken], values[:, taken])
