@@ -74,7 +74,8 @@ class Catalog:
                 self._connection = None
 
     def change_counter(self) -> tuple[int, int]:
-        """Return a value that changes after each commit of others, and after this object changes token ids."""
+        """Return a value that differs from the last one if other processes have committed, or this object changed token
+        ids."""
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes
 
@@ -110,7 +111,8 @@ class Catalog:
         self.close()
 
     def damage_error(self, what: str) -> CorruptError:
-        """Return the error to raise for damaged rows; `what` says which. Its message contains the fix."""
+        """Return the error to raise for damaged rows. `what` names the rows in the message, which also contains the
+        fix."""
         return CorruptError(f"{self.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:
@@ -128,7 +130,7 @@ class Catalog:
             is_opened = self._connection is None or self._connection.invalidated  # by an interruption
             try:
                 if is_opened:
-                    self._connection = self._dialect.connect()
+                    self._connection = self._dialect.connect_and_create_tables()
                     self._num_changes += not self.is_shared  # a new connection starts data_version again
                 connection = self._connection
                 assert connection is not None

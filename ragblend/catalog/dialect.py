@@ -26,10 +26,11 @@ class Dialect(ABC):
     """True for a database server, whose catalogue stores on several machines may share."""
 
     @abstractmethod
-    def connect(self) -> Connection:
-        """Return a connection in autocommit mode. Missing tables are created.
+    def connect_and_create_tables(self) -> Connection:
+        """Return a connection in autocommit mode to a database that has all tables. Missing tables are created.
 
-        Raises StoreMismatchError for a database with other tables.
+        A dialect may also copy the files of earlier versions into new tables. Raises StoreMismatchError for a database
+        with other tables.
         """
 
     def release(self, connection: Connection) -> None:

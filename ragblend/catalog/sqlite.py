@@ -33,8 +33,8 @@ class SqliteDialect(Dialect):
         self.path = path
         self.name, self.key = str(path), path
 
-    def connect(self) -> Connection:
-        """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue."""
+    def connect_and_create_tables(self) -> Connection:
+        """Return a connection to the file. A missing file is created; files of earlier versions are copied into it."""
         return _open(self.path, self.fix_hint())
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:

@@ -22,7 +22,7 @@ from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.generation import Backfill
-from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
+from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
@@ -114,7 +114,7 @@ class EngineBase:
         self.system = system
         self.namespace = namespace
         self.flags = flags
-        self.notices = ReuseDiagnostics(self)
+        self.notices = NoReuseWarnings(self)
         self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
         self._shadow = Shadow(shadow, shadow_seed)
 
@@ -288,16 +288,17 @@ class LocalEngine(EngineBase, ABC):
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk after default prefix and ingestion context, and store its slice. Return the bytes stored.
+        """Prefill one chunk after the default prefix and its ingestion context, store its KV, and return the bytes
+        stored.
 
-        Returns 0 if it was stored already. Raises UsageError for a similar variant without `context_texts`.
+        Returns 0 if the KV was stored already. Raises UsageError for a similar variant without `context_texts`.
         """
         token_ids, context = self._chunk_ids(chunk)
         self.add_known([chunk])
         return self.precompute_ids(token_ids, context)
 
     def add_known(self, chunks: Iterable[Part]) -> None:
-        """Add chunks to those that are matched in prompts."""
+        """Add chunks to the known chunks: their token ids are matched in later prompts. Their KV is not computed."""
         self.check_not_forked()
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
         for text in texts:

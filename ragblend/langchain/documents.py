@@ -54,7 +54,11 @@ def normalize_ids(ids: Sequence[Any]) -> list[str]:
 
 
 def make_predicate(filter: Filter | None) -> Callable[[Chunk], bool] | None:
-    """Return `filter` as `is_allowed` of `ChunkIndex.search`. Raises UsageError for one of another type."""
+    """Return a predicate of chunks for the argument `is_allowed` of `ChunkIndex.search`; None if `filter` is None.
+
+    `filter` is a dictionary of metadata that the chunk must have, or a function of a LangChain Document. Raises
+    UsageError for any other type.
+    """
     if filter is None:
         return None
     if isinstance(filter, Mapping):

@@ -44,7 +44,10 @@ class Chunk:
 
     @property
     def id(self) -> str:
-        """Return 16 hex digits, equal when source, start and text are equal."""
+        """Return 16 hex digits that identify the chunk in its document.
+
+        They are computed from `source`, `start` and `text`. The same text in another place has another id.
+        """
         parts = f"{self.source}\0{self.start}\0{self.text}".encode()
         return hashlib.blake2b(parts, digest_size=8).hexdigest()
 
@@ -79,12 +82,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Prompt:
-    """Messages, tools, and the chunks that the messages are known to contain.
+    """Messages and tools for one answer, as text, and the chunks that the messages are known to contain.
 
-    `Prompt(chunks=[...], question=..., system=...)` is the usual form; `from_messages` takes any order of turns;
-    `from_text` is plain text for a completion, without a chat template. Stored chunks are found in a prompt even if it
-    does not name them. A named chunk that is not stored is stored for later prompts. `tools`: functions that the model
-    may call, in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
+    `Prompt(chunks=[...], question=..., system=...)` is the usual form. `from_messages` takes any order of turns.
+    `from_text` is plain text for a completion, without a chat template. An engine also finds stored chunks that the
+    prompt does not name. If a named chunk is not stored, the engine stores it for later prompts. `tools`: functions
+    that the model may call, in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
     """
 
     messages: tuple[Message, ...]

@@ -26,7 +26,7 @@ import numpy as np
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.leases import LEASE_S, Leases
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentName, StoredCounts
+from ragblend.catalog.schema import DocumentKey, StoredCounts
 from ragblend.catalog.sent_documents import (
     SentDocument,
     SentDocumentTable,
@@ -161,7 +161,7 @@ class DocumentIngester:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
         engine = self._engine(namespace)
         with closing(open_registry(engine.store)) as registry:
-            texts = registry.texts_of(DocumentName(collection, document_id, namespace))
+            texts = registry.texts_of(DocumentKey(collection, document_id, namespace))
         return {**found, "num_kv": len(_stored_keys([Chunk(text) for text in texts], engine))}
 
     # -- storing

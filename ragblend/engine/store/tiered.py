@@ -74,7 +74,7 @@ class TieredStore(KVStore):
             if tier.memory_tier is None
         }
         for position, tier in enumerate(tiers):
-            tier.set_read_back_tiers(tiers[:position])
+            tier.set_upload_source_tiers(tiers[:position])
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._prefetching: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
@@ -102,7 +102,10 @@ class TieredStore(KVStore):
 
     @property
     def counters(self) -> StoreCounters:
-        """A snapshot: one hit or miss per `get`, one put per `put`; the other counts are sums over the tiers."""
+        """Counts of the store at this moment. A `get` is one hit or one miss, and a `put` counts once.
+
+        The other counts are sums over the tiers.
+        """
         tiers = [tier.counters for tier in self._tiers]
         sums = {each.name: sum(getattr(counters, each.name) for counters in tiers) for each in fields(StoreCounters)}
         sums |= {name: getattr(self._counters, name) for name in ("num_hits", "num_misses", "num_puts")}

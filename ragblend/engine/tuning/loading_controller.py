@@ -63,9 +63,12 @@ class MachineProfile:
         """Return the seconds of full prefill, extrapolated beyond the longest measured prompt."""
         return interpolate(((0.0, 0.0), *self.prefill_s), num_tokens)
 
-    def recompute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
-        """Return the seconds to compute a prompt of `num_tokens`. Of its `num_stored` stored tokens (default: all
-        tokens), `ratio` is recomputed."""
+    def prompt_compute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
+        """Return the seconds to compute a prompt of `num_tokens` tokens, without loading.
+
+        Of its `num_stored` stored tokens, the share `ratio` is recomputed; the other tokens are computed in full. None:
+        all tokens are stored.
+        """
         stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
         return self.full_prefill_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
 
@@ -222,7 +225,7 @@ def decide_reuse(
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
     full_s = profile.full_prefill_s(num_tokens)
-    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), probes_before_selection)
+    least_s = profile.blend_s(load_s, profile.prompt_compute_s(r_star, num_tokens, num_stored), probes_before_selection)
     if num_stored and least_s >= full_s:
         refused = (
             f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {load_s:.3g} s and blending "
@@ -233,7 +236,7 @@ def decide_reuse(
     share = num_stored / max(1, num_tokens)
     hidden_s = max(0.0, profile.hidden_compute_s(load_s, probes_before_selection) - full_s * (1.0 - share))
     ratio = largest_hidden_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
-    return ReuseDecision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
+    return ReuseDecision(ratio, "", load_s, profile.prompt_compute_s(ratio, num_tokens, num_stored), full_s)
 
 
 def check_speed(name: str, bytes_per_s: float) -> None:

@@ -456,10 +456,10 @@ class VllmClient(EngineBase):
     # -- documents
 
     def precompute(self, chunk: Part) -> int:
-        """Send one chunk as a separate document, and wait until the server has stored it.
+        """Send one chunk to the server as a separate document, and wait until it is stored. Return the bytes stored.
 
-        Return the bytes stored, 0 if the chunk was stored already. Raises RagblendError if the server did not store it,
-        or is a vLLM without ragblend.
+        Returns 0 if the chunk was stored already. Raises RagblendError if it was not stored, or for a vLLM without
+        ragblend.
         """
         text = as_chunk(chunk).text.strip()
         counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": _chunk_id(text), "chunks": [text]}])
@@ -485,7 +485,8 @@ class VllmClient(EngineBase):
         """Do nothing, because the server reads ahead the chunks of waiting requests."""
 
     def add_known(self, chunks: Iterable[Part]) -> None:
-        """Do nothing, because the server finds its documents' chunks."""
+        """Do nothing. An engine in this process is given the chunks to match in prompts; a server has them in its
+        registry."""
 
     def flush(self) -> None:
         """Wait until the missing chunks of earlier prompts are stored."""

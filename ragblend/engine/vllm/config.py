@@ -85,8 +85,8 @@ class ConnectorConfig(TierOptions):
         return text
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes of one worker's memory tier."""
+    def worker_memory_bytes(self) -> int:
+        """Size of the memory tier of one worker, in bytes. Each worker of this vLLM has a separate memory tier."""
         return int(self.memory_gib * GIB)
 
     def open_local(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:

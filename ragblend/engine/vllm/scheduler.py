@@ -112,7 +112,7 @@ class BlendScheduler:
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = LoadingController(machine)
-        self._read_ahead = ReadAheadQueue(config.memory_bytes)
+        self._read_ahead = ReadAheadQueue(config.worker_memory_bytes)
         matcher = self._make_matcher(model)
         self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, matcher)
         self._salts = ConversationSalts(matcher.tail_ids if matcher is not None else ())

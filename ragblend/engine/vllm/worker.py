@@ -95,7 +95,10 @@ class BlendJob:
 
     @property
     def num_rows(self) -> int:
-        """Approximate number of tokens that run through most of the layers."""
+        """About how many tokens the job computes in each layer, all except the first few.
+
+        These are the tokens without stored KV, and the share `ratio` of the stored ones.
+        """
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
         return self.end - max(self.num_resident, self.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)

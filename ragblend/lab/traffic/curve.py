@@ -66,7 +66,10 @@ def count_chunk_uses(passages: Passages) -> ChunkUses:
 
 
 def merge_adjacent_chunks(uses: ChunkUses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return chunks as (start, end, requests). Adjacent ones with equal requests are merged, except at `begins`."""
+    """Return chunks as (start, end, number of requests), with adjacent chunks merged that the same requests use.
+
+    `begins`: offsets at which a chunk is not merged with the one before it.
+    """
     marks = np.zeros(len(uses.sizes), np.uint64)  # of the set of requests
     np.add.at(marks, uses.chunks, (uses.requests.astype(np.uint64) + np.uint64(1)) * _MIX)
     ends = uses.starts + uses.sizes

@@ -72,7 +72,11 @@ class Passages:
         return ids[start - self.starts[first] : end - self.starts[first]]
 
     def count_reusable_and_add(self, request: int, ids: Ids, prefix: int, namespace: str = "") -> int:
-        """Return the number of tokens after the first `prefix` that a store could give a prompt, and add the prompt."""
+        """Return how many tokens of a prompt a store of all earlier prompts' texts could provide. Then add the prompt.
+
+        `ids` are the prompt's tokens, of which the first `prefix` are not counted. request: the number of the request.
+        Only prompts of the same `namespace` are compared.
+        """
         index = self._indexes.setdefault(namespace, TokenIndex(self._texts.__getitem__))
         rest = ids[prefix:]
         runs = [run for run in index.find_runs(rest) if run.length >= LEAST]
