@@ -74,8 +74,7 @@ class Catalog:
                 self._connection = None
 
     def change_counter(self) -> tuple[int, int]:
-        """Return a value that differs from the last one if other processes have committed, or this object changed token
-        ids."""
+        """Return a value that changes with every commit of other processes, and when this object changes token ids."""
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes
 
@@ -111,8 +110,7 @@ class Catalog:
         self.close()
 
     def damage_error(self, what: str) -> CorruptError:
-        """Return the error to raise for damaged rows. `what` names the rows in the message, which also contains the
-        fix."""
+        """Return the error to raise for damaged rows. `what` names the rows; the message also contains the fix."""
         return CorruptError(f"{self.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:

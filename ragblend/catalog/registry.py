@@ -56,8 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarVariant(NamedTuple):
-    """A framework's chunk for which a variant is stored, or requested, that is computed after the most similar chunks.
-    """
+    """The variant of a framework's chunk that is computed after the most similar chunks. It is requested, or stored."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -257,10 +256,9 @@ class ChunkRegistry(Catalog):
                 insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
 
     def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
-        """Return the texts that would be deleted if each document of `kept_texts` kept only its texts there. Changes
-        nothing.
+        """Return the texts that would be deleted if each document of `kept_texts` kept only these texts.
 
-        A text is deleted if no other document of the same namespace has it.
+        A text stays if another document of the same namespace has it, or an index. Changes nothing.
         """
         lost: dict[str, set[DocumentKey]] = {}
         with self._locked():
@@ -472,8 +470,7 @@ class ChunkRegistry(Catalog):
         return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
 
     def missing_variants(self, embedder: str) -> list[SimilarVariant]:
-        """Return the variants that have a vector of this embedder and whose KV is not stored. Damaged rows are left
-        out."""
+        """Return the variants that have a vector of this embedder but no stored KV. Damaged rows are left out."""
         rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
@@ -504,8 +501,7 @@ class ChunkRegistry(Catalog):
             insert_rows(connection, VARIANTS, row_of.values())
 
     def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Record whether the KV of variants is stored: `is_stored` applies to all `entries`, which are the variants'
-        keys."""
+        """Record that the KV of all these variants is stored, or that it is not. `entries`: their keys."""
         if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
             with self._write() as connection:
                 connection.execute(_SET_VARIANT_STORED, rows)
@@ -555,11 +551,7 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 
 
 def has_registry(store: Any) -> bool:
-    """Return True if `open_registry` finds a registry and need not create one.
-
-    It is False if the registry of the KVStore is a file in its folder, and neither that file nor the registry file of
-    an earlier version exists.
-    """
+    """Return True if `open_registry` would find a registry, and would not have to create its file."""
     place = catalog_location(store)
     return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
 

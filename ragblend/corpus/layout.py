@@ -46,7 +46,10 @@ class Spans:
 
 
 class TableSpan(NamedTuple):
-    """Consecutive lines of cells. `header_end`: end of the header row, `start` if the table has none."""
+    """The characters of a table: consecutive lines of cells.
+
+    `header_end`: where the header row ends; equal to `start` if the table has no header row.
+    """
 
     start: int
     end: int

@@ -315,7 +315,7 @@ _OVERLAP = 0.1  # default share of a window that the next one repeats
 
 @dataclass(frozen=True, slots=True)
 class DocumentWindow:
-    """Adjacent chunks of one document, or of several documents in order, for one prompt."""
+    """Part of the input for one prompt: adjacent chunks of a document, or of several documents in order."""
 
     chunks: tuple[Chunk, ...]
 

@@ -52,7 +52,7 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify` and of a repair. The values of dictionaries are reasons."""
+    """Result of `verify` and of a repair. Dictionaries have the reason for each damaged or missing entry or file."""
 
     checked: int = 0  # entries
     damaged: dict[str, str] = field(default_factory=dict)  # entries, by key

@@ -71,9 +71,10 @@ class _BusyError(BackendUnreachableError):
 
 
 class DocumentIngester:
-    """Documents sent to the servers that share the store folder `root` or the `catalog`. `start` begins to store them.
+    """Stores the documents that clients sent to the servers sharing the store folder `root` or the `catalog`.
 
-    `make_engine` returns the engine for a namespace. `describe` returns an error's message for clients.
+    `start` begins to store them in a thread. `make_engine` returns the engine for a namespace. `describe` returns an
+    error's message for clients.
     """
 
     def __init__(

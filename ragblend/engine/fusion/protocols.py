@@ -67,8 +67,7 @@ class DriftCorrectableLayerSource(LayerSource, Protocol):
 
 
 class QueryProbeHook(Protocol):
-    """Function for a layer to call once, with the queries of the probe's rows and the keys they attend to, both
-    rotated.
+    """Function for a layer to call once, with the rotated queries of the probe's rows and the rotated keys.
 
     `keys` is [H, rows[-1] + 1, D]. The function may keep a reference to the queries, but not to the keys. If the layer
     also passes `values`, the function returns the attention output [Hq, Q, D] of the rows; else None.

@@ -324,8 +324,7 @@ class DiskStore(StoreMetadata, KVStore):
 
     @property
     def has_evicted(self) -> bool:
-        """True if an entry was ever evicted because of the budget. A missing entry may then have been evicted, not
-        lost."""
+        """True if the budget has ever evicted an entry. An entry that is missing may then have been evicted."""
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_unreadable(self, key: str) -> None:

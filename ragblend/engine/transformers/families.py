@@ -32,7 +32,11 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 
 
 class AttentionFamily:
-    """Computation of keys and values by separate projections, with an optional norm of each head's keys."""
+    """How a family of models computes keys and values. This class: separate projections, and a norm of keys if there is
+    one.
+
+    The subclasses describe other families.
+    """
 
     key_module = "k_proj"  # the module whose output `keys_from_module_output` turns into pre-RoPE keys
     half_tables = False  # True if the rotary module returns each angle once, for both dimensions that it rotates
@@ -70,7 +74,8 @@ class AttentionFamily:
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the pre-RoPE keys [R, H, D], given the output of the module `key_module`.
 
-        The QK-norm is applied here again, because the own norm of some models returns [R, H, D], of others [H, R, D].
+        The QK-norm is computed here again from that output. The output of the model's own norm is not used, because it
+        is [R, H, D] in some models and [H, R, D] in others.
         """
         keys = self.split_heads(output)
         return attention.k_norm(keys) if hasattr(attention, "k_norm") else keys

@@ -93,10 +93,7 @@ class ServerFacts(NamedTuple):
 
 
 class Connection:
-    """Connection to one server. Sends the API key, retries, and raises a RagblendError for every failure.
-
-    Safe to share between threads.
-    """
+    """Connection to one server, safe between threads. It sends the API key, retries, and raises RagblendErrors."""
 
     def __init__(
         self,
@@ -126,10 +123,8 @@ class Connection:
 
     @contextmanager
     def stream(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """Send a request and yield its response, whose body is still unread.
-
-        A failed request is retried until the response's headers have arrived, not afterwards.
-        """
+        """Send a request and yield its response, whose body is still unread. A failed request is sent again, but not
+        after the headers of a response have arrived."""
         with self._translated():
             response = self._send(method, path, body)
         try:
@@ -266,10 +261,10 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
 
 
 class ServedRenderer:
-    """Renderer of a server's model. Its call formats are those that the server reports.
+    """Renderer for the model of a server. It knows the formats of tool calls that the server has reported.
 
-    For every other attribute, `load` loads the model's tokenizer at first use. Splitting documents and counting tokens
-    need it; prompts do not.
+    Everything else needs the model's tokenizer, which `load` loads at the first use. Splitting documents and counting
+    tokens use it; prompts do not.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
@@ -404,8 +399,7 @@ class VllmClient(EngineBase):
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> ServedStream:
         """Start an answer and return its stream. Iterating yields text; afterwards `.result` has answer and report.
 
-        Options are checked before the request is sent; the server checks the prompt's length. Closing the stream early
-        aborts the request.
+        Options are checked first; the server checks the prompt's length. Closing the stream early aborts the request.
         """
         checked = checked_options(options)
         self._check_prompt(prompt, checked.stop_strings)

@@ -137,7 +137,7 @@ class VllmLayers:
 
     @property
     def can_share_reads(self) -> bool:
-        """True if rows can attend together on this device, so that keeping every layer resident pays."""
+        """True if scattered rows can attend in one call on this device. Keeping every layer resident then pays."""
         return self._together_from < math.inf
 
     def embed(self, token_ids: Tensor) -> Tensor:

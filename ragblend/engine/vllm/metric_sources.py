@@ -24,7 +24,10 @@ _LIST_EVERY_S = 2.0  # shortest time between two lists
 
 
 class RequestMetrics:
-    """Metrics of requests, collected by the scheduler's half: counters (`counts`), and `observed` histogram values."""
+    """Metrics of requests, which the connector's scheduler side collects.
+
+    `counts` are counters by name. `observed` are the values for histograms, by name.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

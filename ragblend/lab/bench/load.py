@@ -59,7 +59,7 @@ TARGET = 1.15
 
 
 class LoadCase(NamedTuple):
-    """The source of the KV and how it is read. `bytes_per_s`: throttled speed; None for the disk as it is."""
+    """Where the KV is read from, and how. `bytes_per_s`: limit of the read speed; None sets no limit."""
 
     source: str  # memory, disk, throttled
     pipeline: bool

@@ -24,7 +24,7 @@ SNAP = 8
 
 
 class ChunkUses(NamedTuple):
-    """Chunks, and their uses by requests. The first use, which stores the chunk, is included."""
+    """Chunks, and which requests use each of them. The request that stores a chunk, its first, counts as a use."""
 
     starts: Numbers  # of each chunk, in all new text
     sizes: Numbers  # of each chunk, in tokens

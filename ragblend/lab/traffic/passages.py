@@ -25,9 +25,10 @@ MAX_PASSAGE = 1 << 16
 
 
 class PrefixCache:
-    """The part of each prompt that prefix caching reuses: whole blocks, from the first token on.
+    """Simulates prefix caching: it knows which prompts came before, and how much of a new one they make reusable.
 
-    It holds at most `capacity` blocks (67 million tokens by default, more than GPUs hold), then drops the older half.
+    Whole blocks are reused, from the first token on. The cache holds at most `capacity` blocks (67 million tokens by
+    default, more than GPUs hold). Beyond that, it drops the older half.
     """
 
     def __init__(self, capacity: int = 1 << 22) -> None:
@@ -55,7 +56,8 @@ class PrefixCache:
 
 
 class Passages:
-    """All text that was new when it was sent, as concatenated passages, and the positions where it was repeated."""
+    """All text of prompts that was new when it was sent, as concatenated passages; and where later prompts repeat it.
+    """
 
     def __init__(self) -> None:
         self._texts: list[Ids] = []
