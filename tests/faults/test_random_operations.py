@@ -135,7 +135,7 @@ class Everything:
                     machine.ingest_folder(self.context)
                 if len({machine.root for machine in self.machines}) > 1:
                     for machine in self.machines:  # deletes from its own disk what the other has removed
-                        collect_garbage(machine.root, machine.root)
+                        collect_garbage(machine.root, orphans=True)
                 self.assert_whole()
 
     def expected(self) -> set[str]:
