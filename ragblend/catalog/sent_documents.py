@@ -34,8 +34,8 @@ _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata,
 class SentDocument(NamedTuple):
     """A document that a client sent.
 
-    `body` has its `text` or its `chunks`, and settings: how to split the text, and whether to find similar chunks. If
-    `body` has the key `adds`, the chunks are added to those of the stored document with the same version.
+    `body` has its `text` or its `chunks`, and the settings for splitting and for finding similar chunks. If `body` has
+    the key `adds`, the chunks are added to those of the stored document with the same version.
     """
 
     collection: str

@@ -271,7 +271,10 @@ class LocalEngine(EngineBase, ABC):
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     def key(self, chunk: Part) -> str:
-        """Return the cache key of the chunk's KV after the default prefix, in the variant that its `context` names."""
+        """Return the store key of the chunk's KV. The KV is computed after the default prefix.
+
+        A chunk has several variants, each with its own key; the chunk's `context` selects one.
+        """
         return self.key_of(*self._chunk_ids(chunk))
 
     def key_of(self, token_ids: Sequence[int], context: IngestionContext = NO_CONTEXT) -> str:
@@ -284,7 +287,7 @@ class LocalEngine(EngineBase, ABC):
         return self.store.contains(self.key_of(chunk_ids))
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the store has the chunk's KV after the default prefix, in the variant of its `context`."""
+        """Return True if the store has the KV of the chunk under `key(chunk)`."""
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
@@ -351,7 +354,7 @@ class LocalEngine(EngineBase, ABC):
             )
 
     def backfill(self, misses: Iterable[ChunkRun]) -> None:
-        """Store the chunks of these runs, each alone, in the background, unless `on_miss` is "inline"."""
+        """Precompute the chunks of these runs in the background, each alone. Do nothing if `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return
         for run in {run.chunk_ids: run for run in misses}.values():

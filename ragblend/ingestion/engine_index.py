@@ -57,10 +57,10 @@ def open_engine_index(
 def resolve_chunker(
     index: ChunkIndex, engine: Engine, chunk_size: int | None, splitter: Splitter | None, notify: Callable[[str], None]
 ) -> ChunkerConfig:
-    """Return the chunker for the next ingestion, and record it in the index. Call `notify` if it differs from the last
-    one.
+    """Return the chunker for the next ingestion, and record it in the index. Call `notify` if it changed.
 
-    The chunker is `splitter`, else the default splitter with `chunk_size` tokens, else with the index's own chunk size.
+    The chunker is `splitter`, else the default splitter. That cuts chunks of `chunk_size` tokens; None is the index's
+    size.
     """
     made = index.manifest
     if not made.num_documents:

@@ -151,7 +151,7 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
 
 
 def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress = ignore_progress) -> int:
-    """Prefill the indexed chunks without KV, repair damaged files, and drop those that cannot be repaired.
+    """Prefill the indexed chunks without KV, and repair damaged files. Files that cannot be repaired are deleted.
 
     Return the number of prefilled chunks. After a kill, the next `verify` finds the remaining damage.
     """

@@ -44,7 +44,10 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run of a chunk, given by its number: ids [start, end) of a prompt equal the chunk's ids from `chunk_start` on."""
+    """A part of a chunk in a prompt. The prompt's ids [start, end) equal the chunk's ids from `chunk_start` on.
+
+    `chunk` is the number of the chunk in the index.
+    """
 
     chunk: int
     chunk_start: int

@@ -199,10 +199,10 @@ def as_chunk(part: Part) -> Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Run of a chunk, given by its ids: positions [start, end) of a prompt equal the chunk's ids from `chunk_start`.
+    """A part of a chunk in a prompt: positions [start, end) of the prompt equal the chunk's ids from `chunk_start` on.
 
-    `chunk`: the chunk if the prompt names it, else None. `document`: a document of the registry that contains the
-    chunk; "" if unknown.
+    `chunk`: the Chunk, if the prompt names it, else None. `document`: the id of a document that contains the chunk
+    according to the registry; "" if unknown.
     """
 
     chunk_ids: tuple[int, ...]
@@ -245,9 +245,9 @@ SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
 
 
 class PromptSegment(NamedTuple):
-    """Positions [start, end) of a prompt: a run, or the text before, between or after runs.
+    """Positions [start, end) of a prompt: either a run of a chunk, or text that is in no run.
 
-    `chunk`: index in `MatchedPrompt.runs_by_chunk` of the chunk that a run belongs to; None for text.
+    `chunk`: for a run, the index of its chunk in `MatchedPrompt.runs_by_chunk`; None for text.
     """
 
     kind: SegmentKind
@@ -275,7 +275,7 @@ class MatchedPrompt:
 
     @property
     def num_prefix(self) -> int:
-        """Return the number of tokens before the first run; 0 without a run."""
+        """Return the number of tokens before the first run; 0 if the prompt has no run."""
         return self.runs[0].start if self.runs else 0
 
     @property

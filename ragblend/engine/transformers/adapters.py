@@ -30,7 +30,8 @@ _IRRELEVANT_FIELDS = frozenset(
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if the directory `path` has the configuration file of a LoRA adapter, `adapter_config.json`."""
+    """Return True if the directory `path` holds an adapter: it has the file from which transformers, too, reads
+    adapters."""
     return (path / ADAPTER_CONFIG).is_file()
 
 

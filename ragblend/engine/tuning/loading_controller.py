@@ -78,17 +78,23 @@ class MachineProfile:
 
     @property
     def overlaps(self) -> bool:
-        """Return True if loading overlaps with computing. vLLM's workers on several ranks read all layers first."""
+        """Return True if layers are loaded while others are computed.
+
+        It is False for vLLM on several ranks, whose workers read all layers first.
+        """
         return int(self.hardware.get("ranks") or 1) == 1
 
     def blend_s(self, load_s: float, compute_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds to load and compute, which overlap, except for a rule with `probes_before_selection`: such
-        a rule waits for most layers before it recomputes."""
+        """Return the seconds to load KV and compute a prompt, given the seconds of both.
+
+        They overlap if the machine can (`overlaps`). They do not for a rule with `probes_before_selection`, which waits
+        for most layers before it recomputes.
+        """
         hides = self.overlaps and not probes_before_selection
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds of computing that do not add to loading, because later layers are loaded at that time."""
+        """Return the seconds of computing that add nothing to `load_s`, because later layers are loaded at that time."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
@@ -120,7 +126,7 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
 
 
 def make_monotone(points: Iterable[tuple[float, float]]) -> Curve:
-    """Return the points in order of x, one per x, each y raised to the highest y before it.
+    """Return the points in order of x, one per x. A y that is lower than an earlier one is raised to it.
 
     >>> make_monotone([(2, 5.0), (1, 3.0), (3, 4.0)])
     ((1, 3.0), (2, 5.0), (3, 5.0))
@@ -191,7 +197,7 @@ def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
 
 
 def exposed_load_s(load_s: float, num_layers: int) -> float:
-    """Return the seconds of loading that no computing hides: those of layer 1, if the model has one.
+    """Return the seconds of loading during which nothing can be computed: the loading of layer 1, if the model has one.
 
     >>> exposed_load_s(8.0, num_layers=4), exposed_load_s(8.0, num_layers=1)
     (2.0, 0.0)
@@ -200,7 +206,10 @@ def exposed_load_s(load_s: float, num_layers: int) -> float:
 
 
 class ReuseDecision(NamedTuple):
-    """Ratio of one request, and the estimated seconds. `fallback_reason` is set for full prefill, "" for reuse."""
+    """The decision on one request: the ratio at which stored KV is reused, and the estimated seconds.
+
+    `fallback_reason` says why full prefill is used instead; "" if the KV is reused.
+    """
 
     ratio: float
     fallback_reason: str
