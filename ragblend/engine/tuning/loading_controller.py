@@ -94,7 +94,7 @@ class MachineProfile:
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds of computing that add nothing to `load_s`, because later layers are loaded at that time."""
+        """Return the seconds of computing that add nothing to `load_s`, because other layers are being loaded."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
