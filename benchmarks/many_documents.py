@@ -30,7 +30,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from benchmarks.results import write_result
 from ragblend import ChatBlend, Prompt
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.cli.printing import print_notice
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import key_from_header
@@ -81,7 +81,7 @@ class ManyDocuments:
         names = iter(range(self.count, count))
         with open_registry(self._engine.store) as registry:
             while numbers := [number for number, _ in zip(names, range(_FILL_AT_ONCE), strict=False)]:
-                texts = {DocumentName(self.store.collection, str(number)): text_of(number) for number in numbers}
+                texts = {DocumentKey(self.store.collection, str(number)): text_of(number) for number in numbers}
                 for name, text in texts.items():
                     registry.add([text], name)
                 self._engine.add_known(texts.values())

@@ -36,29 +36,35 @@ class Validator(NamedTuple):
 
 
 def one_of(*names: str) -> Validator:
-    """Return a validator of the given names."""
+    """Return a validator that accepts only the values `names`."""
     return Validator(lambda value: value in names, f"one of {', '.join(names)}")
 
 
 def at_least(least: float, meaning: str = "") -> Validator:
-    """Return a validator of numbers from `least` on; `meaning` describes the effect of `least`."""
+    """Return a validator that accepts numbers from `least` on.
+
+    `meaning` says, for the error message, what the value `least` does: "no limit".
+    """
     low = f"{least} ({meaning})" if meaning else f"{least}"
     return Validator(lambda value: is_number(value) and value >= least, f"{low} or more")
 
 
 def int_at_least(least: int, meaning: str = "") -> Validator:
-    """Return a validator of whole numbers from `least` on; `meaning` describes the effect of `least`."""
+    """Return a validator that accepts whole numbers from `least` on. `meaning` as in `at_least`."""
     low = f"{least} ({meaning})" if meaning else f"{least}"
     return Validator(lambda value: type(value) is int and value >= least, f"a whole number, {low} or more")
 
 
 def int_between(least: int, most: int) -> Validator:
-    """Return a validator of whole numbers from `least` to `most`, both included."""
+    """Return a validator that accepts whole numbers from `least` to `most`, both included."""
     return Validator(lambda value: type(value) is int and least <= value <= most, f"a whole number, {least} to {most}")
 
 
 def between_zero_and_one(low: str, high: str) -> Validator:
-    """Return a validator of numbers from 0 to 1; `low` and `high` describe the effect of 0 and 1."""
+    """Return a validator that accepts numbers from 0 to 1.
+
+    `low` and `high` say, for the error message, what the values 0 and 1 do.
+    """
     return Validator(lambda value: is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
 
 

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.chunker import Splitter
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.embedders import Embedder
@@ -196,9 +196,9 @@ def precompute_chunks(
         register_texts()
     else:
         with closing(open_registry(engine.store)) as registry:
-            owner = DocumentName(namespace=engine.namespace)
+            owner = DocumentKey(namespace=engine.namespace)
             if isinstance(index, ChunkIndex):
-                owner = DocumentName(index.collection)
+                owner = DocumentKey(index.collection)
             registry.add((text for text, *_ in distinct), owner)
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
@@ -334,10 +334,10 @@ def precompute_documents(
         return report
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
-    texts_of: dict[DocumentName, list[str]] = {}
-    version_of: dict[DocumentName, str] = {}
+    texts_of: dict[DocumentKey, list[str]] = {}
+    version_of: dict[DocumentKey, str] = {}
     for document, chunk, each_id, version in zip(given, chunks, document_ids, document_versions, strict=True):
-        name = DocumentName(collection if each_id else "", each_id, engine.namespace)
+        name = DocumentKey(collection if each_id else "", each_id, engine.namespace)
         version_of[name] = version
         texts_of.setdefault(name, [])  # a document without a chunk to prefill loses its earlier chunks
         if problem := problems.get(chunk.text):

@@ -131,16 +131,17 @@ def _delegate(name: str) -> Any:
 
 
 class BlendVectorStore(VectorStore):
-    """A LangChain vector store that also precomputes the KV of its documents, and deletes it with them.
+    """A wrapper of any LangChain vector store that also precomputes the KV of its documents, and deletes it with them.
 
     inner: the vector store with the documents: any LangChain vector store, an open ragblend index, or its folder.
     llm: a ChatBlend, a BlendLLM or an engine that precomputes; None: documents are only indexed. Documents are indexed
-    first, so a document whose precomputation fails is still found, and prefilled in prompts. KV of a text that another
-    document has is kept.
+    first. If the precomputation of a document fails, searches still find it, and its text is prefilled in prompts. If
+    two documents have a text, its KV is deleted with the second one.
     embedding: the LangChain embedding of the index in the folder; None for an index with a ragblend embedder.
-    collection: a name that separates, in the KV store, the documents of this vector store from others with the same
-    ids. The default consists of the inner store's class and the name of its data (collection, index, table, folder).
-    Stores without such a name, for example in memory, are numbered in the order in which a process opens them.
+    collection: a name for the documents of this vector store in the KV store. Two vector stores may have documents with
+    the same ids, so each needs its own name. The default consists of the inner store's class and the name of its data
+    (collection, index, table, folder). Stores without such a name, for example in memory, are numbered in the order in
+    which a process opens them.
 
     Other attributes are the inner store's (`index`, `save_local`, ...).
     """
@@ -202,10 +203,10 @@ class BlendVectorStore(VectorStore):
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents and their KV. Unknown ids are ignored.
+        """Delete the documents with these ids, and their KV. Unknown ids are ignored.
 
-        Without `ids`, an index deletes all documents that were added through LangChain. For other stores, the class
-        defines the result, and `ragblend gc` deletes the KV.
+        Without `ids`, an index deletes all documents that were added through LangChain, and their KV. Any other inner
+        store then does what its own `delete` does, and the KV stays until `ragblend gc --orphans`.
         """
         if ids is None and isinstance(self.inner, _IndexStore):
             ids = self.inner.ids()

@@ -58,7 +58,7 @@ deviations-swapped              fusion     choose
     RuleInputs(A, B, C, D, E, F)  ->  RuleInputs(A, C, B, D, E, F)
 exact-at-any-position           store      lookup_contexts
     A and B == "none" and C == D and E  ->  A and B == "none" and E
-drift-sign                      fusion     drift
+drift-sign                      fusion     estimate_drift
     A.float() - B.float()  ->  B.float() - A.float()
 key-without-namespace           store      chunk_key
     namespace.encode()  ->  b""
@@ -94,7 +94,7 @@ deletes-other-namespaces        ingestion  keys_to_delete
     A.namespace == B  ->  True
 row-checksum-skipped            .          _select_checked
     not all(A)  ->  False
-text-of-others-released         catalog    ChunkRegistry.release
+text-of-others-released         catalog    ChunkRegistry.remove_from_document
     A not in kept  ->  True
 removed-vectors-stay            .          FaissVectors.sync
     A.size - np.count_nonzero(B) + C.size != D.num_chunks  ->  False

@@ -75,7 +75,7 @@ class Catalog:
                 self._connection = None
 
     def change_counter(self) -> tuple[int, int]:
-        """Return a value that changes after each commit of others, and after this object changes token ids."""
+        """Return a value that changes with every commit of other processes, and when this object changes token ids."""
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes
 
@@ -116,7 +116,7 @@ class Catalog:
         self.close()
 
     def damage_error(self, what: str) -> CorruptError:
-        """Return the error to raise for damaged rows; `what` says which. Its message contains the fix."""
+        """Return the error to raise for damaged rows. `what` names the rows; the message also contains the fix."""
         return CorruptError(f"{self.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:
@@ -137,7 +137,7 @@ class Catalog:
                     self.close()
                 is_opened = self._connection is None or self._connection.invalidated  # by an interruption
                 if is_opened:
-                    self._connection = self._dialect.connect()
+                    self._connection = self._dialect.connect_and_create_tables()
                     self._num_changes += not self.is_shared  # a new connection starts data_version again
                 connection = self._connection
                 assert connection is not None

@@ -30,10 +30,11 @@ class Dialect(ABC):
     """Set by `connect`. Differs between a database and the one that later replaces it at the same place."""
 
     @abstractmethod
-    def connect(self) -> Connection:
-        """Return a connection in autocommit mode. Missing tables are created.
+    def connect_and_create_tables(self) -> Connection:
+        """Return a connection in autocommit mode to a database that has all tables. Missing tables are created.
 
-        Raises StoreMismatchError for a database with other tables.
+        A dialect may also copy the files of earlier versions into new tables. Raises StoreMismatchError for a database
+        with other tables.
         """
 
     def file_id(self) -> object:

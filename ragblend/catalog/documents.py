@@ -118,7 +118,7 @@ class IndexedDocuments:
         return facts
 
     def generation(self) -> int:
-        """Return the number of changes to documents since the index was created."""
+        """Return the number of changes to documents since the index was created. Each chunk records its number."""
         return int(self._fact("generation"))
 
     def write_metadata(self, **changes: object) -> None:
@@ -235,7 +235,10 @@ class IndexedDocuments:
     # --- texts and entries that are to be deleted ---
 
     def orphaned_texts(self) -> OrphanedTexts:
-        """Return the texts that documents lost and no chunk has now. `delete_orphaned_kv` deletes their KV."""
+        """Return the texts that a document of the index had and that no chunk of the index has now.
+
+        `delete_orphaned_kv` deletes their KV.
+        """
         with self.read_transaction() as connection:
             rows = self._select_checked(ORPHANED_TEXTS)
             source_of = {row.text: row.source for row in reversed(rows)}
@@ -263,13 +266,13 @@ class IndexedDocuments:
         return [PendingDeletion._make(row[:4]) for row in self._select_checked(PENDING_DELETIONS)]
 
     def is_deletion_pending(self, entry: PendingDeletion) -> bool:
-        """Return True if the entry is still recorded and no chunk has its text again."""
+        """Return True if the entry still has to be deleted: it is recorded, and no chunk has its text again."""
         with self.read_transaction():
             rows = self._rows(select_checked(PENDING_DELETIONS, _OF_ENTRY), b_key=entry.key, b_place=entry.place)
             return any(tuple(row[:4]) == entry for row in rows) and not self._rows(_HAS_TEXT, text_key=entry.text_key)
 
     def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:
-        """Remove the records of entries that were deleted or are needed again."""
+        """Remove the records of `entries`, because the entries were deleted or are needed again."""
         if rows := [{"b_key": entry.key, "b_place": entry.place} for entry in entries]:
             with self._write() as connection:
                 connection.execute(delete(PENDING_DELETIONS).where(_OF_ENTRY), rows)

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.errors import RagblendError, StoreMismatchError
 from ragblend.files.directory import remove_file
 from ragblend.files.sqlite import connect, wrap_sqlite_errors
@@ -142,11 +142,11 @@ def _check_index(former: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _split(name: str) -> DocumentName:
+def _split(name: str) -> DocumentKey:
     """Parse a document's name, whose parts earlier versions separated by slashes.
 
     >>> [tuple(_split(name)) for name in ("langchain/a/b", "@tenant/notes/1", "Chroma(path=/a/b)/1", "index:12")]
     [('langchain', 'a/b', ''), ('notes', '1', 'tenant'), ('Chroma(path=/a/b)', '1', ''), ('index:12', '', '')]
     """
     found = _NAME.fullmatch(name)
-    return DocumentName(found[2], found[3], unquote(found[1] or "")) if found is not None else DocumentName(name)
+    return DocumentKey(found[2], found[3], unquote(found[1] or "")) if found is not None else DocumentKey(name)

@@ -22,7 +22,10 @@ class IngestedFile(NamedTuple):
 
 
 class OrphanedTexts(NamedTuple):
-    """Texts that documents lost and no chunk of the index has now. Their KV and registry rows are to be deleted."""
+    """Texts that a document of the index had and that no chunk of the index has now.
+
+    Their KV and registry rows have to be deleted.
+    """
 
     texts: tuple[str, ...]
     sources: tuple[str, ...]  # documents that were removed
@@ -31,9 +34,10 @@ class OrphanedTexts(NamedTuple):
 
 
 class PendingDeletion(NamedTuple):
-    """A stored entry to be deleted: no document has its text, or one of the texts after which its KV was computed.
+    """A stored entry that has to be deleted, because a text was removed: its own, or one that its KV was computed
+    after.
 
-    The row contains no text, so it may be kept until an unreachable remote tier answers again.
+    The row contains no text. It may therefore be kept until an unreachable remote tier answers again.
     """
 
     key: str

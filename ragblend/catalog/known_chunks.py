@@ -33,10 +33,11 @@ _OUTAGE_PAUSE_S = 5.0  # seconds without another call to a catalogue that did no
 
 
 class KnownChunks:
-    """Finds runs of the chunks in `registry` that have token ids for a tokenizer and a namespace. Thread-safe.
+    """Finds runs of chunks in prompts. The chunks are those of `registry` with token ids for one tokenizer and
+    namespace.
 
-    While the registry's server does not answer, no run is found, so prompts are prefilled without stored KV, and one
-    warning is logged. Create it with `open_known_chunks`.
+    While the registry's server does not answer, no run is found and one warning is logged, so prompts are prefilled
+    without stored KV. Thread-safe. Create it with `open_known_chunks`.
     """
 
     def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
@@ -114,7 +115,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry's file. A later call opens the path again, where another file may be at that time."""
+        """Close the registry's file. A later call opens the path again; it may then name another file."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
@@ -178,7 +179,8 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
-    """Return the chunks of a tokenizer and a namespace in a registry: one object for all users of its file."""
+    """Return the known chunks of a tokenizer and a namespace in `registry`. All users of the registry's file get one
+    object."""
     key = (registry.key or id(registry), tokenizer, namespace)
     with _OPEN_LOCK:
         known = _OPEN.get(key)

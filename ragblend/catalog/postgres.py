@@ -76,8 +76,8 @@ class PostgresDialect(Dialect):
     def _engine(self) -> Engine:
         return _engine(self._url)
 
-    def connect(self) -> Connection:
-        """Return a connection of the process's pool."""
+    def connect_and_create_tables(self) -> Connection:
+        """Return a connection of the process's pool. The first call creates missing tables."""
         connection = self._engine.connect()
         if not self._has_tables:
             try:

@@ -1,6 +1,6 @@
 """`ChunkRegistry`: the chunks for which a store has KV, as texts, token ids and keys of entries.
 
-- Texts belong to documents (`DocumentName`). Two texts are identical if they are equal after `strip()`. When the last
+- Texts belong to documents (`DocumentKey`). Two texts are identical if they are equal after `strip()`. When the last
   document releases a text, its KV can be deleted.
 - Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
 - Stored entries are recorded, so that `verify` reports missing ones.
@@ -39,7 +39,7 @@ from ragblend.catalog.schema import (
     UNNAMED,
     VARIANTS,
     VERSIONS,
-    DocumentName,
+    DocumentKey,
     columns_with_checksum,
     equals_parameters,
     find_existing,
@@ -56,7 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarVariant(NamedTuple):
-    """The variant of a framework's chunk that is computed after the chunks most similar to it."""
+    """The variant of a framework's chunk that is computed after the most similar chunks. It is requested, or stored."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -93,7 +93,7 @@ _NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
 _HAS_TEXT = select(TEXTS.c.number).where(equals_parameters(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_in_values(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_in_values(DOCUMENT_TEXTS.c.key))
-_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(equals_parameters(DOCUMENT_TEXTS, *DocumentName._fields))
+_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields))
 _KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
     (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
     | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
@@ -102,16 +102,16 @@ _KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_in_values(STORED_ENTRIE
 _TEXTS_OF = (
     select(TEXTS.c.text)
     .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
-    .where(equals_parameters(DOCUMENT_TEXTS, *DocumentName._fields))
+    .where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields))
 )
 _TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
     TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key).where(DOCUMENT_TEXTS.c.id != ""))
 )
 _OWNED_TEXTS = select(TEXTS.c.text).where(TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key)))
-_DISOWN = delete(DOCUMENT_TEXTS).where(equals_parameters(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
-_OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentName._fields]
+_DISOWN = delete(DOCUMENT_TEXTS).where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields, "key"))
+_OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_VERSION = select_checked(VERSIONS, equals_parameters(VERSIONS, *DocumentName._fields))
+_VERSION = select_checked(VERSIONS, equals_parameters(VERSIONS, *DocumentKey._fields))
 _CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
     equals_parameters(ENTRY_CHUNKS, "entry")
 )
@@ -169,18 +169,18 @@ class ChunkRegistry(Catalog):
     def _has_key(self, key: bytes) -> bool:
         return bool(self._rows(_HAS_TEXT, b_key=key))
 
-    def texts_of(self, document: DocumentName) -> set[str]:
+    def texts_of(self, document: DocumentKey) -> set[str]:
         """Return the texts that belong to a document."""
         return {row.text for row in self._rows(_TEXTS_OF, **document.parameters())}
 
-    def documents_of(self, text: str) -> list[DocumentName]:
+    def documents_of(self, text: str) -> list[DocumentKey]:
         """Return the names of the documents that have a text."""
-        return [DocumentName(*row) for row in self._rows(_OWNERS_OF, b_key=text_key(_normalize(text)))]
+        return [DocumentKey(*row) for row in self._rows(_OWNERS_OF, b_key=text_key(_normalize(text)))]
 
-    def documents(self) -> dict[DocumentName, int]:
+    def documents(self) -> dict[DocumentKey, int]:
         """Return the number of texts of each document. Documents without texts are left out."""
         query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
-        return {DocumentName(*row[:-1]): row[-1] for row in self._rows(query)}
+        return {DocumentKey(*row[:-1]): row[-1] for row in self._rows(query)}
 
     def count_by_collection(self) -> dict[str, dict[str, int]]:
         """Return `num_documents` and `num_chunks` by collection, without indexes.
@@ -201,7 +201,7 @@ class ChunkRegistry(Catalog):
     def texts_of_named_documents(self) -> list[str]:
         """Return the texts of documents with an id, which frameworks or clients of a server have added.
 
-        In a shared catalogue they include the texts of indexes, which may be on other machines.
+        If the catalogue is shared, the texts of all indexes are included, because an index may be on another machine.
         """
         return [row.text for row in self._rows(_OWNED_TEXTS if self.is_shared else _TEXTS_OF_DOCUMENTS)]
 
@@ -210,12 +210,12 @@ class ChunkRegistry(Catalog):
         return self._rows(select(func.max(TEXTS.c.number)))[0][0] or 0
 
     def texts_after(self, number: int) -> list[str]:
-        """Return the texts with larger row numbers, which were added later."""
+        """Return the texts whose row number is above `number`. They were added after the text with that number."""
         return [row.text for row in self._rows(select(TEXTS.c.text).where(TEXTS.c.number > number))]
 
     # --- changing texts and documents: adding known texts writes nothing ---
 
-    def add(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> int:
+    def add(self, texts: Iterable[str], document: DocumentKey = UNNAMED) -> int:
         """Add texts to a document, without blank ones. Return the number of texts that no document had."""
         text_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
 
@@ -241,38 +241,38 @@ class ChunkRegistry(Catalog):
                 num_rows = [insert_rows(connection, table, missing(connection)) for table, missing in tables]
         return num_rows[0]
 
-    def version_of(self, document: DocumentName) -> str:
+    def version_of(self, document: DocumentKey) -> str:
         """Return the version of a document that `set_version` recorded; "" for none."""
         rows = self._rows(_VERSION, **document.parameters())
         return next((str(row.version) for row in rows if is_intact(row)), "")
 
-    def set_version(self, document: DocumentName, version: str) -> None:
+    def set_version(self, document: DocumentKey, version: str) -> None:
         """Record the version of a document; "" removes the record."""
         with self._write() as connection:
             connection.execute(
-                delete(VERSIONS).where(equals_parameters(VERSIONS, *DocumentName._fields)), document.parameters()
+                delete(VERSIONS).where(equals_parameters(VERSIONS, *DocumentKey._fields)), document.parameters()
             )
             if version:
                 insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
 
-    def preview_orphaned_texts(self, kept_texts: Mapping[DocumentName, Iterable[str]]) -> list[str]:
-        """Return the texts that would belong to no document if each document of `kept_texts` kept only these texts.
+    def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
+        """Return the texts that would be deleted if each document of `kept_texts` kept only these texts.
 
-        Documents of other namespaces do not count as owners. Nothing is changed.
+        A text stays if another document of the same namespace has it, or an index. Changes nothing.
         """
-        lost: dict[str, set[DocumentName]] = {}
+        lost: dict[str, set[DocumentKey]] = {}
         with self._locked():
             for document, texts in kept_texts.items():
                 for text in self.texts_of(document) - set(map(_normalize, texts)):
                     lost.setdefault(text, set()).add(document)
             return sorted(text for text, losing in lost.items() if self._is_released(text, losing))
 
-    def _is_released(self, text: str, losing: set[DocumentName]) -> bool:
+    def _is_released(self, text: str, losing: set[DocumentKey]) -> bool:
         namespaces = {document.namespace for document in losing}
         owners = self.documents_of(text)
         return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
 
-    def remove_from_document(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> list[str]:
+    def remove_from_document(self, texts: Iterable[str], document: DocumentKey = UNNAMED) -> list[str]:
         """Remove texts from a document. Delete and return the texts that no other document has.
 
         If only documents of other namespaces have a text, its token ids for this namespace are deleted.
@@ -307,9 +307,9 @@ class ChunkRegistry(Catalog):
 
     @contextmanager
     def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Prevent every process from adding texts inside the block. Writers wait, so keep the block short.
+        """Prevent other threads and processes from adding texts inside the block. They wait, so keep the block short.
 
-        Yield a function that returns True for the key of a stored text.
+        Yields a function that takes the key of a text and returns True if the text is stored.
         """
         with self._write():
             yield self._has_key
@@ -361,7 +361,7 @@ class ChunkRegistry(Catalog):
         self._num_changes += 1
 
     def num_id_removals(self) -> int:
-        """Return the number of removals of token ids, of all tokenizers and namespaces."""
+        """Return how often token ids were removed since the registry was created, for any tokenizer and namespace."""
         rows = self._rows(_NUM_REMOVALS)
         return int(rows[0].value) if rows else 0
 
@@ -439,7 +439,7 @@ class ChunkRegistry(Catalog):
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
     def remove_entry_chunks(self, entries: Iterable[str]) -> None:
-        """Remove the records of the chunks of deleted entries."""
+        """Remove the records that `record_entry_chunks` made for `entries`, which were deleted."""
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
@@ -470,7 +470,7 @@ class ChunkRegistry(Catalog):
         return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
 
     def missing_variants(self, embedder: str) -> list[SimilarVariant]:
-        """Return the variants with vectors of this embedder that are not stored. Damaged rows are left out."""
+        """Return the variants that have a vector of this embedder but no stored KV. Damaged rows are left out."""
         rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
@@ -501,7 +501,7 @@ class ChunkRegistry(Catalog):
             insert_rows(connection, VARIANTS, row_of.values())
 
     def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Record that variants are stored, or that they are not. `entries`: their keys."""
+        """Record that the KV of all these variants is stored, or that it is not. `entries`: their keys."""
         if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
             with self._write() as connection:
                 connection.execute(_SET_VARIANT_STORED, rows)
@@ -551,7 +551,7 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 
 
 def has_registry(store: Any) -> bool:
-    """Return True if a KVStore has a catalogue, or a file of an earlier version in its place."""
+    """Return True if `open_registry` would find a registry, and would not have to create its file."""
     place = catalog_location(store)
     return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
 

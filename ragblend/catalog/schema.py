@@ -43,11 +43,11 @@ INDEX_MARK = "index:"
 """Prefix of the collections that stand for an index."""
 
 
-class DocumentName(NamedTuple):
-    """Identifies a document: its id in a collection of a namespace.
+class DocumentKey(NamedTuple):
+    """Key of a document in the registry: its collection, its id, and the namespace that it belongs to.
 
-    Texts that were added without an id belong to the document with the id "" of their collection. The texts of an index
-    also belong to one document with the id "". Its collection stands for the index, and it has no namespace.
+    Texts that were added without an id belong to one document of their collection, with the id "". So do all texts of
+    an index: the document's collection is the index's `ChunkIndex.collection`, and its namespace is "".
     """
 
     collection: str = ""
@@ -55,20 +55,23 @@ class DocumentName(NamedTuple):
     namespace: str = ""
 
     def parameters(self) -> dict[str, object]:
-        """Return the parameters for the condition `equals_parameters(table, *DocumentName._fields)`."""
+        """Return the parameters for the condition `equals_parameters(table, *DocumentKey._fields)`."""
         return {f"b_{name}": value for name, value in self._asdict().items()}
 
     @property
     def is_index(self) -> bool:
-        """True for the name under which an index registers the texts of all its documents."""
+        """True for the document that has all texts of an index."""
         return self.collection.startswith(INDEX_MARK) and not self.id
 
 
-UNNAMED = DocumentName()
+UNNAMED = DocumentKey()
 
 
 class Blob(UserDefinedType[bytes]):
-    """Bytes, or a damaged row's value of another type, which LargeBinary would convert."""
+    """Column type for bytes. A damaged row may have a value of another type, which this class returns as it is.
+
+    SQLAlchemy's LargeBinary would convert that value.
+    """
 
     cache_ok = True
 
@@ -78,7 +81,10 @@ class Blob(UserDefinedType[bytes]):
 
 
 class EscapedText(TypeDecorator[str]):
-    """Text in PostgreSQL, sorted by bytes. A NUL character, which PostgreSQL rejects, is stored as two others."""
+    """Column type for text that PostgreSQL sorts by its bytes.
+
+    PostgreSQL rejects NUL characters, so each is stored as two other characters.
+    """
 
     impl = Text(collation="C")
     cache_ok = True
@@ -147,13 +153,13 @@ TEXTS = Table(
 )
 VERSIONS = _checked_table(
     "document_versions",
-    *(_text(name) for name in (*DocumentName._fields, "version")),
+    *(_text(name) for name in (*DocumentKey._fields, "version")),
     key="collection id namespace",
 )
 """The version of each document whose caller gave one."""
 DOCUMENT_TEXTS = _checked_table(
     "document_texts",
-    *(_text(name) for name in DocumentName._fields),
+    *(_text(name) for name in DocumentKey._fields),
     _blob("key"),
     key="collection id namespace key",
 )
@@ -336,7 +342,11 @@ def is_in_values(column: ColumnElement[Any]) -> ColumnElement[bool]:
 
 
 def find_existing(connection: Connection, query: Select[Any], values: Iterable[Any], **parameters: object) -> set[Any]:
-    """Return those of the `values` that `query` finds: a query of one column with the condition `is_in_values`."""
+    """Return the `values` that the database has, according to `query`.
+
+    `query` selects one column, and has the condition `is_in_values` for that column. `parameters` are its other
+    parameters.
+    """
     found: set[Any] = set()
     for some in split_into_batches(values):
         found.update(connection.execute(query, {"values": some, **parameters}).scalars())

@@ -17,7 +17,7 @@ from ragblend.catalog.database import Catalog
 from ragblend.catalog.schema import (
     INTEGER,
     SENT_DOCUMENTS,
-    DocumentName,
+    DocumentKey,
     StoredCounts,
     equals_parameters,
     find_existing,
@@ -26,7 +26,7 @@ from ragblend.catalog.schema import (
 
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
-_OF_DOCUMENT = equals_parameters(SENT_DOCUMENTS, *DocumentName._fields)
+_OF_DOCUMENT = equals_parameters(SENT_DOCUMENTS, *DocumentKey._fields)
 _COUNTS = [_ROW[name] for name in StoredCounts._fields]
 _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
 
@@ -34,8 +34,8 @@ _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata,
 class SentDocument(NamedTuple):
     """A document that a client sent.
 
-    `body`: its `text` or its `chunks`, and the settings for splitting and for finding similar chunks. With the key
-    `adds`, the chunks are appended to those of the same version.
+    `body` has its `text` or its `chunks`, and the settings for splitting and for finding similar chunks. If `body` has
+    the key `adds`, the chunks are added to those of the stored document with the same version.
     """
 
     collection: str
@@ -77,7 +77,7 @@ class SentDocumentTable(Catalog):
         ingestion = uuid4().hex  # unique among all replicas
         with self._write() as connection:
             for document in documents:
-                name, body = DocumentName(document.collection, document.id, namespace), document.body
+                name, body = DocumentKey(document.collection, document.id, namespace), document.body
                 query = select(_ROW.version, _ROW.stored_version, _ROW.body).where(_OF_DOCUMENT)
                 older = connection.execute(query, name.parameters()).first() or ("", "", None)
                 version, stored_version, waiting = older
@@ -96,10 +96,11 @@ class SentDocumentTable(Catalog):
         return ingestion
 
     def next_waiting(self, limit: int, max_chars: int, taken: Collection[str] = ()) -> list[WaitingDocument]:
-        """Return the documents to store next, all of one collection, in the order in which they were sent.
+        """Return the documents to store next: documents of one collection, in the order in which they were sent.
 
-        There are at most `limit`. Their bodies have at most `max_chars` characters in all, unless the first alone has
-        more. `taken`: the names (`WaitingDocument.lease_name`) of documents to leave out.
+        limit: the largest number of documents. max_chars: the largest number of characters in all bodies; the first
+        document is returned even if its body has more. taken: names (`WaitingDocument.lease_name`) of documents to
+        leave out.
         """
         waiting = select(_ROW.namespace, _ROW.collection, _ROW.id).where(_ROW.body.is_not(None)).order_by(_ROW.number)
         columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.version, _ROW.body)
@@ -130,7 +131,10 @@ class SentDocumentTable(Catalog):
         return [document for document in given if document.number in there]
 
     def record_outcome(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:
-        """Record that a document is stored, or why it failed. A document that was sent again stays pending."""
+        """Record that a document was stored or, if not `is_stored`, that it failed for `reason`.
+
+        If the document was sent again in the meantime, its new version stays pending.
+        """
         changes = {"body": None, "stored_version": document.version if is_stored else "", "reason": reason}
         changed = update(SENT_DOCUMENTS).where(_ROW.number == document.number).values(**changes, **counts._asdict())
         with self._write() as connection:
@@ -146,14 +150,14 @@ class SentDocumentTable(Catalog):
         changes = {"body": None, "stored_version": "", "reason": "its removal is unfinished; remove it again"}
         if ids:
             with self._write() as connection:
-                rows = [DocumentName(collection, each, namespace).parameters() for each in ids]
+                rows = [DocumentKey(collection, each, namespace).parameters() for each in ids]
                 connection.execute(update(SENT_DOCUMENTS).where(_OF_DOCUMENT).values(**changes), rows)
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str]) -> int:
         """Remove documents. Return their number, without unknown ids."""
         removed = delete(SENT_DOCUMENTS).where(_OF_DOCUMENT)
         with self._write() as connection:
-            names = (DocumentName(collection, each, namespace) for each in ids)
+            names = (DocumentKey(collection, each, namespace) for each in ids)
             num_removed = sum(connection.execute(removed, name.parameters()).rowcount for name in names)
         self.truncate_log()
         return num_removed
@@ -184,7 +188,7 @@ class SentDocumentTable(Catalog):
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
         """Return the fields of a document, except its body, and its `status`; None for an unknown document."""
         query = select(*_FACTS, _STATUS.label("status")).where(_OF_DOCUMENT)
-        rows = self._rows(query, **DocumentName(collection, document_id, namespace).parameters())
+        rows = self._rows(query, **DocumentKey(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None
 
 

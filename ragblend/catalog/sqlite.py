@@ -34,8 +34,8 @@ class SqliteDialect(Dialect):
         self.path = path
         self.name, self.key = str(path), path
 
-    def connect(self) -> Connection:
-        """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue.
+    def connect_and_create_tables(self) -> Connection:
+        """Open the file, creating it if missing. Files of earlier versions are copied into it.
 
         In a folder that cannot be written and has no catalogue, the copies are in memory.
         """

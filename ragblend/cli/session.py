@@ -197,7 +197,10 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
 
 
 def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
-    """Wait until the remote tier has every stored entry or stops answering; closing waits only a few seconds."""
+    """Wait until the remote tier has every entry that is queued for sending, or stops answering.
+
+    The wait has no time limit, unlike the one of `Engine.close`, which waits only a few seconds.
+    """
     for tier in engine.store.remote_tiers:
         total = tier.num_waiting
         while not tier.flush(0.2) and tier.breaker.is_closed:

@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from ragblend.corpus.layout import Layout, find_uniform_row_ends
+from ragblend.corpus.layout import Layout, find_row_ends_between
 
 _NO_BLANK = re.compile(r"\S")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]»]*$")
@@ -61,7 +61,7 @@ def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: 
     table = layout.tables.find(ends[last])
     is_short = table is not None and table[1] - table[0] < _MIN_CHUNKS * size
     may_be_rows = not is_short and not layout.code.overlaps(ends[middle], ends[last])
-    if may_be_rows and (rows := find_uniform_row_ends(text, start, start + round(_ROWS_FROM * size), ends[last])):
+    if may_be_rows and (rows := find_row_ends_between(text, start, start + round(_ROWS_FROM * size), ends[last])):
         return bisect_left(ends, min(rows, key=lambda row: (row.rank, -row.offset)).offset, first, last)
     best, strength = _strongest_gap(text, ends, middle, last, layout)
     if strength < _AT_WORD and middle > first:

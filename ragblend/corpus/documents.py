@@ -66,7 +66,10 @@ class Document:
 
 @dataclass(slots=True)
 class FileDocuments:
-    """The documents of one file. `failure`: why some of its records could not be read; these are left out."""
+    """The documents of one file. `failure`: why some records of the file could not be read; "" if all were.
+
+    The records that could not be read have no document.
+    """
 
     documents: Iterable[Document]
     failure: str = ""

@@ -38,10 +38,11 @@ LANGCHAIN_PREFIX = "langchain:"
 
 
 class Embedder(Protocol):
-    """Maps texts to unit vectors; the inner product of two is their similarity. `load_embedder(name)` returns it again.
+    """Maps texts to unit vectors; the inner product of two vectors is the similarity of their texts.
 
-    May load a model on first use. An embedder whose model treats questions differently also has `embed_query(text)`.
-    One whose vectors have changed under the same name has a `version`, an int; the default is 1.
+    A model may be loaded at the first use. `load_embedder(name)` returns an equal embedder. If the model encodes
+    questions differently, the embedder also has `embed_query(text)`. `version`, an int, is 1 if missing; it is raised
+    when the vectors change and the name does not.
     """
 
     @property

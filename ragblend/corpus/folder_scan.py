@@ -67,7 +67,7 @@ class FolderScan:
     unreadable: list[ReadFailure] = field(default_factory=list)
 
     def is_covered(self, path: str) -> bool:
-        """Return True if a file was named, or is below a named folder."""
+        """Return True if the scan looked for the file `path`: it was named, or it is below a named folder."""
         return any(each in self._root_set for each in iter_path_and_parents(path))
 
     def is_below_unreadable(self, path: str) -> bool:

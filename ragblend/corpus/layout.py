@@ -46,7 +46,10 @@ class Spans:
 
 
 class TableSpan(NamedTuple):
-    """Consecutive lines of cells. `header_end`: end of the header row, `start` if the table has none."""
+    """The characters of a table: consecutive lines of cells.
+
+    `header_end`: where the header row ends; equal to `start` if the table has no header row.
+    """
 
     start: int
     end: int
@@ -171,12 +174,13 @@ _DIGITS = re.compile(r"\d+")
 _LIST_MARK = re.compile(r"\W*|0[.)]|\(0\)")
 
 
-def find_uniform_row_ends(text: str, start: int, first_end: int, last_end: int) -> list[RowEnd]:
-    """Return the ends, `first_end` to `last_end`, of rows that begin like the next row; [] for a text that is not
-    uniform.
+def find_row_ends_between(text: str, start: int, first_end: int, last_end: int) -> list[RowEnd]:
+    """Return the row ends from offset `first_end` to offset `last_end`, if the rows of `text` are uniform; else [].
 
-    Rows are paragraphs (of a CSV file), else lines (of a table or a log) without blank lines between them. A text is
-    uniform if, from `start` over three times the distance to `last_end`, three in four rows begin like the next one.
+    Rows are paragraphs (of a CSV file), else lines (of a table or a log) without blank lines between them. Two rows are
+    similar if their first words have the same form, such as digits in the same places. A row's end is returned only if
+    the row and the next one are similar. The rows are uniform if three in four of them are similar to the next row,
+    counted from `start` over three times the distance to `last_end`.
     """
     size = last_end - start
     piece = text[start : last_end + 2 * size]

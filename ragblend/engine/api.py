@@ -29,8 +29,8 @@ class Stream(Protocol):
 class Engine(Protocol):
     """Model with a store: precompute chunks, then answer prompts from their fused KV. Safe to share between threads.
 
-    `generate` and `stream` take GenerationOptions by name. `precompute` returns the bytes stored, 0 if the chunk's KV
-    was stored already. `forget` deletes the chunk's KV and returns True if it was stored.
+    `generate` and `stream` take GenerationOptions by name. `precompute` returns the number of bytes that it stored, 0
+    if the chunk's KV was stored already. `forget` deletes the chunk's KV and returns True if the KV was stored.
     """
 
     @property

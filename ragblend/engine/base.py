@@ -22,7 +22,7 @@ from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.generation import Backfill
-from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
+from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
@@ -114,7 +114,7 @@ class EngineBase:
         self.system = system
         self.namespace = namespace
         self.flags = flags
-        self.notices = ReuseDiagnostics(self)
+        self.notices = NoReuseWarnings(self)
         self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
         self._shadow = Shadow(shadow, shadow_seed)
 
@@ -271,7 +271,10 @@ class LocalEngine(EngineBase, ABC):
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     def key(self, chunk: Part) -> str:
-        """Return the cache key of the chunk's KV after the default prefix, in the variant that its `context` names."""
+        """Return the store key of the chunk's KV. The KV is computed after the default prefix.
+
+        A chunk has several variants, each with its own key; the chunk's `context` selects one.
+        """
         return self.key_of(*self._chunk_ids(chunk))
 
     def key_of(self, token_ids: Sequence[int], context: IngestionContext = NO_CONTEXT) -> str:
@@ -284,20 +287,21 @@ class LocalEngine(EngineBase, ABC):
         return self.store.contains(self.key_of(chunk_ids))
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the store has the chunk's KV after the default prefix, in the variant of its `context`."""
+        """Return True if the store has the KV of the chunk under `key(chunk)`."""
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk after default prefix and ingestion context, and store its slice. Return the bytes stored.
+        """Prefill one chunk after the default prefix and its ingestion context, store its KV, and return the bytes
+        stored.
 
-        Returns 0 if it was stored already. Raises UsageError for a similar variant without `context_texts`.
+        Returns 0 if the KV was stored already. Raises UsageError for a similar variant without `context_texts`.
         """
         token_ids, context = self._chunk_ids(chunk)
         self.add_known([chunk])
         return self.precompute_ids(token_ids, context)
 
     def add_known(self, chunks: Iterable[Part]) -> None:
-        """Add chunks to those that are matched in prompts."""
+        """Add chunks to the known chunks: their token ids are matched in later prompts. Their KV is not computed."""
         self.check_not_forked()
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
         for text in texts:
@@ -350,7 +354,7 @@ class LocalEngine(EngineBase, ABC):
             )
 
     def backfill(self, misses: Iterable[ChunkRun]) -> None:
-        """Store the chunks of these runs, each alone, in the background, unless `on_miss` is "inline"."""
+        """Precompute the chunks of these runs in the background, each alone. Do nothing if `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return
         for run in {run.chunk_ids: run for run in misses}.values():

@@ -140,7 +140,7 @@ class Answer:
 
     @property
     def is_waiting_for_reader(self) -> bool:
-        """Return True if the answer must not decode further until its caller has read more of its text."""
+        """Return True if decoding has to pause, because the caller has not read enough of the answer's text."""
         is_behind = self.is_streamed and self.pieces.qsize() >= MAX_UNREAD_PIECES
         return is_behind and not self.is_cancelled and not self._engine.closed
 
@@ -304,7 +304,10 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
 
 
 class Backfill:
-    """Background precompute of missed chunks by `worker`, one at a time, so that a request waits for at most one."""
+    """Precomputes chunks that a prompt contained and the store did not have, in the background, by `worker`.
+
+    It computes one chunk at a time, so a request waits for at most one of them.
+    """
 
     def __init__(self, precompute: Callable[[ChunkRun], None], worker: Executor) -> None:
         self._precompute, self._worker = precompute, worker
@@ -313,7 +316,7 @@ class Backfill:
         self._lock = threading.Lock()
 
     def add(self, run: ChunkRun) -> None:
-        """Queue the chunk of a run. Once the engine is closed, or the interpreter ends, the chunk stays a miss."""
+        """Queue the chunk of a run for precomputing. A closed engine and an ending interpreter do not precompute it."""
         with self._lock:
             self._pending = [future for future in self._pending if not future.done()]
             try:

@@ -112,7 +112,7 @@ class EngineLoop(Executor):
         return threading.get_ident() == self._thread_id
 
     def wake(self) -> None:
-        """Run the loop if it is idle, because work was added or a paused answer may continue."""
+        """Let the loop continue if it is idle. Called when work was added, or when a paused answer may continue."""
         with self._changed:
             if self._is_running:
                 return

@@ -22,9 +22,9 @@ PrefixMatch = Literal["exact", "approximate"]
 class ChunkReport:
     """One chunk of the prompt. `prefix_match` is None for a miss; `exact`: its KV equals that of full prefill.
 
-    `kv_dtype` is the stored dtype of its KV, "int8", "fp8" or the dtype it was computed in; None if no stored KV was
-    used. A chunk stored in eight bits is never `exact`; after its own prefix it is reused without recomputing, unless
-    the ratio is 1.
+    `kv_dtype` is the dtype in which its KV is stored: "int8", "fp8" or the dtype in which it was computed. It is None
+    if no stored KV was used. A chunk stored in eight bits is never `exact`. If it follows the prefix after which it was
+    computed, it is still reused without recomputing; only ratio 1 recomputes it.
     """
 
     source: str

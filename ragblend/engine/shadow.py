@@ -32,9 +32,10 @@ MAX_WAITING = 8  # waiting comparisons; a busy server drops further ones, becaus
 
 
 class Shadow:
-    """Sampler of requests that runs their comparisons one at a time and counts the results. Thread-safe.
+    """Runs full prefill for a random sample of requests, compares the answers, and counts the results. Thread-safe.
 
-    `share` of the requests: 0 (off) to 1 (all), else UsageError. `seed` makes the sampling repeatable.
+    `share`: the share of requests to sample, from 0 (none) to 1 (all); UsageError for other values. `seed`: equal seeds
+    sample equally. Comparisons run one at a time.
     """
 
     def __init__(self, share: float = 0.0, seed: int | None = None) -> None:
@@ -53,7 +54,10 @@ class Shadow:
             return replace(self._counters)
 
     def sample(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
-        """Sample a request whose answer has ended. If sampled, `compare` runs later and sets `report.shadow`."""
+        """Decide at random whether to compare a request whose answer has ended.
+
+        If it is chosen, `compare` runs later, and its result is written to `report.shadow`.
+        """
         if self._executor is None:
             return
         with self._lock:

@@ -21,7 +21,10 @@ _threads: dict[int, ThreadPoolExecutor] = {}  # by process id, because a fork do
 
 
 async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
-    """Run `function` on a thread and return its result. Its event is set if the caller is cancelled."""
+    """Run `function` on a thread and return its result.
+
+    `function` gets an event. If the caller is cancelled, the event is set, and `function` should end.
+    """
     cancelled = threading.Event()
     call = partial(contextvars.copy_context().run, function, cancelled)
     pool = _threads.get(os.getpid()) or _threads.setdefault(os.getpid(), ThreadPoolExecutor(ASYNC_ANSWERS, "ragblend"))

@@ -20,8 +20,9 @@ _CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
 
 
 def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
-    """Return `load_engine(model, store, **options)`, or the engine that was loaded with the same arguments before and
-    is still in use. A store that is an object always gets its own engine.
+    """Return an engine as `load_engine(model, store, **options)` does, or the one that it returned for equal arguments.
+
+    An engine is shared while it is still in use. If `store` is an object and not a path, the engine is not shared.
     """
     from ragblend.engine.load import load_engine
 

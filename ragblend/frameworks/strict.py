@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ChunkNotReusedError(RagblendError):
-    """Error with `strict=True`: a named chunk is not in the prompt, or its KV is not in the store."""
+    """Raised with `strict=True` if a named chunk is not in the prompt, or if its KV is not in the store."""
 
 
 def check_chunks(engine: Engine, prompt: Prompt) -> None:

@@ -63,7 +63,7 @@ def resolve_tool_choice(options: CallOptions) -> str:
 
 
 def may_return_calls(options: CallOptions) -> bool:
-    """Return True if the answer may contain calls."""
+    """Return True if the call has tools and its tool choice allows the answer to call them."""
     return bool(options.tools) and resolve_tool_choice(options) != "none"
 
 

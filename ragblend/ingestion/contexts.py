@@ -54,9 +54,10 @@ def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> N
 
 
 def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """Return `chunks` and, for the policy "similar", a similar variant of each.
+    """Return the variants of `chunks` to store: the chunks themselves and, for the policy "similar", a similar variant
+    each.
 
-    `attach_similar_texts` adds the texts that a similar variant is computed after.
+    The similar variants have no `context_texts` yet; `attach_similar_texts` adds them.
     """
     found: list[Chunk] = []
     for chunk in chunks:
@@ -105,9 +106,10 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
 
 
 def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
-    """Delete the similar variants among `chunks` that were computed after a removed text. Return their number.
+    """Delete the variants of `chunks` that were computed after a text that is removed now. Return their number.
 
-    Call it after storing the variants: a process that removed the text in the meantime did not find them.
+    Call it after storing the variants. Another process may have removed a text while they were computed; they were not
+    stored then, so that process could not delete them.
     """
     similar = [chunk for chunk in chunks if chunk.context == "similar"]
     if index is None or not similar:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.schema import DocumentName, text_key
+from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.engine.api import Engine
 from ragblend.engine.base import record_entry
 from ragblend.engine.store.kv import KVHeader
@@ -61,7 +61,7 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Release the texts in the registry, and record their entries in place of the texts."""
-    released = registry.remove_from_document(orphaned.texts, DocumentName(index.collection))
+    released = registry.remove_from_document(orphaned.texts, DocumentKey(index.collection))
     for source in orphaned.sources:
         engine.store.unpin(source)
     places = _map_deleters(engine)
@@ -126,7 +126,7 @@ def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
     """Return the function that deletes an entry, by tier (`PendingDeletion.place`). The local tiers come first."""
     store = engine.store
     # For a remote tier, `store.delete` deletes from the local tiers again: another thread may have fetched the entry.
-    return {LOCAL: store.delete_local, **{tier.url: store.delete for tier in store.remote_tiers}}
+    return {LOCAL: store.delete_local, **{tier.remote_url: store.delete for tier in store.remote_tiers}}
 
 
 def keys_to_delete(
@@ -208,16 +208,17 @@ def find_orphaned_keys(
 
 
 def delete_texts_except(
-    texts_of: Mapping[DocumentName, Collection[str]], engine: Engine, registry: ChunkRegistry
+    kept_texts: Mapping[DocumentKey, Collection[str]], engine: Engine, registry: ChunkRegistry
 ) -> tuple[int, str]:
     """Remove all but the kept texts from each document, and delete the KV of texts that then belong to no document.
 
-    kept_texts: the texts that each document keeps. Documents of other namespaces do not count as owners. Return the
-    number of deleted entries, and the error of an unreachable remote tier, or "".
+    kept_texts: the texts that each document keeps. Only documents of the engine's namespace count: if a text belongs to
+    a document of another namespace, its KV is deleted nevertheless. Return the number of deleted entries, and the error
+    of an unreachable remote tier, or "".
     """
-    released = registry.preview_orphaned_texts(texts_of)
+    released = registry.preview_orphaned_texts(kept_texts)
     num_removed, problem = _delete_kv(released, engine, registry)
-    for name, texts in texts_of.items():  # after the deletion, so that after a kill the same call finds the texts
+    for name, texts in kept_texts.items():  # after the deletion, so that after a kill the same call finds the texts
         registry.remove_from_document(registry.texts_of(name).difference(map(str.strip, texts)), name)
     registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in released)  # of this namespace only
     if released and _has_similar(engine, registry):  # another process may have stored a variant before the release

@@ -11,7 +11,7 @@ from contextlib import closing
 from typing import Any
 
 from ragblend.catalog.registry import catalog_location, open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.corpus.folder_scan import match_sources, source_path
 from ragblend.engine.api import Engine
@@ -30,7 +30,7 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     """
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
-    named = {DocumentName(collection, each, engine.namespace): list[str]() for each in ids}
+    named = {DocumentKey(collection, each, engine.namespace): list[str]() for each in ids}
     if is_document_server(engine):
         return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
     registry = open_registry(engine.store)
@@ -60,7 +60,7 @@ def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: 
     return list(dict.fromkeys(found))
 
 
-def find_added_documents(id_or_collection: str, engine: Engine) -> list[DocumentName]:
+def find_added_documents(id_or_collection: str, engine: Engine) -> list[DocumentKey]:
     """Return the documents with this id or COLLECTION/ID, or else all documents of this collection.
 
     Only documents in the engine's namespace that `precompute_documents`, a vector store or a client of a server added
@@ -78,7 +78,7 @@ def find_added_documents(id_or_collection: str, engine: Engine) -> list[Document
     return by_id or [each for each in known if each.collection == id_or_collection]
 
 
-def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) -> tuple[int, int]:
+def remove_added_documents(documents: Iterable[DocumentKey], engine: Engine) -> tuple[int, int]:
     """Delete the texts and KV of documents that `find_added_documents` returned. Vector stores are not changed.
 
     Return the number of chunks, and the number of deleted entries. KV of a text that another document has is kept.

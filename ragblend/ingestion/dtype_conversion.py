@@ -18,9 +18,10 @@ _RENEW_BATCH = 16  # chunks whose KV is deleted before it is prefilled again
 
 
 def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore | None) -> int:
-    """Return the number of stored chunks whose dtype is not the store's. Reads their headers on `disk`.
+    """Return how many of the `known` chunks are stored in another dtype than the store's `kv_dtype`. Reads headers on
+    `disk`.
 
-    Returns 0 for the default dtype "auto", which accepts every dtype, and without a disk tier.
+    Returns 0 without a disk tier, and for the default "auto", with which any dtype is kept.
     """
     kv_dtype = engine.store.kv_dtype
     if kv_dtype == "auto" or disk is None:

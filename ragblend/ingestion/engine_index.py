@@ -59,7 +59,8 @@ def resolve_chunker(
 ) -> ChunkerConfig:
     """Return the chunker for the next ingestion, and record it in the index. Call `notify` if it changed.
 
-    `splitter` takes precedence over `chunk_size` (in tokens). None: the index's own chunk size.
+    The chunker is `splitter`, else the default splitter. That cuts chunks of `chunk_size` tokens; None is the index's
+    size.
     """
     made = index.manifest
     if not made.num_documents:

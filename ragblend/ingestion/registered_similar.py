@@ -57,7 +57,10 @@ class RegisteredChunkFinder:
         return [Chunk(each.text, context="similar") for each in missing]
 
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
-        """Record which similar variants among `chunks` are stored."""
+        """Record in the registry that similar variants are stored: those among `chunks` whose KV the store has.
+
+        The records of other variants do not change.
+        """
         entries = [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]
         self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 

@@ -54,7 +54,7 @@ class CalibrationSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The new calibration on questions not used for fitting. `low`, `high`: 95 % interval (Wilson)."""
+    """Result of the new calibration on questions that it was not fitted on. `low`, `high`: 95 % interval (Wilson)."""
 
     num_questions: int
     agreement: float

@@ -98,10 +98,11 @@ class Explanation:
 
 
 def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
-    """Answer `prompt` by blending and by full prefill, and compare both. `options` are those of the engine's `request`.
+    """Answer `prompt` by blending and by full prefill, and return how both answers and the KV of all tokens compare.
 
-    Takes three prefills and two answers, and holds the KV of two prompts. Raises UsageError for a mode other than
-    "blend", and for a conversation, because the KV of its earlier turns is not computed from the prompt.
+    `options` are those of the engine's `request`. The function takes three prefills and two answers, and holds the KV
+    of two prompts. Raises UsageError for a mode other than "blend", and for a conversation, because the KV of its
+    earlier turns is not computed from the prompt.
     """
     if options.get("mode", "blend") != "blend" or options.get("conversation") is not None:
         raise UsageError("explain shows how one prompt is blended; leave mode and conversation out")

@@ -120,10 +120,13 @@ def shade(share: float) -> int:
     return min(STEPS - 1, math.floor(share * STEPS + 0.5))
 
 
-def attention_shade(attention: float | None, num_tokens: int) -> int:
-    """Return one shade more per doubling above the even share 1 / num_tokens; 0 below it.
+def shade_above_even_share(attention: float | None, num_tokens: int) -> int:
+    """Return the shade of a token that has this share of the question's `attention`; None counts as 0.
 
-    >>> [attention_shade(attention, 100) for attention in (None, 0.009, 0.01, 0.02, 0.5, 1.0)]
+    The even share is 1 / num_tokens, with `num_tokens` the number of all tokens of the prompt. Below it the shade is 0,
+    at the even share it is 1, and each doubling adds 1.
+
+    >>> [shade_above_even_share(attention, 100) for attention in (None, 0.009, 0.01, 0.02, 0.5, 1.0)]
     [0, 0, 1, 2, 6, 7]
     """
     multiple = (attention or 0.0) * num_tokens
@@ -194,7 +197,7 @@ def _cell(token: ExplainedToken, position: int, scale: float, num_tokens: int) -
         hint.append(f"KV used {token.remaining:.2g} off" if token.remaining > 1e-4 else "KV used equal")
     if token.attention is not None:
         hint.append(f"attention {100 * token.attention:.2g} %")
-    classes = f"{_CLASSES[token.state]} d{step} a{attention_shade(token.attention, num_tokens)}"
+    classes = f"{_CLASSES[token.state]} d{step} a{shade_above_even_share(token.attention, num_tokens)}"
     text = token.text.lstrip() or token.text
     space = token.text[: len(token.text) - len(text)]
     return _Cell(space, text, classes, ", ".join(hint))
@@ -207,7 +210,7 @@ def _bins(segment: ExplainedSegment, scale: float, num_tokens: int) -> list[_Bin
     return [
         _Bin(
             max(shade((token.deviation or 0.0) / scale) for token in part),
-            max(attention_shade(token.attention, num_tokens) for token in part),
+            max(shade_above_even_share(token.attention, num_tokens) for token in part),
             any(token.state == "recomputed" for token in part),
         )
         for part in parts

@@ -20,9 +20,10 @@ _WORD = re.compile(rf"[{_HAN_AND_KANA}]|[^\W_{_HAN_AND_KANA}]+")
 
 
 class NearText(NamedTuple):
-    """A stored text of which the prompt contains at least LEAST_SHARE, but not exactly.
+    """A stored text that the prompt contains in part: at least LEAST_SHARE of its words.
 
-    `share`: share of its words. `difference`: the first difference; "" if the prompt contains the text unchanged.
+    `share`: the share of its words in the prompt. `difference`: the first difference; "" if the prompt has the text
+    unchanged.
     """
 
     text: str

@@ -38,8 +38,8 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadSpec:
-    """The prompts to answer: `num_chunks` chunks of `chunk_tokens` tokens, and a question."""
+class PromptSpec:
+    """The kind of prompt for which storages are compared: a number of chunks of equal length, and a question."""
 
     num_chunks: int = 6
     chunk_tokens: int = 512
@@ -90,7 +90,7 @@ class StorageEstimate:
 class StoragePlan:
     """All storages, cheapest first, and the cheapest that adds no delay; None if each of them does."""
 
-    need: WorkloadSpec
+    need: PromptSpec
     full_s: float  # full prefill of one prompt
     options: tuple[StorageEstimate, ...]
     chosen: str | None
@@ -104,26 +104,28 @@ SLIGHT = 0.1
 """Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md)."""
 
 
-def plan(profile: MachineProfile, storages: Sequence[Storage], workload: WorkloadSpec) -> StoragePlan:
-    """Return the estimate of each storage, and the cheapest one that serves the `workload` as fast as memory does.
-    Raises UsageError for storages with equal names."""
+def plan(profile: MachineProfile, storages: Sequence[Storage], prompt: PromptSpec) -> StoragePlan:
+    """Return the estimate of each storage for prompts like `prompt`, and the cheapest storage that adds no delay.
+
+    Raises UsageError for storages with equal names.
+    """
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
         raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")
     ordered = sorted(storages, key=lambda storage: (storage.usd_per_gb_month, -storage.bytes_per_s, storage.name))
-    options = tuple(estimate_storage(profile, storage, workload) for storage in ordered)
+    options = tuple(estimate_storage(profile, storage, prompt) for storage in ordered)
     chosen = next((option.storage for option in options if option.pays and not option.adds_delay), None)
-    return StoragePlan(workload, profile.full_prefill_s(workload.num_tokens), options, chosen)
+    return StoragePlan(prompt, profile.full_prefill_s(prompt.num_tokens), options, chosen)
 
 
-def estimate_storage(profile: MachineProfile, storage: Storage, workload: WorkloadSpec) -> StorageEstimate:
-    """Return the cost of one storage, and its effect on prompts of that kind."""
-    full_s = profile.full_prefill_s(workload.num_tokens)
-    load_s = profile.load_s(storage.bytes_per_s, workload.num_stored)
-    recompute_s = profile.recompute_s(workload.ratio, workload.num_tokens, workload.num_stored)
-    saved_s = full_s - profile.blend_s(load_s, recompute_s, workload.probes_before_selection)
-    chunk_gb = workload.chunk_tokens * profile.bytes_per_token / GB
-    saved_per_chunk_s = saved_s / workload.num_chunks
+def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSpec) -> StorageEstimate:
+    """Return the cost of one storage, and its effect on the time to first token of prompts like `prompt`."""
+    full_s = profile.full_prefill_s(prompt.num_tokens)
+    load_s = profile.load_s(storage.bytes_per_s, prompt.num_stored)
+    recompute_s = profile.prompt_compute_s(prompt.ratio, prompt.num_tokens, prompt.num_stored)
+    saved_s = full_s - profile.blend_s(load_s, recompute_s, prompt.probes_before_selection)
+    chunk_gb = prompt.chunk_tokens * profile.bytes_per_token / GB
+    saved_per_chunk_s = saved_s / prompt.num_chunks
     pays = saved_s > 0
     month_usd = chunk_gb * storage.usd_per_gb_month
     return StorageEstimate(
@@ -131,17 +133,17 @@ def estimate_storage(profile: MachineProfile, storage: Storage, workload: Worklo
         load_s=load_s,
         recompute_s=recompute_s,
         ttft_s=full_s - saved_s,
-        adds_delay=load_s > recompute_s * (SLIGHT if workload.probes_before_selection else 1.0) or not profile.overlaps,
+        adds_delay=load_s > recompute_s * (SLIGHT if prompt.probes_before_selection else 1.0) or not profile.overlaps,
         hidden_ratio=largest_hidden_ratio(
-            workload.ratio, profile.hidden_compute_s(load_s, workload.probes_before_selection), full_s, profile.shares
+            prompt.ratio, profile.hidden_compute_s(load_s, prompt.probes_before_selection), full_s, profile.shares
         ),
         pays=pays,
         gb_per_1000_chunks=1000 * chunk_gb,
         usd_per_1000_chunks_month=1000 * month_usd,
         saved_s=saved_s,
-        reuses_to_repay=math.ceil(profile.full_prefill_s(workload.chunk_tokens) / saved_per_chunk_s) if pays else None,
-        reuses_per_month=month_usd / (saved_per_chunk_s / 3600 * workload.usd_per_hour)
-        if pays and workload.usd_per_hour
+        reuses_to_repay=math.ceil(profile.full_prefill_s(prompt.chunk_tokens) / saved_per_chunk_s) if pays else None,
+        reuses_per_month=month_usd / (saved_per_chunk_s / 3600 * prompt.usd_per_hour)
+        if pays and prompt.usd_per_hour
         else None,
     )
 

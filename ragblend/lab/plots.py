@@ -174,7 +174,7 @@ def _plot_over_load(axes: Any, facts: Facts) -> None:
 
 
 class Panel(NamedTuple):
-    """One plot of the field `name` of runs over their field `place`."""
+    """One plot of runs: its x axis is the field `place` of each run, its y axis the field `name`."""
 
     place: str
     name: str

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.base import LEAST_QUOTE, LocalEngine
 from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
@@ -94,7 +94,7 @@ def find_unmatched_texts(engine: LocalEngine, prompt: Prompt) -> list[UnmatchedT
         ]
 
 
-def _name_of(documents: Sequence[DocumentName]) -> str:
+def _name_of(documents: Sequence[DocumentKey]) -> str:
     return next((f"{each.collection}/{each.id}".lstrip("/") for each in documents if each.id), "")
 
 

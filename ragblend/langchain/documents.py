@@ -22,7 +22,10 @@ SOURCE_PREFIX = "langchain/"  # source, in the index, of a document that was add
 
 
 def make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | None) -> list[Document]:
-    """Return the documents of `add_texts`. Raises UsageError for another number of metadatas than texts."""
+    """Return the texts with their metadata as LangChain documents.
+
+    Raises UsageError if there are not as many `metadatas` as `texts`; None gives empty metadata.
+    """
     if isinstance(texts, str):
         raise UsageError("texts is one string; pass a list of texts: add_texts([text])")
     texts = list(texts)
@@ -33,8 +36,10 @@ def make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | N
 
 
 def given_or_own_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> list[str]:
-    """Return `ids` if they are given, else each document's own id; "" for a document without one. Raises UsageError for
-    another number of ids than documents."""
+    """Return `ids` if they are given, else the id of each document, "" for a document without one.
+
+    Raises UsageError if there are not as many `ids` as documents.
+    """
     names = normalize_ids(ids or [document.id for document in documents])
     if len(names) != len(documents):
         raise UsageError(
@@ -54,7 +59,11 @@ def normalize_ids(ids: Sequence[Any]) -> list[str]:
 
 
 def make_predicate(filter: Filter | None) -> Callable[[Chunk], bool] | None:
-    """Return `filter` as `is_allowed` of `ChunkIndex.search`. Raises UsageError for one of another type."""
+    """Return a predicate of chunks for the argument `is_allowed` of `ChunkIndex.search`; None if `filter` is None.
+
+    `filter` is a dictionary of metadata that the chunk must have, or a function of a LangChain Document. Raises
+    UsageError for any other type.
+    """
     if filter is None:
         return None
     if isinstance(filter, Mapping):

@@ -315,7 +315,7 @@ _OVERLAP = 0.1  # default share of a window that the next one repeats
 
 @dataclass(frozen=True, slots=True)
 class DocumentWindow:
-    """Adjacent chunks of one document, or of several documents in order, for one prompt."""
+    """Part of the input for one prompt: adjacent chunks of a document, or of several documents in order."""
 
     chunks: tuple[Chunk, ...]
 
@@ -364,10 +364,10 @@ def make_windows(
 
 
 def window_spans(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[int, int]]:
-    """Return [start, end) of each window over chunks of these sizes: as many chunks as `budget` allows.
+    """Return the windows over chunks of these `sizes`, in tokens, each as [start, end): indices of its chunks.
 
-    A window begins with chunks of the previous one that have at least `overlap` tokens together, if a further chunk
-    then still fits.
+    A window has as many chunks as `budget` tokens allow. It begins with the last chunks of the window before it, which
+    have at least `overlap` tokens together. It begins with fewer of them if no new chunk would fit otherwise.
 
     >>> window_spans([3, 3, 3, 3, 3], budget=9, overlap=3)
     [(0, 3), (2, 5)]

@@ -33,7 +33,8 @@ from ragblend.redaction import redact
 
 
 class PromptOverflowError(PromptTooLongError, ContextOverflowError):
-    """Error for a prompt beyond the context length, also of the class that LangChain's middleware catches."""
+    """Raised for a prompt beyond the context length. It is also a ContextOverflowError, which LangChain's middleware
+    catches."""
 
 
 class LangChainModel(BlendModel):

@@ -178,7 +178,11 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer one string: a user turn, or with `raw` the prompt itself."""
+        """Answer a string. The model's `raw` setting decides how it is sent: as a user turn, or without a chat
+        template.
+
+        If `formatted` is False and the model has a `completion_to_prompt`, that function converts `prompt` first.
+        """
         return _completion(self, self._answer(self._text_request(prompt, formatted, kwargs)))
 
     @llm_completion_callback()

@@ -134,7 +134,11 @@ class BlendSynthesizer(BaseSynthesizer):
         facts: dict[str, Any] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        """Return the answer as text, or as a generator when streaming, from `chunks` or else `text_chunks`."""
+        """Return the answer to `query_str` from `chunks` if they are given, else from `text_chunks`.
+
+        The answer is text, or a generator of text if the synthesizer is streaming. `facts`: a dictionary that receives
+        the report of the answer; a stream fills it when it ends.
+        """
         asked = self._make_chat_arguments(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
             return _tokens(self._blend.stream_chat(**asked), facts)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
@@ -52,7 +52,7 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify` and of a repair. The values of dictionaries are reasons."""
+    """Result of `verify` and of a repair. Dictionaries have the reason for each damaged or missing entry or file."""
 
     checked: int = 0  # entries
     damaged: dict[str, str] = field(default_factory=dict)  # entries, by key
@@ -151,7 +151,7 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
 
 
 def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress = ignore_progress) -> int:
-    """Prefill the indexed chunks without KV, repair damaged files, and drop those that cannot be repaired.
+    """Prefill the indexed chunks without KV, and repair damaged files. Files that cannot be repaired are deleted.
 
     Return the number of prefilled chunks. After a kill, the next `verify` finds the remaining damage.
     """
@@ -174,14 +174,14 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             engine,
             progress,
             index=index,
-            register_texts=lambda: registry.add(indexed, DocumentName(index.collection)),
+            register_texts=lambda: registry.add(indexed, DocumentKey(index.collection)),
         )
         stored = registry.stored_entries()
     if CATALOG_FILE in report.damaged_files:
         engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
-        disk.drop_damaged(key)  # last, so that the next `verify` finds it after a kill
+        disk.drop_unreadable(key)  # last, so that the next `verify` finds it after a kill
     gone = [key for key in lost if key in stored and disk is not None and not disk.has_file(key)]
     if gone and disk is not None and not disk.has_evicted:
         report.unrepaired.append(

@@ -43,10 +43,10 @@ def sign_store(
     progress: Progress = ignore_progress,
     kv_dir: str | None = None,
 ) -> SignReport:
-    """Sign every entry and metadata file of the directory with `key`, including quarantined unsigned entries.
+    """Sign every entry and metadata file of the directory with `key`, quarantined unsigned entries included.
 
-    signed_with: an older key; then only entries with its signature are signed. Without it, every intact entry is
-    signed, so the caller trusts everyone who could write to the store. After an interruption, call it again.
+    signed_with: an older key; only what it has signed is signed again. If it is None, every intact entry is signed, so
+    the caller trusts everyone who could write to the store. After an interruption, call it again.
     """
     report = SignReport()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))

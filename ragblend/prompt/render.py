@@ -197,7 +197,10 @@ class Renderer:
         return rendered.ids_within(first, len(rendered.text[: rendered.text.index(second)].rstrip(" ")))
 
     def ids_with_separators(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return, for each chunk that another is computed after, its ids and those of the separator."""
+        """Return the ids of each text as a chunk, followed by the ids of the separator between two chunks.
+
+        Another chunk can be computed after these ids.
+        """
         return tuple(self.chunk_ids(text) + self.separator_ids for text in texts)
 
     @cached_property

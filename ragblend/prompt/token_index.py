@@ -44,7 +44,10 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run of a chunk, given by its number: ids [start, end) of a prompt equal the chunk's ids from `chunk_start` on."""
+    """A part of a chunk in a prompt. The prompt's ids [start, end) equal the chunk's ids from `chunk_start` on.
+
+    `chunk` is the number of the chunk in the index.
+    """
 
     chunk: int
     chunk_start: int
@@ -78,7 +81,7 @@ class TokenIndex:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the table in bytes."""
+        """Return the bytes that the index takes in memory. The chunks' ids are not part of it."""
         return sum(array.nbytes for array in (self._tags, self._extras, self._chunks, self._offsets))
 
     def add(self, chunks: Iterable[tuple[int, Sequence[int] | NDArray[np.integer]]]) -> None:

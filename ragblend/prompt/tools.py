@@ -36,9 +36,9 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """Format of calls: `opening` CALL (`delimiter` CALL)* `closing`, where CALL is `begin` NAME `middle` JSON `end`.
+    """The text form in which a model writes calls: `opening` CALL (`delimiter` CALL)* `closing`.
 
-    `delimiter` None: an answer has at most one call.
+    CALL is `begin` NAME `middle` JSON `end`. If `delimiter` is None, an answer has at most one call.
     """
 
     begin: str

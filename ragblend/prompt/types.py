@@ -44,7 +44,10 @@ class Chunk:
 
     @property
     def id(self) -> str:
-        """Return 16 hex digits, equal when source, start and text are equal."""
+        """Return 16 hex digits that identify the chunk in its document.
+
+        They are computed from `source`, `start` and `text`. The same text in another place has another id.
+        """
         parts = f"{self.source}\0{self.start}\0{self.text}".encode()
         return hashlib.blake2b(parts, digest_size=8).hexdigest()
 
@@ -79,12 +82,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Prompt:
-    """Messages, tools, and the chunks that the messages are known to contain.
+    """Messages and tools for one answer, as text, and the chunks that the messages are known to contain.
 
-    `Prompt(chunks=[...], question=..., system=...)` is the usual form; `from_messages` takes any order of turns;
-    `from_text` is plain text for a completion, without a chat template. Stored chunks are found in a prompt even if it
-    does not name them. A named chunk that is not stored is stored for later prompts. `tools`: functions that the model
-    may call, in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
+    `Prompt(chunks=[...], question=..., system=...)` is the usual form. `from_messages` takes any order of turns.
+    `from_text` is plain text for a completion, without a chat template. An engine also finds stored chunks that the
+    prompt does not name. If a named chunk is not stored, the engine stores it for later prompts. `tools`: functions
+    that the model may call, in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
     """
 
     messages: tuple[Message, ...]
@@ -196,10 +199,10 @@ def as_chunk(part: Part) -> Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Run of a chunk, given by its ids: positions [start, end) of a prompt equal the chunk's ids from `chunk_start`.
+    """A part of a chunk in a prompt: positions [start, end) of the prompt equal the chunk's ids from `chunk_start` on.
 
-    `chunk`: the chunk if the prompt names it, else None. `document`: a document of the registry that contains the
-    chunk; "" if unknown.
+    `chunk`: the Chunk, if the prompt names it, else None. `document`: the id of a document that contains the chunk
+    according to the registry; "" if unknown.
     """
 
     chunk_ids: tuple[int, ...]
@@ -242,9 +245,9 @@ SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
 
 
 class PromptSegment(NamedTuple):
-    """Positions [start, end) of a prompt: a run, or the text before, between or after runs.
+    """Positions [start, end) of a prompt: either a run of a chunk, or text that is in no run.
 
-    `chunk`: index in `MatchedPrompt.runs_by_chunk` of the chunk that a run belongs to; None for text.
+    `chunk`: for a run, the index of its chunk in `MatchedPrompt.runs_by_chunk`; None for text.
     """
 
     kind: SegmentKind
@@ -272,7 +275,7 @@ class MatchedPrompt:
 
     @property
     def num_prefix(self) -> int:
-        """Return the number of tokens before the first run; 0 without a run."""
+        """Return the number of tokens before the first run; 0 if the prompt has no run."""
         return self.runs[0].start if self.runs else 0
 
     @property

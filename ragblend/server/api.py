@@ -217,10 +217,12 @@ class ServerResources:
 
 
 def correct_cached_tokens(engine_client: Any) -> None:
-    """Change `engine_client` in place: in a complete response, `cached_tokens` is the report's number of reused tokens.
+    """Change vLLM's `engine_client` in place, so that `cached_tokens` in a complete response is the number of reused
+    tokens.
 
-    vLLM counts all tokens that the connector filled, also recomputed ones. It sends the number if it runs with
-    --enable-prompt-tokens-details. In streams, vLLM's own count stays, because it is fixed before the report arrives.
+    vLLM itself counts all tokens that the connector filled, recomputed ones included. It sends the number if it runs
+    with --enable-prompt-tokens-details. In streams, vLLM's own count stays, because vLLM sends it before the report
+    arrives.
     """
     generate = engine_client.generate
 

@@ -26,7 +26,7 @@ import numpy as np
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.leases import LEASE_S, Leases
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentName, StoredCounts
+from ragblend.catalog.schema import DocumentKey, StoredCounts
 from ragblend.catalog.sent_documents import (
     SentDocument,
     SentDocumentTable,
@@ -71,9 +71,10 @@ class _BusyError(BackendUnreachableError):
 
 
 class DocumentIngester:
-    """Documents sent to the servers that share the store folder `root` or the `catalog`. `start` begins to store them.
+    """Stores the documents that clients sent to the servers sharing the store folder `root` or the `catalog`.
 
-    `make_engine` returns the engine for a namespace. `describe` returns an error's message for clients.
+    `start` begins to store them in a thread. `make_engine` returns the engine for a namespace. `describe` returns an
+    error's message for clients.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class DocumentIngester:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
         engine = self._engine(namespace)
         with closing(open_registry(engine.store)) as registry:
-            texts = registry.texts_of(DocumentName(collection, document_id, namespace))
+            texts = registry.texts_of(DocumentKey(collection, document_id, namespace))
         return {**found, "num_kv": len(_stored_keys([Chunk(text) for text in texts], engine))}
 
     # -- storing

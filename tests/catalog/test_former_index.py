@@ -13,7 +13,7 @@ import pytest
 from ragblend.catalog import former_files
 from ragblend.catalog.index_rows import IngestedFile, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.schema import DocumentName, text_key
+from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.errors import CorruptError, StoreMismatchError
 from ragblend.files.sqlite import row_checksum
@@ -29,7 +29,7 @@ from ragblend.index import ChunkIndex, open_index
 HERE = Path(__file__).parent
 DUMPS = {FORMER_INDEX_FILE: "former_index.sql", FORMER_REGISTRY_FILE: "former_registry.sql"}
 """Write `chunks.sqlite` and `texts.sqlite` as the last version without a catalogue did."""
-OWNER = DocumentName("index:1efb8f56cf484f9e95d941d216b3d3d6")
+OWNER = DocumentKey("index:1efb8f56cf484f9e95d941d216b3d3d6")
 DARK, ROCK, GREY, SPLITS = "Basalt is dark.", "Basalt is a rock.", "Slate is grey.", "Slate splits."
 ADDED = "Of a framework."
 
@@ -85,7 +85,7 @@ def assert_whole(index: ChunkIndex) -> None:
     assert [hit.chunk.text for hit in index.search(ROCK, 1)] == [ROCK]
     np.testing.assert_array_equal(index.embed([DARK]), HashingEmbedder(8).embed([DARK]))
     assert index.registry.texts_of(OWNER) == {DARK, ROCK, GREY, SPLITS}
-    assert index.registry.texts_of(DocumentName("langchain", "9")) == {ADDED}
+    assert index.registry.texts_of(DocumentKey("langchain", "9")) == {ADDED}
     assert index.registry.stored_entries() == {"entry-a": "model", "entry-b": "model"}
     assert index.find_problems() == []
 

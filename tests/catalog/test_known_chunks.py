@@ -15,7 +15,7 @@ import pytest
 from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.types import ChunkRun
 
@@ -184,8 +184,8 @@ def test_text_that_is_no_unicode_is_not_known() -> None:
 
 def test_a_run_names_a_document_of_its_own_namespace(kept_place: str | Path) -> None:
     registry = ChunkRegistry(kept_place)
-    index, second = DocumentName("index:1"), DocumentName("kb", "b.txt")
-    owners = ([DocumentName("kb", "a.txt")], [index, second], [DocumentName("kb", "c.txt", "acme")], [index])
+    index, second = DocumentKey("index:1"), DocumentKey("kb", "b.txt")
+    owners = ([DocumentKey("kb", "a.txt")], [index, second], [DocumentKey("kb", "c.txt", "acme")], [index])
     for number, documents in enumerate(owners):
         for document in documents:
             registry.add([f"text {number}"], document)

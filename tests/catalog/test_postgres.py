@@ -20,7 +20,7 @@ from ragblend.catalog import known_chunks
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.schema import SCHEMA_VERSION, DocumentName
+from ragblend.catalog.schema import SCHEMA_VERSION, DocumentKey
 from ragblend.errors import (
     BackendUnreachableError,
     RagblendError,
@@ -31,7 +31,7 @@ from ragblend.errors import (
 )
 from ragblend.files.store_folder import CATALOG_FILE
 
-DOC = DocumentName("notes", "1")
+DOC = DocumentKey("notes", "1")
 IDS = tuple(range(100, 140))
 PIECES = [PASSWORD, PASSWORD.replace("/", "%2F"), *PASSWORD.split("/")]
 
@@ -89,7 +89,7 @@ def test_processes_that_write_at_the_same_time_exclude_each_other(shared_catalog
     """Each reads a number and writes the next one, 25 times: none is lost."""
     code = (
         "import sys; from ragblend.catalog.registry import ChunkRegistry; from ragblend.catalog.schema import *\n"
-        "registry, document = ChunkRegistry(sys.argv[1]), DocumentName('notes', '1')\n"
+        "registry, document = ChunkRegistry(sys.argv[1]), DocumentKey('notes', '1')\n"
         "for _ in range(25):\n"
         "    with registry._write():\n"
         "        registry.set_version(document, str(int(registry.version_of(document) or 0) + 1))\n"
@@ -162,7 +162,7 @@ def test_restarts_under_use_lose_nothing_that_was_written(own_server: PostgresSe
         while not stopped.is_set():
             text = f"text {number} of thread {thread}"
             try:
-                registry.add([text], DocumentName("notes", str(thread)))
+                registry.add([text], DocumentKey("notes", str(thread)))
             except BackendUnreachableError:
                 failures[0] += 1
                 time.sleep(0.05)

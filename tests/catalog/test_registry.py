@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from ragblend.catalog.registry import ChunkRegistry, SimilarVariant, open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE
 
 LONG = "This text is longer than an anchor, by far."
-DOC, FIRST, SECOND = DocumentName("notes", "doc"), DocumentName("notes", "first"), DocumentName("notes", "second")
+DOC, FIRST, SECOND = DocumentKey("notes", "doc"), DocumentKey("notes", "first"), DocumentKey("notes", "second")
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def test_a_text_that_two_documents_release_together_is_previewed(registry: Chunk
 
 
 def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(registry: ChunkRegistry) -> None:
-    mine, other = DocumentName("notes", "1", "mine"), DocumentName("notes", "1", "other")
+    mine, other = DocumentKey("notes", "1", "mine"), DocumentKey("notes", "1", "other")
     for name in (mine, other):
         registry.add([LONG, "short"], name)
         registry.add_ids([(LONG, range(9)), ("short", range(8))], "t", name.namespace)
-    registry.add(["short"], DocumentName("index:1"))
+    registry.add(["short"], DocumentKey("index:1"))
     assert registry.preview_orphaned_texts({mine: []}) == [LONG], (
         "whose KV in this namespace is deleted; an index has all"
     )
@@ -232,11 +232,11 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry, ChunkRegistry(tmp_path / CATALOG_FILE) as other:
         assert list(registry.texts()) == [BASALT, SLATE, CHALK]
         assert other.documents() == {
-            DocumentName("notes", "1", "tenant"): 1,
-            DocumentName("index:1f"): 2,
-            DocumentName("langchain", "a/b"): 1,
+            DocumentKey("notes", "1", "tenant"): 1,
+            DocumentKey("index:1f"): 2,
+            DocumentKey("langchain", "a/b"): 1,
         }
-        assert registry.version_of(DocumentName("langchain", "a/b")) == ("v1" if version == 5 else "")
+        assert registry.version_of(DocumentKey("langchain", "a/b")) == ("v1" if version == 5 else "")
         assert registry.stored_entries() == {"entry-a": "model", "entry-b": "model"}
         variants = [SimilarVariant("entry-b", SLATE, b"1234", True), SimilarVariant("entry-c", CHALK, b"5678")]
         assert [each for _, each in registry.variants_after(0, "words 1")] == (variants if version == 5 else [])
@@ -258,7 +258,7 @@ def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path:
             "the checksums of 1 texts do not match",
             "the checksums of 4 entries of chunks do not match",
         ]
-        assert registry.documents_of(SLATE) == [DocumentName("index:1f")]
+        assert registry.documents_of(SLATE) == [DocumentKey("index:1f")]
         registry.remove_damaged_rows()
         assert (list(registry.texts()), registry.find_problems()) == ([SLATE, CHALK], [])
         assert not registry.has_all_entry_chunks(tmp_path), "the entries in the folder are read again"

@@ -12,11 +12,11 @@ from hypothesis.strategies import lists, sampled_from, tuples
 from postgres import fresh_schema
 
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.files.store_folder import CATALOG_FILE
 
 TEXTS = [*(f"text {number}" for number in range(3)), "nul \x00 in it", "\x1a0 \x1a", "\x1a1 \x00"]
-DOCUMENTS = [DocumentName("a", "1"), DocumentName("a/1", ""), DocumentName("", "a/1"), DocumentName("b", "1")]
+DOCUMENTS = [DocumentKey("a", "1"), DocumentKey("a/1", ""), DocumentKey("", "a/1"), DocumentKey("b", "1")]
 OPERATIONS = tuples(
     sampled_from(["add", "release", "remove", "replace"]),
     sampled_from(DOCUMENTS),
@@ -34,7 +34,7 @@ def new_file() -> Iterator[Path]:
 @settings(max_examples=40, deadline=None)
 @given(operations=lists(OPERATIONS, max_size=25))
 def test_a_text_is_there_while_a_document_owns_it(
-    operations: list[tuple[str, DocumentName, list[str], int]],
+    operations: list[tuple[str, DocumentKey, list[str], int]],
 ) -> None:
     check(operations, new_file())
 
@@ -43,13 +43,13 @@ def test_a_text_is_there_while_a_document_owns_it(
 @given(operations=lists(OPERATIONS, max_size=25))
 def test_a_text_is_in_postgresql_while_a_document_owns_it(
     postgres: str,
-    operations: list[tuple[str, DocumentName, list[str], int]],
+    operations: list[tuple[str, DocumentKey, list[str], int]],
 ) -> None:
     check(operations, fresh_schema(postgres))
 
 
-def check(operations: list[tuple[str, DocumentName, list[str], int]], new: AbstractContextManager[str | Path]) -> None:
-    owned: dict[DocumentName, set[str]] = {name: set() for name in DOCUMENTS}
+def check(operations: list[tuple[str, DocumentKey, list[str], int]], new: AbstractContextManager[str | Path]) -> None:
+    owned: dict[DocumentKey, set[str]] = {name: set() for name in DOCUMENTS}
     with new as place:
         registries = [ChunkRegistry(place) for _ in range(2)]
         for number, (operation, document, texts, which) in enumerate(operations):

@@ -27,7 +27,7 @@ from places import text_about
 from ragblend import Prompt, load_engine
 from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.model import load_tokenizer
@@ -141,7 +141,7 @@ def contents(work: Path) -> dict[str, Any]:
             "vectors": vectors,
             "texts": sorted(registry.texts()),
             "stored": registry.stored_entries(),
-            "held": sorted(registry.texts_of(DocumentName())),
+            "held": sorted(registry.texts_of(DocumentKey())),
             "token ids": sorted(tuple(ids) for _, ids in registry.ids_after(0, demo_tokenizer(), "")),
         }
 

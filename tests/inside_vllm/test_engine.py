@@ -16,7 +16,7 @@ from harness import recorded_selections
 from ragblend import Prompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, RULES
-from ragblend.engine.reuse_diagnostics import ReuseDiagnostics
+from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
@@ -241,11 +241,11 @@ def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
     chunks = ["Rose Bishop works for Zenco. Julia Bishop works for Synon.", "Zenco sells lamps. The firm sells knives."]
     monkeypatch.setattr(engine, "default_prefix_ids", engine.renderer.prefix_ids("Be brief."))
     monkeypatch.setattr(engine, "system", "Be brief.")
-    monkeypatch.setattr(engine, "notices", ReuseDiagnostics(engine))
+    monkeypatch.setattr(engine, "notices", NoReuseWarnings(engine))
     for _ in range(2):
         prompt = Prompt(chunks, QUESTION, "Be brief.")
         assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 0
-    (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("reuse_diagnostics"))
+    (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("no_reuse_warnings"))
     assert "the store holds KV after other prefixes, none after this one ('Be brief.')" in line
     assert f"ragblend precompute {engine.flags} --system 'Be brief.'" in line
     assert f"--store {store}" in engine.flags

@@ -11,7 +11,7 @@ import pytest
 from tiny_prompts import CHUNKS
 
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentName
+from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.lab.prompt_file import find_unmatched_texts, read_prompt
@@ -77,7 +77,7 @@ def test_the_reason_is_the_cause(
 ) -> None:
     engine = tiny_engine()
     registry = open_registry(engine.store)
-    registry.add([TEXT], DocumentName("contracts", "lease"))
+    registry.add([TEXT], DocumentKey("contracts", "lease"))
     if stored_for is not None:
         tokenizer = engine.renderer.fingerprint if stored_for[0] == "own" else stored_for[0]
         registry.add_ids([(TEXT, engine.renderer.chunk_ids(Chunk(TEXT).text))], tokenizer, stored_for[1])

@@ -93,12 +93,12 @@ def plan(
 ) -> None:
     """Choose the cheapest storage that adds no delay. Prints the cost of 1,000 chunks and when reuse repays it."""
     from ragblend.engine.fusion.rules import find_rule
-    from ragblend.lab.plan import WorkloadSpec, parse_storage, read_profile
+    from ragblend.lab.plan import PromptSpec, parse_storage, read_profile
     from ragblend.lab.plan import plan as make_plan
 
     measured = read_profile(profile)
     known = find_rule(rule, measured.num_layers)
-    need = WorkloadSpec(
+    need = PromptSpec(
         chunks,
         chunk_tokens,
         ratio=known.ratio if ratio is None else ratio,

@@ -49,9 +49,10 @@ class Table(NamedTuple):
 
 
 def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
-    """Read one document per row if a column is called `text_field` (without it: text, content or page_content).
+    """Read a CSV file as one document per row if it has a text column, else as one document.
 
-    Otherwise the file is one document with a paragraph per row, `name: value; name: value`, so that every chunk has the
+    The text column is the one called `text_field`; for "", it is called text, content or page_content. A file without a
+    text column becomes one document with a paragraph per row, `name: value; name: value`, so that every chunk has the
     names of its values.
     """
     decoded = decode_text(data)

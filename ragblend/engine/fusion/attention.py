@@ -106,8 +106,11 @@ _KNOWN_POSITIONS = WeakTensorKeyDictionary()
 
 
 def positions_on_host(rows: Tensor) -> tuple[int, ...]:
-    """Return the positions `rows` [R] int64 as a tuple on the host. The first call for a tensor waits for the device.
-    Its result is cached, so the tensor must not change afterwards."""
+    """Return the positions `rows` [R] int64 as a tuple of ints in host memory.
+
+    The first call for a tensor waits for the device. Its result is cached for that tensor, which must not change any
+    more.
+    """
     known: tuple[int, ...] | None = _KNOWN_POSITIONS.get(rows)  # type: ignore[no-untyped-call]
     if known is None:
         known = _KNOWN_POSITIONS[rows] = tuple(rows.tolist())
@@ -115,7 +118,7 @@ def positions_on_host(rows: Tensor) -> tuple[int, ...]:
 
 
 class AttentionExtras(NamedTuple):
-    """A layer's additions to plain attention, without the scale: sliding window, soft cap, sinks (Gemma 2, gpt-oss)."""
+    """What a layer adds to plain attention: sliding window, soft cap, sinks (Gemma 2, gpt-oss). Not the scale."""
 
     window: int | None = None  # a token attends to this number of tokens, itself included; None: to all before it
     softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)
@@ -126,7 +129,10 @@ PLAIN = AttentionExtras()
 
 
 class ProbeQueries(NamedTuple):
-    """Queries of the question at one layer [Hq, Q, D], rotated to `rows` [Q], and the factor on query times key."""
+    """The question's queries at one layer.
+
+    `states` [Hq, Q, D] are rotated to the positions `rows` [Q]. `scale` is the factor on the product of query and key.
+    """
 
     states: Tensor
     rows: Tensor  # int64, ascending

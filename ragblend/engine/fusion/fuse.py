@@ -19,8 +19,8 @@ from torch import Tensor
 from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
 from ragblend.engine.fusion.protocols import (
-    CorrectableLayerSource,
-    FreshKVHook,
+    DriftCorrectableLayerSource,
+    FreshRowsCallback,
     LayerSource,
     LayerwiseModel,
     PromptKVBuffer,
@@ -44,7 +44,7 @@ class LayerCall(NamedTuple):
     hidden: Tensor  # [R, hidden size]
     rows: Tensor  # positions [R]
     fused: PromptKVBuffer
-    hook: FreshKVHook | None = None
+    hook: FreshRowsCallback | None = None
 
 
 Steps = Generator[int | LayerCall | Event, Any, _T]
@@ -311,12 +311,12 @@ def _select_at_check_layer(
 
 def _drift_correction_hook(
     model: LayerwiseModel, plan: FusePlan, layers: LayerSource, layer: int, active: Tensor, state: _CandidateState
-) -> FreshKVHook | None:
+) -> FreshRowsCallback | None:
     """Return the hook that corrects kept candidates from the fresh KV of recomputed ones among `active`; None if none.
 
     With several ranks, each corrects its own heads; the similarity of tokens is measured over all heads.
     """
-    source = cast("CorrectableLayerSource", layers)  # a plan with drift correction always comes with one
+    source = cast("DriftCorrectableLayerSource", layers)  # a plan with drift correction always comes with one
     # Most layers run the same rows as the layer before, for which the correction is fitted already.
     if state.last_correction is None or state.last_correction[0] is not active:
         row_indices = state.mask[active].nonzero().flatten()
@@ -336,11 +336,11 @@ def _drift_correction_hook(
             layer, correction.estimate_drift(fresh, source.read_stored(layer, correction.rows)), correction.shares
         )
 
-    return FreshKVHook(row_indices, apply_correction)
+    return FreshRowsCallback(row_indices, apply_correction)
 
 
 def _fit_correction(
-    model: LayerwiseModel, plan: FusePlan, source: CorrectableLayerSource, active: Tensor, state: _CandidateState
+    model: LayerwiseModel, plan: FusePlan, source: DriftCorrectableLayerSource, active: Tensor, state: _CandidateState
 ) -> DriftCorrection | None:
     """Return the regression from the candidates among the rows `active` to the kept ones; None if none is kept."""
     rows, is_active = state.mask.nonzero().flatten(), torch.zeros_like(state.mask)

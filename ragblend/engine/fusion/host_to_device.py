@@ -29,7 +29,10 @@ def _copying_stream(device: torch.device) -> Any:
 
 
 class HostToDeviceCopier:
-    """Copies layers to `device` for the thread that created the copier. Any thread may call it."""
+    """Copies layers from host memory to `device`. Any thread may call it.
+
+    The copies are for the thread that created the copier: that thread's GPU work uses them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,8 +91,8 @@ class LayerCopies:
     """The layers of some chunks in page-locked memory, copied to a GPU `depth` layers ahead of their use.
 
     `read(layer)` returns the layers of all chunks as they are stored. The thread that created `copier` calls `take` for
-    each layer in order. What it returns may be used by work that this thread queues before its next call: then the
-    memory receives a later layer, once that work is done. At most `depth` + 1 layers are on the device.
+    each layer in order. It must queue all GPU work on the returned tensors before it calls `take` again. Once that work
+    is done, later layers are copied into the same memory. At most `depth` + 1 layers are on the device.
     """
 
     def __init__(

@@ -234,7 +234,10 @@ class LayerLoader:
         self.stall_s += self._released_s[layer] - start_s
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Return the pre-RoPE keys and values [H, R, D] at `rows` [R] of a placed layer; see CorrectableLayerSource."""
+        """Return the pre-RoPE keys and values [H, R, D] at `rows` [R] of a placed layer.
+
+        See `DriftCorrectableLayerSource`.
+        """
         assert self._key_rotation is not None
         buffer = cast("PromptKVBuffer", self._destination)
         keys = self._key_rotation.unrotate_keys(layer, buffer.keys(layer)[:, rows], rows)

@@ -22,9 +22,10 @@ from ragblend.options import ContextPolicy
 
 
 class Placement(NamedTuple):
-    """Stored KV and the prompt position it is placed at. `exact`: it was computed after precisely the prompt's tokens.
+    """Stored KV of a chunk, and the prompt position at which it is placed.
 
-    Exact KV is not recomputed, except KV in eight bits at ratio 1, so that ratio 1 is full prefill from any store.
+    `exact`: the KV was computed after precisely the tokens that precede it in the prompt. Such KV is not recomputed.
+    The exception is KV in eight bits at ratio 1, so that ratio 1 is full prefill from any store.
     """
 
     kv: ChunkKV
@@ -97,9 +98,10 @@ class FusedKV:
 class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
-    With several `checks`, layers ascend and ratios do not grow: each check keeps a part of the tokens that the one
-    before it kept, as in CacheBlend's gradual filtering (section 4.3). Without rule and checks, all stored KV is kept.
-    `num_resident` rows of the FusedKV are valid and exact before fusing starts (a prefix, earlier turns).
+    `checks` are the layers at which tokens are selected for recomputing. With several checks, the layers ascend and the
+    ratios do not grow: each check selects from the tokens that the check before it selected, as in CacheBlend's gradual
+    filtering (section 4.3). By default, no stored token is recomputed. `num_resident` rows of the FusedKV are valid and
+    exact before fusing starts (a prefix, earlier turns).
     """
 
     token_ids: Tensor  # [T] int64, on the model's device
@@ -151,7 +153,7 @@ class FuseResult:
     select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
     def add_fixed_cost(self, num_rows: float, plan: FusePlan) -> None:
-        """Add `num_rows` that the caller ran through layer 0 only. This cost does not grow with the model's depth."""
+        """Add the cost of running `num_rows` rows through layer 0 only. It does not grow with the number of layers."""
         self.rows_per_layer[0] += num_rows
         if plan.checks[0].layer == 0:
             self.fixed_cost += num_rows
@@ -165,8 +167,8 @@ class QuestionAttentionShares(NamedTuple):
     stale: float
 
 
-class PrecedingContext(Protocol):
-    """Context after which a stored chunk was computed, such as `keys.LookupContext`."""
+class StoredContext(Protocol):
+    """Protocol for the context after which a stored chunk was computed, such as `keys.LookupContext`."""
 
     @property
     def match(self) -> PrefixMatch: ...  # noqa: D102
@@ -177,7 +179,7 @@ class PrecedingContext(Protocol):
 def record_fusion(
     report: BlendReport,
     starts: Iterable[int],
-    stored: Mapping[int, tuple[Placement, PrecedingContext]],
+    stored: Mapping[int, tuple[Placement, StoredContext]],
     plan: FusePlan,
     fused: FuseResult,
     num_known: int,

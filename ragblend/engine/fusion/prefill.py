@@ -84,7 +84,9 @@ def prefill_chunks(model: PackedPrefillModel, prefix: PromptKVBuffer, headers: S
 
 
 def batch_by_tokens(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[TokenIds]]:
-    """Yield lists of adjacent chunks for one pass each: at most `limit` tokens in all, a longer chunk alone.
+    """Yield lists of adjacent chunks, each list for one pass.
+
+    A list has at most `limit` tokens, but a longer chunk is a separate list.
 
     >>> [len(each) for each in batch_by_tokens([(1,) * 300, (2,) * 300, (3,) * 300, (4,) * 900, (5,)], limit=640)]
     [2, 1, 1, 1]

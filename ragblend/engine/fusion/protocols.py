@@ -29,8 +29,11 @@ class PromptKVBuffer(Protocol):
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None: ...
 
 
-class FreshKVHook(NamedTuple):
-    """Callback that receives pre-RoPE keys and values of selected rows before the layer's KV is written."""
+class FreshRowsCallback(NamedTuple):
+    """A function for the layer to call, and the rows whose keys and values it receives.
+
+    The layer calls it after computing the keys and values of its rows, and before writing them to the PromptKVBuffer.
+    """
 
     row_indices: Tensor  # indices into the rows that are run
     callback: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
@@ -49,10 +52,11 @@ class LayerSource(Protocol):
     def wait(self, layer: int) -> None: ...
 
 
-class CorrectableLayerSource(LayerSource, Protocol):
-    """LayerSource for drift correction. Every layer but the first is corrected once if a placed chunk is stale.
+class DriftCorrectableLayerSource(LayerSource, Protocol):
+    """LayerSource whose placed chunks can be corrected for drift.
 
-    `apply_drift` changes the layer waited for last, before any row of placed chunks is written there.
+    If a placed chunk is stale, the fusor calls `apply_drift` once for every layer except the first. It calls it after
+    waiting for the layer, and before it writes recomputed rows of placed chunks into that layer.
     """
 
     # Returns pre-RoPE keys, values [H, R, D] at positions [R] of a layer that was waited for and is not corrected yet.
@@ -63,10 +67,10 @@ class CorrectableLayerSource(LayerSource, Protocol):
 
 
 class QueryProbeHook(Protocol):
-    """Callback that receives the rotated queries of a layer's rows and the rotated keys [H, rows[-1] + 1, D].
+    """Function for a layer to call once, with the rotated queries of the probe's rows and the rotated keys.
 
-    It is called once per layer; it may keep the queries, not the keys. If it gets the values, too, it returns the
-    attention output [Hq, Q, D] of the rows.
+    `keys` is [H, rows[-1] + 1, D]. The function may keep a reference to the queries, but not to the keys. If the layer
+    also passes `values`, the function returns the attention output [Hq, Q, D] of the rows; else None.
     """
 
     def __call__(self, queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None: ...
@@ -88,7 +92,7 @@ class LayerwiseModel(Protocol):
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...  # [H, R, D] rotated to rows
     def run_layer(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshKVHook | None = None
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshRowsCallback | None = None
     ) -> Tensor: ...
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None

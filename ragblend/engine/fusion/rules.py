@@ -57,7 +57,7 @@ class RuleInputs:
 
 
 class CheckLayer(NamedTuple):
-    """Layer from which on only `ratio` of the chunk tokens are computed."""
+    """A layer at which the rule selects tokens. From this layer on, only `ratio` of the chunk tokens are computed."""
 
     layer: int
     ratio: float
@@ -66,39 +66,41 @@ class CheckLayer(NamedTuple):
 NO_RECOMPUTE = (CheckLayer(0, 0.0),)  # with any rule: all stored KV is kept
 
 
-def cacheblend(inputs: RuleInputs) -> Tensor:
-    """Return the squared deviation of V at the check layer (CacheBlend, section 4.3, and its public code)."""
+def cacheblend_scores(inputs: RuleInputs) -> Tensor:
+    """Return a score per candidate: its squared deviation of V at the check layer (CacheBlend, section 4.3, and its
+    code)."""
     assert inputs.value_deviation is not None
     return inputs.value_deviation
 
 
-def cacheblend_k(inputs: RuleInputs) -> Tensor:
-    """Return the squared deviation of K at the check layer (LMCache's blender)."""
+def cacheblend_k_scores(inputs: RuleInputs) -> Tensor:
+    """Return a score per candidate: its squared deviation of K at the check layer (LMCache's blender)."""
     assert inputs.key_deviation is not None
     return inputs.key_deviation
 
 
-def ask(inputs: RuleInputs) -> Tensor:
-    """Return the question's attention, mean over probe layers, heads and its tokens (ProphetKV, arXiv 2602.02579).
+def ask_scores(inputs: RuleInputs) -> Tensor:
+    """Return a score per candidate: its share of the question's attention (ProphetKV, arXiv 2602.02579).
 
-    The first and last token of each placed part get 1 more, so they are recomputed first. The first token of a text
-    that was computed alone attracts attention (EPIC, arXiv 2410.15332, recomputes a few of them), and drift correction
-    needs a recomputed token in each part.
+    The share is the mean over probe layers, heads and the question's tokens. The first and last token of each placed
+    part get 1 more, so they are recomputed first, for two reasons. The first token of a text that was computed alone
+    attracts attention (EPIC, arXiv 2410.15332, recomputes a few of them). Drift correction needs a recomputed token in
+    each part.
     """
     assert inputs.attention is not None
     assert inputs.is_edge is not None
     return inputs.attention + inputs.is_edge  # attention is a share, so at most 1
 
 
-def random(inputs: RuleInputs) -> Tensor:
-    """Return random scores, equal for equal seeds: the control."""
+def random_scores(inputs: RuleInputs) -> Tensor:
+    """Return a random score per candidate, as a control for the other rules. Equal seeds give equal scores."""
     generator = torch.Generator().manual_seed(inputs.seed)
     return torch.rand(len(inputs.positions), generator=generator).to(inputs.positions.device)
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionRule:
-    """Named scoring of candidate tokens, with the inputs it needs and its defaults."""
+    """A rule by its name: the function that scores candidate tokens, the inputs that it needs, and its defaults."""
 
     name: str
     score: Callable[[RuleInputs], Tensor]  # [N] float32; the highest are recomputed
@@ -135,13 +137,13 @@ class SelectionRule:
 RULES: dict[str, SelectionRule] = {
     rule.name: rule
     for rule in (
-        SelectionRule("cacheblend", cacheblend, needs_deviation=True),
-        SelectionRule("cacheblend_k", cacheblend_k, needs_deviation=True),
+        SelectionRule("cacheblend", cacheblend_scores, needs_deviation=True),
+        SelectionRule("cacheblend_k", cacheblend_k_scores, needs_deviation=True),
         SelectionRule(
-            "ask", ask, probes_before_selection=True, ratio=ASK_RATIO, drift_gain=DRIFT_GAIN,
+            "ask", ask_scores, probes_before_selection=True, ratio=ASK_RATIO, drift_gain=DRIFT_GAIN,
             drift_gain_in_context=DRIFT_GAIN_IN_CONTEXT,
         ),
-        SelectionRule("random", random),
+        SelectionRule("random", random_scores),
     )
 }  # fmt: skip
 
@@ -155,7 +157,7 @@ NO_PROBE_RULE = "cacheblend"
 
 
 def find_rule(name: str, num_layers: int = DEEP_MODEL_LAYERS) -> SelectionRule:
-    """Return the rule of that name. "auto" is the default rule, with a higher ratio in a model of few layers.
+    """Return the rule called `name`. "auto" is the default rule; in a model of few layers it gets a higher ratio.
 
     Raises UsageError for an unknown name.
 
@@ -294,7 +296,10 @@ _JITTER = 1e-6
 
 
 class DriftCorrection(NamedTuple):
-    """Fitted regression from the KV change of N recomputed tokens to that of all T tokens, over M landmarks."""
+    """Regression that estimates the KV change of all T tokens from the measured change of N recomputed ones.
+
+    It does so with M landmarks, a part of the recomputed tokens.
+    """
 
     rows: Tensor  # positions [N] of the recomputed tokens, ascending
     weights: Tensor  # [M, N] float32
@@ -313,10 +318,10 @@ class DriftCorrection(NamedTuple):
 
 
 def similarity_layer(num_layers: int, deepest: int) -> int:
-    """Return the layer whose stored values measure the similarity of tokens.
+    """Return the layer whose stored values measure how similar tokens are, for drift correction.
 
-    It is not the first layer, whose values depend on the token alone. deepest: the last layer of the query probe; later
-    layers are not loaded yet.
+    It is not layer 0, whose values depend on the token alone. It is not after `deepest`, the last layer of the query
+    probe, because later layers are not loaded yet.
 
     >>> [similarity_layer(count, count - 1) for count in (2, 5, 30)], similarity_layer(30, 3), similarity_layer(30, 0)
     ([1, 2, 12], 3, 1)

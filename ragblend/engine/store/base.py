@@ -37,7 +37,8 @@ class StoreCounters:
 
 
 class EntryCheck(NamedTuple):
-    """The result of reading every byte of one entry. `ok`: unchanged; else `reason` says what is wrong."""
+    """The result of reading every byte of one entry. `ok` is True if the entry is intact; else `reason` says what is
+    wrong."""
 
     key: str
     ok: bool
@@ -45,10 +46,11 @@ class EntryCheck(NamedTuple):
 
 
 class KVStore(ABC):
-    """Chunk KV by key: one tier, or several as one store. Threads may share a store, processes only a DiskStore.
+    """A store of chunk KV by key. It consists of one tier, or of several tiers that are used as one store.
 
-    A tier implements the abstract methods and calls `super().__init__()`. The other methods have defaults for a tier on
-    this machine that never evicts, stores no metadata and has written an entry when `put` returns.
+    Threads may share any store; processes may share only a DiskStore. A tier implements the abstract methods and calls
+    `super().__init__()`. The other methods have defaults, for a tier that is on this machine, never evicts, stores no
+    metadata, and has written an entry when `put` returns.
     """
 
     is_remote = False
@@ -65,8 +67,9 @@ class KVStore(ABC):
         self._counters_lock = threading.Lock()
 
     @property
-    def url(self) -> str:
-        """The address of a remote tier, without its password; "" for a tier on this machine."""
+    def remote_url(self) -> str:
+        """The URL of a remote tier, without its password, for messages. "" for a tier on this machine, a directory
+        included."""
         return ""
 
     @property
@@ -106,20 +109,23 @@ class KVStore(ABC):
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """Return the entry for `key`, whose tensors are read-only; None for a miss. Never raises.
 
-        An entry that is damaged, truncated, unsigned, or whose token ids differ from `token_ids`, is a miss. It is
-        logged as a warning and counted.
+        An entry counts as a miss if it is damaged, truncated or unsigned, or if its token ids differ from `token_ids`.
+        Such a miss is logged as a warning and counted. `token_ids` None accepts any.
         """
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> Mapping[str, ChunkKV]:
-        """Fetch from remote tiers, in parallel, the entries that no local tier has. Return those that arrived, by key.
+        """Fetch entries that no local tier has from the remote tiers, in parallel. Return the entries that arrived, by
+        key.
 
         until_s: the deadline on the monotonic clock; None for `timeout_s` seconds from now.
         """
         return {}
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry from a tier on this machine, or from `fetched`, the result of `fetch_many` for this request.
-        Contacts no other machine."""
+        """Return the entry from a tier on this machine, or from `fetched`. Contacts no other machine.
+
+        `fetched` is the result of `fetch_many` for the same request.
+        """
         return self.get(key, token_ids)
 
     @abstractmethod
@@ -153,7 +159,7 @@ class KVStore(ABC):
         """Store an entry, replacing one with the same key. Raises StoreFullError when the entry does not fit."""
 
     def fits(self, kv: ChunkKV) -> bool:
-        """Return True if the entry alone is within the store's capacity."""
+        """Return True if the store could hold the entry after evicting all others."""
         return True
 
     @abstractmethod
@@ -185,24 +191,32 @@ class KVStore(ABC):
     # -- between tiers and in the background
 
     def touch(self, key: str) -> None:
-        """Record a use of an entry that a faster tier returned. Eviction is by last use."""
+        """Record that an entry was used. A faster tier returned it, so this tier would not notice the use.
+
+        The least recently used entries are evicted first.
+        """
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Load entries into the fastest tier in the background. Returns at once."""
 
     def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
-        """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
+        """Set the dtype and the KV shapes of the model with this `fingerprint`.
 
-    def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the tiers from which a queued write is read again if the write queue does not hold its tensors."""
+        Entries of the model that have another dtype or other shapes are then treated as damaged.
+        """
+
+    def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
+        """Set the local tiers from which a remote tier reads an entry that is queued for sending by its key alone."""
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for background writes; return False if they did not finish within `timeout_s` seconds."""
         return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds for background writes, then drop and count the rest. True if none was
-        dropped."""
+        """Wait up to `timeout_s` seconds for background writes. Return True if all were written.
+
+        Writes that are left after that time are dropped and counted.
+        """
         return True
 
 

@@ -75,7 +75,7 @@ _MAX_DIM = 1 << 31
 
 
 class UnreadableEntryError(Exception):
-    """Bytes that are not a valid entry, or not the requested one. Stores turn it into a miss; users do not see it."""
+    """Raised for bytes that are not a valid entry, or not the requested one. A store's `get` turns it into a miss."""
 
 
 class IncompatibleEntryError(UnreadableEntryError):
@@ -88,10 +88,10 @@ class UnsignedEntryError(UnreadableEntryError):
 
 @dataclass(frozen=True, slots=True)
 class ReadRequirements:
-    """Requirements of a reader in addition to intact bytes.
+    """What a reader requires of an entry, in addition to intact bytes.
 
-    `store_key`: entries must be signed with it; None accepts any entry. `specs`: dtype and shapes of the KV of known
-    models, by fingerprint; entries may be added while the store is open.
+    `store_key`: the key that must have signed the entry; None accepts any entry. `specs`: the dtype and shapes of each
+    known model's KV, by the model's fingerprint; models may be added while the store is open.
     """
 
     store_key: StoreKey | None = None
@@ -338,7 +338,10 @@ def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
 
 
 class SharedFile:
-    """A read-only descriptor that closes when its last reader releases it, so that no read uses a reused number."""
+    """A file descriptor for reading that several readers share. It closes when the last of them releases it.
+
+    Until then the system cannot give the descriptor's number to another file.
+    """
 
     __slots__ = ("fd",)
 

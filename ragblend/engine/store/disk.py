@@ -67,7 +67,11 @@ class StoreEntry(NamedTuple):
 
 
 class GcResult(NamedTuple):
-    """The result of `gc`, or of its dry run: evicted keys, numbers of quarantined and temporary files, and bytes."""
+    """What `gc` deleted, or would delete in a dry run.
+
+    `evicted`: keys of the deleted entries. `num_quarantined`, `num_temp_files`: numbers of deleted files of both kinds.
+    `freed_bytes`: size of all deleted files. `kept_bytes`: size of the remaining entries.
+    """
 
     evicted: tuple[str, ...]
     num_quarantined: int
@@ -144,8 +148,8 @@ class DiskStore(StoreMetadata, KVStore):
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
         """Return the entry with its header verified and no layer read; None for a miss. Never raises.
 
-        A damaged or unsigned file is moved aside. A file of another format version, or with token ids other than
-        `token_ids`, stays where it is, because another process may be able to use it.
+        A damaged or unsigned file is moved aside. A file stays where it is if it has another format version, or token
+        ids other than `token_ids`, because another process may be able to use it.
         """
         path, file = self.kv_dir / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
@@ -190,7 +194,7 @@ class DiskStore(StoreMetadata, KVStore):
         self._count(num_puts=1)
 
     def contains(self, key: str) -> bool:
-        """Return True if `get` would return the entry, as far as its header shows."""
+        """Return True if there is an entry that `get` would return, judged by its header. Tensors are not verified."""
         return self.header(key) is not None
 
     def peek(self, key: str) -> DiskKV | None:
@@ -235,7 +239,10 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
-        """Return `nbytes`, in which the bytes that other processes wrote in the last second may be missing."""
+        """Return the result of `nbytes`, possibly without the bytes that other processes wrote in the last second.
+
+        It is faster than `nbytes`, because it need not list the directory.
+        """
         return self._evictor.held_bytes(RESCAN_INTERVAL_S)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
@@ -317,11 +324,14 @@ class DiskStore(StoreMetadata, KVStore):
 
     @property
     def has_evicted(self) -> bool:
-        """True if a budget ever evicted an entry, so that a missing entry need not be lost."""
+        """True if the budget has ever evicted an entry. An entry that is missing may then have been evicted."""
         return (self.kv_dir / EVICTED_MARK).exists()
 
-    def drop_damaged(self, key: str) -> None:
-        """Delete the quarantined copy of a key, and the entry itself if this version cannot read it."""
+    def drop_unreadable(self, key: str) -> None:
+        """Delete the quarantined file of `key`. Also delete the entry's own file if this version cannot read it.
+
+        The entry's file may be intact and of another format version.
+        """
         if self.contains(key):
             remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))
         else:
@@ -332,13 +342,17 @@ class DiskStore(StoreMetadata, KVStore):
         return self._directory.remove_stale_files() + self._entries.remove_stale_files()
 
     def gc(
-        self, max_bytes: int | None = None, keep: Callable[[str], bool] | None = None, dry_run: bool = False
+        self, max_bytes: int | None = None, is_needed: Callable[[str], bool] | None = None, dry_run: bool = False
     ) -> GcResult:
-        """Delete temporary and damaged files, entries for which `keep` is False, then the least recently used entries.
+        """Delete temporary files, damaged files, entries that are not needed, and the least recently used entries.
 
-        max_bytes: the byte budget of the remaining files; None evicts nothing. Pinned entries stay in any case.
-        `dry_run` only reports. Raises CorruptError, with nothing evicted, if a pin cannot be read, and
-        StoreNotWritableError if some files could not be deleted.
+        - is_needed: is called with each key. If it returns False, the entry is deleted, even if it is pinned. If it
+          returns True, the entry may still be evicted. None: all entries are needed.
+        - max_bytes: the byte budget of the remaining entries; None evicts nothing. Pinned entries are not evicted.
+        - dry_run: delete nothing, and return what would be deleted.
+
+        Raises CorruptError, with nothing deleted, if a pin cannot be read, and StoreNotWritableError if some files
+        could not be deleted.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
@@ -347,7 +361,7 @@ class DiskStore(StoreMetadata, KVStore):
         entries = self._by_last_use()
         pinned = self.pinned_keys() if max_bytes is not None else frozenset()
         kept_bytes = sum(stat.st_size for _, stat in entries)
-        unwanted = {path for path, _ in entries if keep is not None and not keep(path.stem)}
+        unwanted = {path for path, _ in entries if is_needed is not None and not is_needed(path.stem)}
         kept_bytes -= sum(stat.st_size for path, stat in entries if path in unwanted)
         evicted = []
         for path, stat in entries:  # oldest first

@@ -53,9 +53,10 @@ class _TrackedEntry(NamedTuple):
 
 
 class DiskEvictor:
-    """Keeps the entries of the directory `root` within `capacity`. With None there is no limit, and no use is recorded.
+    """Evicts entries of the directory `root` when they exceed `capacity`. None: no limit, and no use is recorded.
 
-    `pinned` returns the keys that must stay. `evicted` is called with each evicted key. Safe to share between threads.
+    `pinned` returns the keys of entries that must stay. `evicted` is called with the key of each evicted entry. Safe to
+    share between threads.
     """
 
     def __init__(
@@ -104,10 +105,11 @@ class DiskEvictor:
             self._kept_bytes -= self._untrack(key)
 
     def held_bytes(self, max_age_s: float = 0.0) -> int:
-        """Return the bytes of all entries, damaged ones included. Only folders that changed are listed; if the
-        directory cannot be listed, the last known bytes are returned.
+        """Return the bytes of all entries, damaged ones included.
 
-        max_age_s: bytes that others wrote in the last `max_age_s` seconds may be missing if there is a budget.
+        Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
+        max_age_s: with a budget, the result may be this old: bytes that other processes wrote in the last `max_age_s`
+        seconds may be missing.
         """
         with self._put_lock:
             age_s = time.monotonic() - self._looked_s if self._looked_s is not None else math.inf
@@ -287,9 +289,10 @@ class DiskEvictor:
 
 
 def auto_limit(root: Path, held_bytes: int) -> float:
-    """Return the byte limit of "auto" for entries in `root` of `held_bytes`: AUTO_SHARE of these bytes and free space.
+    """Return the byte limit that the capacity "auto" means for the entries in `root`.
 
-    Infinite if the file system does not report its size.
+    It is AUTO_SHARE of the sum of `held_bytes`, the entries' bytes, and the free space of the disk. It is infinite if
+    the file system does not report its size.
     """
     try:
         disk = shutil.disk_usage(root if root.is_dir() else root.parent)  # the first entry makes the folder

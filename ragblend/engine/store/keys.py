@@ -99,7 +99,10 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
 
 
 class IngestionContext(NamedTuple):
-    """Chunks after which a variant is prefilled, in addition to the prefix: the token ids of each and its delimiter."""
+    """The chunks after which a variant is prefilled, in addition to the prefix.
+
+    Each part has the token ids of one chunk and of the separator after it.
+    """
 
     policy: ContextPolicy = "none"
     parts: tuple[tuple[int, ...], ...] = ()
@@ -128,7 +131,10 @@ NO_CONTEXT = IngestionContext()
 
 
 class LookupContext(NamedTuple):
-    """Ingestion context in which a chunk is looked up. `exact`: it equals the tokens before the chunk in the prompt."""
+    """An ingestion context under which a chunk of a prompt is looked up in the store.
+
+    `exact`: the context equals the tokens before the chunk in the prompt.
+    """
 
     token_ids: tuple[int, ...]  # the token ids in the key
     match: PrefixMatch  # "exact" if the prompt begins with them

@@ -222,5 +222,8 @@ def _needs_copy(tensor: Tensor) -> bool:
 
 
 def write_counters(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
-    """Return how often torch wrote into each tensor, with views; 0 for inference tensors, which do not count."""
+    """Return how often torch has written into each tensor of `layers`, through the tensor or a view of it.
+
+    The count is 0 for inference tensors, for which torch does not count writes.
+    """
     return tuple(0 if tensor.is_inference() else tensor._version for layer in layers for tensor in layer)

@@ -42,7 +42,10 @@ METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 
 
 class StoreDefaults(NamedTuple):
-    """Model and system text of the latest ingestion: the defaults of later commands. "" and None: not known."""
+    """Model and system text of the latest ingestion, the defaults of later commands.
+
+    A model "" or a system text None means that it is not known.
+    """
 
     model: str = ""
     system: str | None = None

@@ -29,7 +29,10 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # half of it is less than any
 
 
 class QuantizedLayer(NamedTuple):
-    """One layer's KV of T tokens, of which the first S are stored as computed. Fields are in stored order."""
+    """One layer's KV of T tokens in eight bits, except the first S tokens, which are stored as computed.
+
+    The fields are in the order in which they are stored.
+    """
 
     key_scales: Tensor  # [H, 1, D] float32
     value_scales: Tensor  # [H, T - S, 1] float32

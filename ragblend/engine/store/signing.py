@@ -101,7 +101,7 @@ KeyChoice = StoreKey | None | Literal["auto"]
 
 
 def resolve_key(choice: KeyChoice) -> StoreKey | None:
-    """Return the key that `choice` means."""
+    """Return the key for a `choice`: "auto" is the key of the process, a StoreKey is itself, and None is no key."""
     return find_process_key() if isinstance(choice, str) else choice
 
 

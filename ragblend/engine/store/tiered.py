@@ -74,7 +74,7 @@ class TieredStore(KVStore):
             if tier.memory_tier is None
         }
         for position, tier in enumerate(tiers):
-            tier.set_read_back_tiers(tiers[:position])
+            tier.set_upload_source_tiers(tiers[:position])
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._prefetching: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
@@ -102,7 +102,7 @@ class TieredStore(KVStore):
 
     @property
     def counters(self) -> StoreCounters:
-        """A snapshot: one hit or miss per `get`, one put per `put`; the other counts are sums over the tiers."""
+        """Current counts: one hit or miss per `get`, one put per `put`; the other counts are sums over the tiers."""
         tiers = [tier.counters for tier in self._tiers]
         sums = {each.name: sum(getattr(counters, each.name) for counters in tiers) for each in fields(StoreCounters)}
         sums |= {name: getattr(self._counters, name) for name in ("num_hits", "num_misses", "num_puts")}
@@ -123,8 +123,7 @@ class TieredStore(KVStore):
         return kv
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry from a tier on this machine, or from `fetched`, the result of `fetch_many` for this request.
-        Contacts no other machine."""
+        """Return the entry from a tier on this machine, or from `fetched`. Contacts no other machine."""
         kv = fetched.get(key)
         if kv is None or not kv.header.has_ids(token_ids):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])

@@ -40,7 +40,8 @@ _MAX_RECORD_BYTES = 1 << 20
 
 
 class Tombstone(NamedTuple):
-    """A deletion record in the remote tier: `keys`, and all entries of `namespace` if it is not None."""
+    """A record in the remote tier that entries were deleted: those with `keys` and, unless it is None, those of
+    `namespace`."""
 
     name: str
     keys: tuple[str, ...] = ()
@@ -74,10 +75,11 @@ def publish_tombstone(remote: RemoteStore, *, keys: Sequence[str] = (), namespac
 
 
 class TombstoneWatcher:
-    """Polls the tombstones of `remote` and applies them to `disk`.
+    """Polls the tombstones in `remote`, and deletes the entries that they name from `disk`.
 
-    `belongs(namespace, deleted)` returns True if KV of the first namespace is deleted with the second, salted
-    namespaces included. `start` polls in a background thread; `take_applied` returns the deletions since its last call.
+    `belongs(namespace, deleted)` returns True if a deletion of the namespace `deleted` includes the KV of `namespace`:
+    the same namespace, with or without a salt. `start` begins polling in a background thread. `take_applied` returns
+    the deletions since its last call.
     """
 
     def __init__(self, disk: DiskStore, remote: RemoteStore, belongs: Callable[[str, str], bool]) -> None:
@@ -98,7 +100,7 @@ class TombstoneWatcher:
             log.warning(
                 "%s did not answer within %g s, so deletions by other replicas are unknown; entries on this disk stay "
                 "in use. Check it: ragblend doctor --remote URL",
-                self._remote.url,
+                self._remote.remote_url,
                 FIRST_POLL_TIMEOUT_S,
             )
 
@@ -147,7 +149,7 @@ class TombstoneWatcher:
         try:
             record = _parse_tombstone(name, data, self._remote)
         except ValueError as error:
-            log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.url, error)
+            log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.remote_url, error)
             return
         assert data is not None
         keys = set(record.keys)

@@ -30,7 +30,8 @@ _IRRELEVANT_FIELDS = frozenset(
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if a directory has an adapter's configuration file, with which transformers loads it, too."""
+    """Return True if the directory `path` holds an adapter: it has the file from which transformers, too, reads
+    adapters."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
@@ -77,8 +78,10 @@ def unwrap_peft_model(model: Any) -> Any:
 
 
 def describe_adapters(model: Any) -> str:
-    """Return a model's adapter configs, active adapters and scalings as text, because its tensors do not contain them;
-    "" for a model without adapters."""
+    """Return a model's adapter configs, active adapters and scalings as text; "" for a model without adapters.
+
+    They change the KV, but the model's tensors do not contain them.
+    """
     configs = getattr(model, "peft_config", None)
     if not configs:
         return ""

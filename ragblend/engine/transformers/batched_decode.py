@@ -46,9 +46,10 @@ def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.d
 
 
 class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Cache that writes each prompt's rows into that prompt's own KV. `attend_batch` reads the result from `kv`.
+    """Transformers cache of a batch. It writes each prompt's rows into that prompt's own KV.
 
-    A model with a `latent` stores the latent; `expand_kv` makes keys and values of it for attention.
+    `attend_batch` reads the KV of the current layer from `kv`. For a model with multi-head latent attention (`latent`),
+    the stored KV is the latent; `expand_kv` makes the keys and values for attention from it.
     """
 
     def __init__(

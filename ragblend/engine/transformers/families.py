@@ -32,7 +32,11 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 
 
 class AttentionFamily:
-    """Computation of keys and values by separate projections, with an optional norm of each head's keys."""
+    """How a family of models computes keys and values. This class: separate projections, and a norm of keys if there is
+    one.
+
+    The subclasses describe other families.
+    """
 
     key_module = "k_proj"  # the module whose output `keys_from_module_output` turns into pre-RoPE keys
     half_tables = False  # True if the rotary module returns each angle once, for both dimensions that it rotates
@@ -55,8 +59,9 @@ class AttentionFamily:
         """Return H, D of keys and D of values of a layer, as they are stored."""
         return self.num_kv_heads, self.head_dim, self.head_dim
 
-    def kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the modules that compute keys and values, to estimate their cost."""
+    def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
+        """Return the modules that compute the keys and values that are stored. Their parameters are an estimate of the
+        cost."""
         return [attention.k_proj, attention.v_proj]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +74,8 @@ class AttentionFamily:
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the pre-RoPE keys [R, H, D], given the output of the module `key_module`.
 
-        The QK-norm is applied here again, because the own norm of some models returns [R, H, D], of others [H, R, D].
+        The QK-norm is computed here again from that output. The output of the model's own norm is not used, because it
+        is [R, H, D] in some models and [H, R, D] in others.
         """
         keys = self.split_heads(output)
         return attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
@@ -89,7 +95,7 @@ class PackedQKVProjection(AttentionFamily):
         """Return True if the attention has one packed projection."""
         return hasattr(attention, "qkv_proj")
 
-    def kv_projections(self, attention: Any) -> list[nn.Module]:
+    def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
         """Return the packed projection."""
         return [attention.qkv_proj]
 
@@ -126,11 +132,11 @@ class JointHeadNorm(AttentionFamily):
 
 
 class ClippedQKV(AttentionFamily):
-    """Keys and values clipped to a bound (OLMo)."""
+    """Keys and values that the model clips to the range -clip_qkv to clip_qkv (OLMo)."""
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Return True if the config has a bound."""
+        """Return True if the config limits queries, keys and values (`clip_qkv`)."""
         return getattr(getattr(attention, "config", None), "clip_qkv", None) is not None
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,8 +183,8 @@ class ValueNormAttention(AttentionFamily):
         heads = attention.config.num_attention_heads // attention.num_key_value_groups
         return heads, attention.head_dim, attention.head_dim
 
-    def kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the projections. Some layers have one for both keys and values."""
+    def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
+        """Return the projections of keys and values. Some layers have one projection for both."""
         return [each for each in (attention.k_proj, attention.v_proj) if each is not None]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,8 +226,8 @@ class LatentAttention(AttentionFamily):
         """Return one head: the rotated part as keys, the latent as values."""
         return 1, self.rotary_dim, self.rank
 
-    def kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the projection to the latent. The expansion is part of attention, not of making KV."""
+    def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
+        """Return the projection to the latent, which is what is stored. Attention expands the latent later."""
         return [attention.kv_a_proj_with_mqa]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,10 @@ _HEAD_BYTES = 1 << 26  # metadata and the table of tensors precede the tensors
 
 
 class GgufReference(NamedTuple):
-    """Reference to a GGUF: `file` in `place`, which is a directory or a Hugging Face repo, and "" for a local file."""
+    """Reference to a GGUF file: its name `file`, and its `place`.
+
+    The place is a directory or a Hugging Face repository; "" if `file` is the path of a local file.
+    """
 
     place: str
     file: str
@@ -57,9 +60,9 @@ def require_gguf() -> None:
 
 
 def dequantize_keywords() -> dict[str, Any]:
-    """Return the keyword arguments that make transformers dequantize all weights.
+    """Return the keyword arguments with which transformers dequantizes all weights of a GGUF.
 
-    Newer versions would leave some weights in quantized blocks. Older ones always dequantize; for them it is {}.
+    Without them, newer versions keep some weights quantized. Older versions have no such argument; for them it is {}.
     """
     try:
         from transformers import GgufConfig

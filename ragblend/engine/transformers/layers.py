@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ragblend.engine.fusion.attention import add_rotated, inverse_tables, positions_on_host, rotate
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
+from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.adapters import describe_active_adapters
 from ragblend.engine.transformers.batched_decode import (
@@ -53,7 +53,7 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self,
         fused: PromptKVBuffer,
         rotary: _RotaryTables,
-        hook: FreshKVHook | None = None,
+        hook: FreshRowsCallback | None = None,
         latent: LatentAttention | None = None,
     ) -> None:
         super().__init__(layers=[])
@@ -157,7 +157,7 @@ class TransformersLayers:
         """Layers without an attention window, if other layers have one; else ()."""
         self.kv_shapes = [self._family.kv_shape(layer.self_attn) for layer in self._layers[: self.num_layers]]
         self._layer_input_size: int = getattr(self.config, "hidden_size_per_layer_input", None) or 0
-        kv_modules = self._family.kv_projections(self._layers[0].self_attn)
+        kv_modules = self._family.stored_kv_projections(self._layers[0].self_attn)
         self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
         """Share of one layer's parameters that makes K and V: the cost of projecting a token's KV, in token-layers."""
 
@@ -207,7 +207,7 @@ class TransformersLayers:
         add_rotated(keys, drift, rotary.cos, rotary.sin)
 
     def run_layer(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshKVHook | None = None
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshRowsCallback | None = None
     ) -> Tensor:
         """Return [R, hidden size] of one decoder layer over the tokens at `rows`; their K/V replace those rows of
         `fused`. After the last layer that makes KV, the layers that attend to earlier KV are run, too.

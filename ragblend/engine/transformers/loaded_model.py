@@ -26,7 +26,10 @@ _PIECE = 1 << 26  # bytes of a tensor per digest update
 
 
 def validate_loaded_model(model: object) -> tuple[Any, Any]:
-    """Return a loaded model and its tokenizer, from such a pair or a pipeline. Raises UsageError for anything else."""
+    """Return (model, tokenizer) of a model that transformers has loaded. Raises UsageError for any other object.
+
+    `model` is such a pair or a pipeline.
+    """
     if hasattr(model, "model") and callable(getattr(model, "tokenizer", None)):
         model = (model.model, model.tokenizer)  # type: ignore[attr-defined]  # a pipeline of transformers
     if isinstance(model, tuple) and len(model) == 2 and hasattr(model[0], "config") and callable(model[1]):

@@ -151,8 +151,8 @@ class CompiledGrammar:
     def new_matcher(self) -> Any:
         """Return an llguidance matcher at the start of the grammar.
 
-        It is a copy that shares the cached token masks of earlier matchers, which makes masks several times as fast.
-        The cache only grows, so it is dropped after every FORGOTTEN_AFTER matchers.
+        It is a copy of one matcher. All copies share its cache of token masks, which makes masks several times as fast.
+        The cache only grows, so that matcher is replaced by a new one after FORGOTTEN_AFTER copies.
         """
         from llguidance import LLMatcher
 
@@ -164,7 +164,7 @@ class CompiledGrammar:
 
 
 class TokenGuide:
-    """Constraint of one answer to a grammar, token by token. `ended`: the answer is complete; no token may follow."""
+    """Constrains one answer to a grammar, token by token. `ended`: the answer is complete, so no token may follow."""
 
     def __init__(self, matcher: Any, refused: Refused) -> None:
         self.ended = False

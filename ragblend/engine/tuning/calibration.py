@@ -90,9 +90,10 @@ class RuleFit:
         return next(point for point in self.curve if point.ratio >= self.ratio)
 
     def agreement_at(self, ratio: float) -> float:
-        """Return the agreement to expect at `ratio`, interpolated linearly between measured ratios.
+        """Return the agreement with full prefill to expect at `ratio`, interpolated linearly between measured ratios.
 
-        A measured point counts as the least agreement at its ratio or larger ones, so no larger `ratio` gives less.
+        A larger ratio never has a lower agreement: if it was measured lower, the smaller ratio's agreement is lowered
+        to it.
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)
@@ -226,7 +227,7 @@ def load_calibration(
 
 
 class CalibrationCache:
-    """Calibrations of one model in one store, read again when they change. Safe to share between threads.
+    """Finds calibrations of one model in one store. A changed file is read again. Safe to share between threads.
 
     root: the store's directory; with None, nothing is found. `chunker` may be set later, once the index is open.
     """
@@ -287,9 +288,9 @@ class CalibrationCache:
 
 
 class RequestTuning(NamedTuple):
-    """Rule and ratio of one request. `fit` is the rule's calibration; None if there is none.
+    """Rule and ratio of one request. `fit` is the calibration of the rule; None if the rule is not calibrated.
 
-    `is_auto_ratio`: the request has no ratio, so it may be raised where recompute costs no time.
+    `is_auto_ratio`: the request sets no ratio, so the ratio may be raised where the additional recompute costs no time.
     """
 
     rule: str

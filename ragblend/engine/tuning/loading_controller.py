@@ -63,9 +63,12 @@ class MachineProfile:
         """Return the seconds of full prefill, extrapolated beyond the longest measured prompt."""
         return interpolate(((0.0, 0.0), *self.prefill_s), num_tokens)
 
-    def recompute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
-        """Return the seconds to compute a prompt of `num_tokens`. Of its `num_stored` stored tokens (default: all
-        tokens), `ratio` is recomputed."""
+    def prompt_compute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
+        """Return the seconds to compute a prompt of `num_tokens` tokens, without loading.
+
+        Of its `num_stored` stored tokens, the share `ratio` is recomputed; the other tokens are computed in full. None:
+        all tokens are stored.
+        """
         stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
         return self.full_prefill_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
 
@@ -75,17 +78,23 @@ class MachineProfile:
 
     @property
     def overlaps(self) -> bool:
-        """Return True if loading overlaps with computing. vLLM's workers on several ranks read all layers first."""
+        """Return True if layers are loaded while others are computed.
+
+        It is False for vLLM on several ranks, whose workers read all layers first.
+        """
         return int(self.hardware.get("ranks") or 1) == 1
 
     def blend_s(self, load_s: float, compute_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds to load and compute, which overlap, except for a rule with `probes_before_selection`: such
-        a rule waits for most layers before it recomputes."""
+        """Return the seconds to load KV and compute a prompt, given the seconds of both.
+
+        They overlap if the machine can (`overlaps`). They do not for a rule with `probes_before_selection`, which waits
+        for most layers before it recomputes.
+        """
         hides = self.overlaps and not probes_before_selection
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds of computing that do not add to loading, because later layers are loaded at that time."""
+        """Return the seconds of computing that add nothing to `load_s`, because other layers are being loaded."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
@@ -117,7 +126,7 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
 
 
 def make_monotone(points: Iterable[tuple[float, float]]) -> Curve:
-    """Return the points in order of x, one per x, each y raised to the highest y before it.
+    """Return the points in order of x, one per x. A y that is lower than an earlier one is raised to it.
 
     >>> make_monotone([(2, 5.0), (1, 3.0), (3, 4.0)])
     ((1, 3.0), (2, 5.0), (3, 5.0))
@@ -188,7 +197,7 @@ def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
 
 
 def exposed_load_s(load_s: float, num_layers: int) -> float:
-    """Return the seconds of loading that no computing hides: those of layer 1, if the model has one.
+    """Return the seconds of loading during which nothing can be computed: the loading of layer 1, if the model has one.
 
     >>> exposed_load_s(8.0, num_layers=4), exposed_load_s(8.0, num_layers=1)
     (2.0, 0.0)
@@ -197,7 +206,10 @@ def exposed_load_s(load_s: float, num_layers: int) -> float:
 
 
 class ReuseDecision(NamedTuple):
-    """Ratio of one request, and the estimated seconds. `fallback_reason` is set for full prefill, "" for reuse."""
+    """The decision on one request: the ratio at which stored KV is reused, and the estimated seconds.
+
+    `fallback_reason` says why full prefill is used instead; "" if the KV is reused.
+    """
 
     ratio: float
     fallback_reason: str
@@ -222,7 +234,7 @@ def decide_reuse(
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
     full_s = profile.full_prefill_s(num_tokens)
-    least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), probes_before_selection)
+    least_s = profile.blend_s(load_s, profile.prompt_compute_s(r_star, num_tokens, num_stored), probes_before_selection)
     if num_stored and least_s >= full_s:
         refused = (
             f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {load_s:.3g} s and blending "
@@ -233,7 +245,7 @@ def decide_reuse(
     share = num_stored / max(1, num_tokens)
     hidden_s = max(0.0, profile.hidden_compute_s(load_s, probes_before_selection) - full_s * (1.0 - share))
     ratio = largest_hidden_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
-    return ReuseDecision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
+    return ReuseDecision(ratio, "", load_s, profile.prompt_compute_s(ratio, num_tokens, num_stored), full_s)
 
 
 def check_speed(name: str, bytes_per_s: float) -> None:

@@ -42,9 +42,11 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def vllm_machine_facts(gpu: str | None, num_ranks: int = 1) -> dict[str, Any]:
-    """Return the `machine_facts` of a vLLM on `num_ranks` devices, the same before its start and in its processes.
+    """Return the `machine_facts` of a vLLM that runs on `num_ranks` devices.
 
-    gpu: the device's name, None for a CPU. The number of threads is read from the environment, vLLM's binding first.
+    The facts do not depend on vLLM's process: they are the same before vLLM starts and in each of its processes. gpu:
+    the name of the device, None for a CPU. On a CPU, the threads are the value of VLLM_CPU_OMP_THREADS_BIND, or of
+    OMP_NUM_THREADS if that is "nobind".
     """
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     threads = os.environ.get("OMP_NUM_THREADS", "all") if bound == "nobind" else bound

@@ -80,7 +80,10 @@ class Grant:
             raise ForbiddenError(f"{what} needs the right {right!r}, and this API key has: {has}")
 
     def check_namespace(self, named: str) -> None:
-        """Raise ForbiddenError if a request names another namespace than the key's; `named` is "" for none."""
+        """Raise ForbiddenError if a request names another namespace than the key's.
+
+        `named` is the namespace in the request; "" if it names none.
+        """
         if named not in ("", self.namespace):
             raise ForbiddenError(
                 f"the request names the namespace {named!r}, but its API key is bound to {self.namespace!r}; leave the "
@@ -90,7 +93,10 @@ class Grant:
 
 @dataclass(slots=True)
 class AuthContext:
-    """Key of one HTTP request in progress. `rejection_reason`: why the engine request was rejected, or ""."""
+    """The key of an HTTP request that is in progress.
+
+    `rejection_reason`: why vLLM's engine client rejected the request that the HTTP request caused; "" if it did not.
+    """
 
     grant: Grant
     rejection_reason: str = ""

@@ -33,7 +33,10 @@ class RequestRows(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """Rows that one call runs through a layer, over the paged cache or, with `parts`, over resident tensors."""
+    """Rows of one or several requests that run through a layer in one attention call.
+
+    Their KV is read from vLLM's paged cache, or from resident tensors if `parts` is set.
+    """
 
     span: slice  # indices of the call's rows among all rows
     positions: Tensor  # [R] int64

@@ -51,7 +51,7 @@ class VllmRequest:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """Output of one engine step for a request. The last one has a `finish_reason` and the connector's `report`."""
+    """What one step of vLLM adds to an answer. The last one has a `finish_reason` and the connector's `report`."""
 
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None
@@ -61,8 +61,11 @@ class OutputDelta:
 
 @dataclass(slots=True)
 class ServedModelInfo:
-    """Facts about the served model. `bytes_per_token`: stored KV, all layers. `stop_ids` end an answer, without being
-    in it."""
+    """Facts about the model that vLLM serves.
+
+    `bytes_per_token`: stored KV of one token in all layers. `stop_ids`: tokens that end an answer and are not part of
+    it.
+    """
 
     name: str
     fingerprint: str
@@ -147,7 +150,10 @@ class VllmEngineBase(LocalEngine):
 
     @abstractmethod
     def run_request(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Send `request` to vLLM and yield its output, as it arrives or at the end. Closing the generator aborts it."""
+        """Send `request` to vLLM and yield the output of its steps. Closing the generator aborts the request.
+
+        Some subclasses yield the output while the answer is generated, others all of it at the end.
+        """
 
     # -- ingestion
 

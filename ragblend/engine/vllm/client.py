@@ -93,10 +93,7 @@ class ServerFacts(NamedTuple):
 
 
 class Connection:
-    """Connection to one server. Sends the API key, retries, and raises a RagblendError for every failure.
-
-    Safe to share between threads.
-    """
+    """Connection to one server, safe between threads. It sends the API key, retries, and raises RagblendErrors."""
 
     def __init__(
         self,
@@ -126,10 +123,8 @@ class Connection:
 
     @contextmanager
     def stream(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """Send a request and yield its response, whose body is still unread.
-
-        A failed request is retried until the response's headers have arrived, not afterwards.
-        """
+        """Send a request and yield its response, whose body is still unread. A failed request is sent again, but not
+        after the headers of a response have arrived."""
         with self._translated():
             response = self._send(method, path, body)
         try:
@@ -266,10 +261,10 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
 
 
 class ServedRenderer:
-    """Renderer of a server's model. Its call formats are those that the server reports.
+    """Renderer for the model of a server. It knows the formats of tool calls that the server has reported.
 
-    For every other attribute, `load` loads the model's tokenizer at first use. Splitting documents and counting tokens
-    need it; prompts do not.
+    Everything else needs the model's tokenizer, which `load` loads at the first use. Splitting documents and counting
+    tokens use it; prompts do not.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
@@ -404,8 +399,7 @@ class VllmClient(EngineBase):
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> ServedStream:
         """Start an answer and return its stream. Iterating yields text; afterwards `.result` has answer and report.
 
-        Options are checked before the request is sent; the server checks the prompt's length. Closing the stream early
-        aborts the request.
+        Options are checked first; the server checks the prompt's length. Closing the stream early aborts the request.
         """
         checked = checked_options(options)
         self._check_prompt(prompt, checked.stop_strings)
@@ -456,10 +450,10 @@ class VllmClient(EngineBase):
     # -- documents
 
     def precompute(self, chunk: Part) -> int:
-        """Send one chunk as a separate document, and wait until the server has stored it.
+        """Send one chunk to the server as a separate document, and wait until it is stored. Return the bytes stored.
 
-        Return the bytes stored, 0 if the chunk was stored already. Raises RagblendError if the server did not store it,
-        or is a vLLM without ragblend.
+        Returns 0 if the chunk was stored already. Raises RagblendError if it was not stored, or for a vLLM without
+        ragblend.
         """
         text = as_chunk(chunk).text.strip()
         counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": _chunk_id(text), "chunks": [text]}])
@@ -485,7 +479,8 @@ class VllmClient(EngineBase):
         """Do nothing, because the server reads ahead the chunks of waiting requests."""
 
     def add_known(self, chunks: Iterable[Part]) -> None:
-        """Do nothing, because the server finds its documents' chunks."""
+        """Do nothing. An engine in this process is given the chunks to match in prompts; a server has them in its
+        registry."""
 
     def flush(self) -> None:
         """Wait until the missing chunks of earlier prompts are stored."""

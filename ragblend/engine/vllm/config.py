@@ -71,7 +71,8 @@ class ConnectorConfig(TierOptions):
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
     def message_for_clients(self, error: BaseException) -> str:
-        """Return an error's message without paths on this machine and addresses of remote tier and catalogue."""
+        """Return an error's message without the paths of this machine, and the addresses of the remote tier and the
+        catalogue."""
         if not isinstance(error, RagblendError):
             return f"{type(error).__name__}; see the server's log"
         text = str(error)
@@ -85,8 +86,8 @@ class ConnectorConfig(TierOptions):
         return text
 
     @property
-    def memory_bytes(self) -> int:
-        """Bytes of one worker's memory tier."""
+    def worker_memory_bytes(self) -> int:
+        """Size of the memory tier of one worker, in bytes. Each worker of this vLLM has a separate memory tier."""
         return int(self.memory_gib * GIB)
 
     def open_local(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:

@@ -314,10 +314,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- counters
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return this half's metrics since the last call; None if nothing has changed."""
+        """Return the metrics that this process has gathered since the last call; None if nothing has changed."""
         stats = BlendStats()
         for source in self._metric_sources:
-            stats.merge(source.take())
+            stats.merge(source.take_changes())
         return None if stats.is_empty() else stats
 
     @classmethod

@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class PendingFetch:
-    """Fetch of a request's chunks. It is over once every chunk has arrived or is a miss, or after `timeout_s`."""
+    """Fetch of the chunks of one request from the remote tier.
+
+    It is over once every chunk has arrived or is known to be missing, or after `timeout_s` seconds.
+    """
 
     def __init__(self, fetches: Sequence[Future[None]], timeout_s: float) -> None:
         self._fetches = fetches
@@ -47,9 +50,9 @@ class PendingFetch:
 class RemoteFetcher:
     """Copies chunks from `remote` into the `local` store in background threads. No method waits for either store.
 
-    A chunk that several requests need at the same time is fetched once. It stays a miss if the remote tier is slow or
-    down, or sends a damaged entry, or if the local store cannot be written. A chunk that `listener` reports as deleted
-    during its fetch is not kept. `close` ends the threads.
+    If several requests need a chunk at the same time, it is fetched once. The chunk is a miss if the remote tier is
+    slow, does not answer or sends a damaged entry, or if the local store cannot be written. If `listener` reports
+    during the fetch that the chunk was deleted, the copy is deleted. `close` ends the threads.
     """
 
     def __init__(

@@ -25,9 +25,9 @@ _PRIORITY = 1 << 20  # after all requests of clients, if vLLM's scheduling polic
 
 
 class FrontEndEngine(VllmEngineBase):
-    """Engine over vLLM's engine client, which runs on the event loop `loop`. Call it from other threads only.
+    """Engine over vLLM's engine client in an HTTP server. The client runs on the event loop `loop`.
 
-    `prefix_ids`: the prefix after which the server's chunks are stored.
+    Call this engine from other threads only. `prefix_ids`: the prefix after which the server's chunks are stored.
     """
 
     def __init__(
@@ -47,7 +47,10 @@ class FrontEndEngine(VllmEngineBase):
         self._priority = _PRIORITY if scheduler.policy == "priority" else 0
 
     def is_generating(self) -> bool:
-        """Return True if clients have unfinished requests. Called between two chunks, when this engine runs none."""
+        """Return True if vLLM has unfinished requests of clients.
+
+        It is called between two chunks of an ingestion, when this engine itself has no request.
+        """
         return bool(self._client.output_processor.get_num_unfinished_requests())
 
     def run_request(self, request: VllmRequest) -> Generator[OutputDelta]:

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, attend_rows, positions_on_host
 from ragblend.engine.fusion.fuse import LayerCall
-from ragblend.engine.fusion.protocols import FreshKVHook, QueryProbeHook
+from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
 from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared
 from ragblend.engine.vllm.support import (
@@ -137,7 +137,7 @@ class VllmLayers:
 
     @property
     def can_share_reads(self) -> bool:
-        """True if rows can attend together on this device, so that keeping every layer resident pays."""
+        """True if scattered rows can attend in one call on this device. Keeping every layer resident then pays."""
         return self._together_from < math.inf
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class VllmLayers:
             flat.copy_(rotated)
 
     def run_layer(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshKVHook | None = None
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshRowsCallback | None = None
     ) -> Tensor:
         """Run a decoder layer over `rows` [R], and write their KV to the paged cache. Return its output."""
         together = fused.should_attend_together(layer, rows, hook is not None)
@@ -372,7 +372,7 @@ class VllmLayers:
         layer: int,
         hidden: Tensor,
         calls: Sequence[AttentionCall],
-        hooks: Sequence[FreshKVHook],
+        hooks: Sequence[FreshRowsCallback],
         fused: Sequence[Any],
     ) -> Tensor:
         if len(calls) > 1:  # every hook must have all of its rows before the first call attends

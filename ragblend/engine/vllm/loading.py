@@ -36,7 +36,10 @@ class MemoryTierTracker:
         self._seen = (0, 0)
 
     def take_delta(self, is_forced: bool) -> MemoryTierDelta | None:
-        """Return the changes since the last call. Without changes, None, or an empty delta if `is_forced`."""
+        """Return which keys were added and removed since the last call.
+
+        Without changes, return None, or an empty MemoryTierDelta if `is_forced`.
+        """
         seen = (self._memory.counters.num_puts, self._memory.nbytes()) if self._memory is not None else (0, 0)
         if self._memory is None or seen == self._seen:
             return MemoryTierDelta() if is_forced else None
@@ -47,11 +50,12 @@ class MemoryTierTracker:
 
 
 class LoadingController:
-    """Loading controller of one scheduler: decides by the machine profile and by the contents of the workers' memory.
+    """Decides for each request of a scheduler whether to reuse stored KV, and at what ratio.
 
-    With `machine` None there is no profile, and every request keeps its own ratio. Workers report changes of their
-    memory tier at each engine step. While the engine is idle there are no steps, and a prefetch may change the tier. So
-    `is_current` is False until the next report, which `needs_refresh` requests.
+    It uses the machine profile `machine`, and which keys the workers have in memory. Without a profile (None), every
+    request keeps its own ratio. Workers report changes of their memory tier at each engine step. An idle engine has no
+    steps, and a prefetch may change the tier in the meantime. `is_current` is then False until the next report, which
+    `needs_refresh` requests.
     """
 
     def __init__(self, machine: MachineProfile | None) -> None:
@@ -114,10 +118,10 @@ class LoadingController:
 
 
 class ReadAheadQueue:
-    """Selects chunks of requests in vLLM's waiting queue, which the workers then read into memory.
+    """Selects chunks of waiting requests for the workers to read from disk into memory.
 
-    Chunks are read ahead only while no request is being fused, because both would share the disk. The oldest request
-    comes first. The chunks read for waiting requests take at most half of the memory tier's `memory_bytes`.
+    Chunks are selected only while no request is being fused, because both would use the disk. The oldest request comes
+    first. The chunks read for waiting requests take at most half of `memory_bytes`, the size of a worker's memory tier.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -143,13 +147,16 @@ class ReadAheadQueue:
         self._running.add(request_id)
 
     def remove_request(self, request_id: str) -> None:
-        """Remove a request whose context is filled, or that was left to vLLM or aborted."""
+        """Remove a request: its context is filled, it was aborted, or vLLM computes it without the connector."""
         self._waiting.pop(request_id, None)
         self._read.pop(request_id, None)
         self._running.discard(request_id)
 
     def take_keys(self, loading: LoadingController) -> list[str]:
-        """Return the keys to read ahead in this step: the oldest waiting request's, once it waited for two steps."""
+        """Return the keys of the entries to read ahead in this step; [] for none.
+
+        They are those of the oldest waiting request, once it has waited for two steps.
+        """
         if loading.needs_refresh:  # the request may only wait for the workers' report
             return []
         oldest = next(iter(self._waiting), None)

@@ -31,9 +31,10 @@ NUM_LOOKUPS = 4  # lookups that run at the same time
 
 
 class LookupResult(NamedTuple):
-    """Runs of chunks in a prompt, those that are stored, and keys that only the remote tier may have (`missing`).
+    """The result of looking up a prompt's chunks.
 
-    `match_s`: seconds that matching the prompt took.
+    It has the runs of chunks in the prompt, the runs whose KV is stored, and the keys that are not on this machine and
+    may be in the remote tier (`missing`). `match_s`: seconds that matching the prompt took.
     """
 
     runs: tuple[ChunkRun, ...]
@@ -43,10 +44,10 @@ class LookupResult(NamedTuple):
 
 
 class ChunkLookup:
-    """Finds a prompt's chunks with `matcher`, and their entries in `disk`. Without `matcher`, no chunks are found.
+    """Finds the chunks in a prompt with `matcher`, and their entries in `disk`. Without `matcher`, no chunk is found.
 
-    `config` or the store determines the context policy, else the model's default for its `num_layers`. `fingerprint` is
-    the model's. `close` ends the threads.
+    The context policy is the one of `config`, else the one that the store has recorded, else the default for a model of
+    `num_layers` layers. `fingerprint` is the model's. `close` ends the threads.
     """
 
     def __init__(

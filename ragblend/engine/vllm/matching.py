@@ -39,8 +39,8 @@ class PromptMatcher:
     def find_runs(self, token_ids: Sequence[int], namespace: str) -> list[ChunkRun]:
         """Return the runs of a namespace's chunks in a prompt.
 
-        A question that quotes a chunk briefly is no run. No run contains the prompt's last token, from which vLLM
-        samples. Raises RagblendError for a damaged registry.
+        A short quotation of a chunk in the question is left out. No run contains the last token of the prompt, because
+        vLLM has to compute it to sample the next one. Raises RagblendError for a damaged registry.
         """
         runs = self._known(namespace).find_runs(token_ids)
         if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, self.tail_ids):
@@ -57,10 +57,11 @@ class PromptMatcher:
 
 
 class ConversationSalts:
-    """Salts for blended KV in vLLM's prefix cache, so that only later turns of the same conversation reuse it.
+    """Salts that decide which prompts may reuse blended KV in vLLM's prefix cache: later turns of the same
+    conversation.
 
-    Another prompt that begins with the same chunks gets another salt, because the question determines which of their
-    tokens were recomputed. `tail_ids`: the ids that the chat template writes after the last user turn.
+    Another prompt that begins with the same chunks gets another salt, because its question determines which tokens of
+    the chunks are recomputed. `tail_ids`: the ids that the chat template writes after the last user turn.
     """
 
     def __init__(self, tail_ids: Sequence[int]) -> None:

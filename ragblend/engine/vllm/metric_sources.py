@@ -24,7 +24,10 @@ _LIST_EVERY_S = 2.0  # shortest time between two lists
 
 
 class RequestMetrics:
-    """Metrics of requests, collected by the scheduler's half: counters (`counts`), and `observed` histogram values."""
+    """Metrics of requests, which the connector's scheduler side collects.
+
+    `counts` are counters by name. `observed` are the values for histograms, by name.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -61,8 +64,11 @@ class RequestMetrics:
         """Add a value to a histogram."""
         self.observed.setdefault(name, []).append(value)
 
-    def take(self) -> dict[str, float | list[float]]:
-        """Return the counts and values since the last call, and the queue length if it has changed since then."""
+    def take_changes(self) -> dict[str, float | list[float]]:
+        """Return what was counted and observed since the last call, and clear it.
+
+        The queue length is included only if it has changed since the last call.
+        """
         taken: dict[str, float | list[float]] = {**self.counts, **self.observed}
         if self._queue != self._reported_queue:
             taken["blend_queue"] = self._reported_queue = self._queue
@@ -74,8 +80,9 @@ class RequestMetrics:
 class TierMetrics:
     """Metrics of this process's memory and disk tiers (hits, evictions and sizes), and of its remote tier, if any.
 
-    A thread lists the files on disk, because engine steps wait for `take`. `shows_bytes`: this process also reports the
-    sizes of the tiers and a deleted store folder. One of the processes that share a disk does so.
+    A thread lists the files on disk, because engine steps wait for `take_changes`. With `shows_bytes`, this process
+    also reports the sizes of the tiers, and whether the store's folder was deleted. Only one of the processes that
+    share a disk has `shows_bytes`.
     """
 
     def __init__(self, store: TieredStore, remote: KVStore | None = None, *, shows_bytes: bool) -> None:
@@ -94,8 +101,8 @@ class TierMetrics:
         self._is_missing: bool | None = None  # None: not checked yet
         self._reported_missing: bool | None = None
 
-    def take(self) -> dict[str, float]:
-        """Return the series that have changed since the last call."""
+    def take_changes(self) -> dict[str, float]:
+        """Return the changed metrics: counts as increments since the last call, sizes as their new values."""
         found: dict[str, float] = {}
         for name, tier in self._tiers.items():
             now, seen = replace(tier.counters), self._seen[name]

@@ -82,7 +82,8 @@ class _RequestState:
 
 
 class BlendScheduler:
-    """Scheduler's half of the connector, one per vLLM engine. `metrics`: its metrics, which the connector reports."""
+    """The part of the connector in vLLM's scheduler process, one per vLLM engine. `metrics`: the metrics of its
+    requests."""
 
     def __init__(self, vllm_config: Any, config: ConnectorConfig) -> None:
         self.config = config
@@ -112,7 +113,7 @@ class BlendScheduler:
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = LoadingController(machine)
-        self._read_ahead = ReadAheadQueue(config.memory_bytes)
+        self._read_ahead = ReadAheadQueue(config.worker_memory_bytes)
         matcher = self._make_matcher(model)
         self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, matcher)
         self._salts = ConversationSalts(matcher.tail_ids if matcher is not None else ())
@@ -374,9 +375,9 @@ class BlendScheduler:
         self._share_conversation(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of context tokens that the connector will fill, and True if it fills them between steps.
+        """Return how many context tokens the connector will fill, and True if it fills them between engine steps.
 
-        The number is None while it is unknown. After a preemption it is the same.
+        The number is None while it is not known yet. If vLLM preempts the request, the number stays the same.
         """
         state = self.requests.get(request.request_id)
         if state is None:

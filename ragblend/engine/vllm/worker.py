@@ -57,8 +57,8 @@ _PATIENCE_S, IDLE_PATIENCE_S = 0.001, 0.01
 class StoredSpan(NamedTuple):
     """Positions [start, end) of a run whose chunk is stored under `key`.
 
-    `exact`: its KV was computed after precisely the tokens before it. `nbytes`: of the entry's tensors, 0 for an
-    ingestion, which does not read them.
+    `exact`: the chunk's KV was computed after precisely the tokens that precede it in the prompt. `nbytes`: size of the
+    entry's tensors; 0 for an ingestion, which does not read them.
     """
 
     start: int
@@ -95,14 +95,14 @@ class BlendJob:
 
     @property
     def num_rows(self) -> int:
-        """Approximate number of tokens that run through most of the layers."""
+        """About how many tokens most layers compute: those without stored KV, and `ratio` of the stored ones."""
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
         return self.end - max(self.num_resident, self.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
 
 
 class JobResult(NamedTuple):
-    """Finished job with its report. `failed`: its blocks contain no valid KV."""
+    """A job that has ended, and its report. `failed`: its blocks have no valid KV, so vLLM computes the prompt."""
 
     job: BlendJob
     report: BlendReport
@@ -175,7 +175,7 @@ class BlendWorker:
         self._writer.submit(action)
 
     def cancel(self, request_id: str) -> list[JobResult]:
-        """Drop a request's job, so that its blocks are no longer written. Return its result, [] without a job."""
+        """Drop a request's job: its blocks are not written any more. Return its result in a list; [] without a job."""
         for running in self._jobs:
             if running.job.request_id == request_id:
                 self._drop(running)

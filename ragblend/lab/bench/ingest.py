@@ -43,7 +43,10 @@ KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100
 
 @dataclass(frozen=True, slots=True)
 class IngestRun:
-    """One way to process the chunks, median round: "prefill" is the model alone, "ingest" includes the disk."""
+    """The result of one way to process the chunks, from the round with the median time.
+
+    "prefill" runs the model alone; "ingest" also writes the KV to disk.
+    """
 
     mode: str
     chunks: int

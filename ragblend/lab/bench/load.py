@@ -59,7 +59,7 @@ TARGET = 1.15
 
 
 class LoadCase(NamedTuple):
-    """The source of the KV and how it is read. `bytes_per_s`: throttled speed; None for the disk as it is."""
+    """Where the KV is read from, and how. `bytes_per_s`: limit of the read speed; None sets no limit."""
 
     source: str  # memory, disk, throttled
     pipeline: bool
@@ -150,7 +150,7 @@ def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, on
             "prefill_s": profile.prefill_s,
             "shares": profile.shares,
             "bytes_per_s": profile.bytes_per_s,
-            "recompute_s": profile.recompute_s(config.blend_ratio, config.prompt_tokens),
+            "recompute_s": profile.prompt_compute_s(config.blend_ratio, config.prompt_tokens),
         },
         TARGET,
         summarize(samples),
@@ -161,13 +161,13 @@ def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, on
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
     """Return the cases: memory, disk, and throttled readers, each with and without the pipeline. A reader slower than
     recompute also gets the ratio that the controller then chooses."""
-    least_s = profile.recompute_s(config.blend_ratio, num_tokens)
+    least_s = profile.prompt_compute_s(config.blend_ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
     def case(source: str, pipeline: bool, speed: float | None = None, ratio: float = config.blend_ratio) -> LoadCase:
         reads = speed or profile.bytes_per_s["disk"]
         load_s = 0.0 if source == "memory" else load_bytes / reads
-        compute_s = profile.recompute_s(ratio, num_tokens)
+        compute_s = profile.prompt_compute_s(ratio, num_tokens)
         expected_s = profile.blend_s(load_s, compute_s, asks_first) if pipeline else load_s + compute_s
         return LoadCase(source, pipeline, ratio, load_s / least_s, expected_s, speed)
 

@@ -219,7 +219,10 @@ def measure_rates(
     measure: Callable[[ModeAndRule, float], list[TimedAnswer]],
     on_progress: Progress = ignore_progress,
 ) -> tuple[ThroughputRun, ...]:
-    """Measure all cases at each rate, from low to high. A case far beyond the bound is not measured at higher rates."""
+    """Measure all cases at each rate, from low to high.
+
+    If the mean TTFT of a case is far beyond the bound, the case is not measured at higher rates.
+    """
     runs: list[ThroughputRun] = []
     running, ascending = list(cases), sorted(set(rates))
     for number, rate in enumerate(ascending):
@@ -254,7 +257,7 @@ def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswe
 def compute_capacities(
     runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
 ) -> tuple[ServingCapacity, ...]:
-    """Return the capacity of each case, and the capacity of the first blend case divided by it."""
+    """Return the capacity of each case. `blend_gain` compares the case with the first blend case."""
     rates = {
         case: highest_rate(
             [

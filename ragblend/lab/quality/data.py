@@ -46,10 +46,10 @@ _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
 
 
 class QaCase(NamedTuple):
-    """A question and the passages that it is asked over.
+    """A question, and the passages from which the chunks of its prompt are chosen.
 
-    `order`: a prompt has the chunks nearest to the question, the nearest first ("score"), or the first chunks
-    ("document"), or the passages as they are ("given").
+    `order` is how they are chosen: "score" takes the chunks nearest to the question, nearest first; "document" takes
+    the first chunks; "given" takes the passages as they are.
     """
 
     question: str
@@ -61,7 +61,7 @@ class QaCase(NamedTuple):
 
 
 def get_dataset_split(question: str) -> str:
-    """Return the part that a question belongs to, selection or reported, by a hash of its text."""
+    """Return the part of the data that a question belongs to: "selection" or "reported". A hash of its text decides."""
     digit = blake2b(question.encode(), digest_size=8).digest()[0] % 10
     return "selection" if digit < SELECTION_TENTHS else "reported"
 

@@ -18,7 +18,7 @@ import xxhash
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_saving
+from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_work_by_mode
 from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hits, merge_adjacent_chunks
 from ragblend.lab.traffic.logs import Piece, RequestLog
 from ragblend.lab.traffic.passages import Passages, PrefixCache
@@ -97,7 +97,7 @@ def analyze(
         "chunks": _top(chunks, passages, tokens if config.show_texts else None),
         "kv_bytes_per_token": config.kv_bytes_per_token,
         "curve": _curve(uses, num_tokens, num_elsewhere, config.kv_bytes_per_token),
-        "saving": mean_saving(map(PromptTokenCounts, *counts), config.blend, config.profile),
+        "saving": mean_work_by_mode(map(PromptTokenCounts, *counts), config.blend, config.profile),
     }
 
 

@@ -34,12 +34,14 @@ class PromptTokenCounts(NamedTuple):
     elsewhere: int
 
 
-def mean_saving(
+def mean_work_by_mode(
     prompts: Iterable[PromptTokenCounts], settings: BlendSettings, profile: MachineProfile | None
 ) -> dict[str, Any]:
-    """Return the mean work of prompts by mode, as in the JSON: "tokens" computed, or "seconds" to the first token.
+    """Return the mean work of a prompt with full prefill, with prefix caching and with blending.
 
-    Tokens count the same in a long prompt as in a short one. Seconds are those of an idle machine.
+    The work is the number of tokens computed. With a `profile`, it is the seconds to the first token on an idle
+    machine. The keys are those of `analyze --json`: the means are "full", "prefix" and "blend"; the other keys are
+    derived from them. A mean is over all prompts, so long prompts count for more.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0
@@ -75,7 +77,7 @@ def _seconds(prompt: PromptTokenCounts, settings: BlendSettings, profile: Machin
     if not prompt.elsewhere:
         return full_s, full_s - cached_s, full_s - cached_s
     load_s = profile.load_s(settings.bytes_per_s, prompt.elsewhere) if settings.bytes_per_s else 0.0
-    compute_s = max(0.0, profile.recompute_s(settings.ratio, prompt.tokens, prompt.elsewhere) - cached_s)
+    compute_s = max(0.0, profile.prompt_compute_s(settings.ratio, prompt.tokens, prompt.elsewhere) - cached_s)
     return full_s, full_s - cached_s, profile.blend_s(load_s, compute_s, settings.probes_first)
 
 

@@ -24,7 +24,7 @@ SNAP = 8
 
 
 class ChunkUses(NamedTuple):
-    """Chunks, and their uses by requests. The first use, which stores the chunk, is included."""
+    """Chunks, and which requests use each of them. The request that stores a chunk, its first, counts as a use."""
 
     starts: Numbers  # of each chunk, in all new text
     sizes: Numbers  # of each chunk, in tokens
@@ -66,7 +66,10 @@ def count_chunk_uses(passages: Passages) -> ChunkUses:
 
 
 def merge_adjacent_chunks(uses: ChunkUses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return chunks as (start, end, requests). Adjacent ones with equal requests are merged, except at `begins`."""
+    """Return chunks as (start, end, number of requests), with adjacent chunks merged that the same requests use.
+
+    `begins`: offsets at which a chunk is not merged with the one before it.
+    """
     marks = np.zeros(len(uses.sizes), np.uint64)  # of the set of requests
     np.add.at(marks, uses.chunks, (uses.requests.astype(np.uint64) + np.uint64(1)) * _MIX)
     ends = uses.starts + uses.sizes

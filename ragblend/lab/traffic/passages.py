@@ -25,9 +25,10 @@ MAX_PASSAGE = 1 << 16
 
 
 class PrefixCache:
-    """The part of each prompt that prefix caching reuses: whole blocks, from the first token on.
+    """Simulates prefix caching: it knows which prompts came before, and how much of a new one they make reusable.
 
-    It holds at most `capacity` blocks (67 million tokens by default, more than GPUs hold), then drops the older half.
+    Whole blocks are reused, from the first token on. The cache holds at most `capacity` blocks (67 million tokens by
+    default, more than GPUs hold). Beyond that, it drops the older half.
     """
 
     def __init__(self, capacity: int = 1 << 22) -> None:
@@ -55,7 +56,7 @@ class PrefixCache:
 
 
 class Passages:
-    """All text that was new when it was sent, as concatenated passages, and the positions where it was repeated."""
+    """The text of prompts that was new when it was sent, as joined passages, and where later prompts repeat it."""
 
     def __init__(self) -> None:
         self._texts: list[Ids] = []
@@ -72,7 +73,11 @@ class Passages:
         return ids[start - self.starts[first] : end - self.starts[first]]
 
     def count_reusable_and_add(self, request: int, ids: Ids, prefix: int, namespace: str = "") -> int:
-        """Return the number of tokens after the first `prefix` that a store could give a prompt, and add the prompt."""
+        """Return how many tokens of a prompt a store of all earlier prompts' texts could provide. Then add the prompt.
+
+        `ids` are the prompt's tokens, of which the first `prefix` are not counted. request: the number of the request.
+        Only prompts of the same `namespace` are compared.
+        """
         index = self._indexes.setdefault(namespace, TokenIndex(self._texts.__getitem__))
         rest = ids[prefix:]
         runs = [run for run in index.find_runs(rest) if run.length >= LEAST]

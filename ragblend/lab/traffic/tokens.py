@@ -25,7 +25,7 @@ _PIECE = re.compile(
 
 
 class EstimatedTokens:
-    """Tokens estimated as pieces of words."""
+    """Tokens without a tokenizer: pieces of words, about as many as a tokenizer would make."""
 
     name, is_estimate = "estimate", True
 

@@ -42,7 +42,7 @@ class JobProgress(NamedTuple):
 class UiJob:
     """A unit of work and its events, of which the last is "end". Consume the events in the loop in which it was made.
 
-    `is_kept`: the job runs to its end even after its listener has gone.
+    `is_kept`: the job runs to its end even if its listener, the page in the browser, is closed.
     """
 
     def __init__(self, queue: JobQueue, work: Work, title: str, *, is_kept: bool) -> None:
@@ -69,12 +69,12 @@ class UiJob:
             raise JobCancelled
 
     def cancel_unless_kept(self) -> None:
-        """Cancel the job because its listener has gone, unless the job is kept."""
+        """Cancel the job if it is not kept. Called when its listener has closed the connection."""
         if not self._is_kept:
             self._stop.set()
 
     def cancel(self) -> None:
-        """Cancel the job, also a kept one."""
+        """Cancel the job, whether or not it is kept."""
         self._stop.set()
 
     def run(self) -> None:

@@ -16,10 +16,10 @@ from ragblend.engine.vllm.metric_sources import TierMetrics
 def listed(metrics: TierMetrics) -> dict[str, float]:
     """The series that change with the next listing of the disk."""
     metrics._due_s = 0.0
-    found = metrics.take()
+    found = metrics.take_changes()
     assert metrics._listing is not None
     metrics._listing.join()
-    return found | metrics.take()
+    return found | metrics.take_changes()
 
 
 @pytest.mark.parametrize("has_notes", [False, True])
@@ -38,7 +38,7 @@ def test_a_store_that_is_deleted_under_the_server_is_logged_and_counted(
     if has_notes:
         (disk.root / "ab").mkdir(parents=True)  # what a chunk that is stored leaves
     assert listed(metrics)["store_missing"] == 1
-    assert "store_missing" not in listed(metrics) | of_another.take()
+    assert "store_missing" not in listed(metrics) | of_another.take_changes()
     assert caplog.text.count(f"the store {disk.root} was deleted") == 1
     shutil.rmtree(disk.root, ignore_errors=True)
     shutil.move(tmp_path / "elsewhere", disk.root)

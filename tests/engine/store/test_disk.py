@@ -561,9 +561,9 @@ def test_gc_keeps_the_most_recently_used_within_the_budget(
             else:
                 kept.append(kv.header.key)
 
-        forecast = store.gc(budget, keep=lambda key: key not in dropped, dry_run=True)
+        forecast = store.gc(budget, is_needed=lambda key: key not in dropped, dry_run=True)
         assert sorted(store.keys()) == sorted(sizes)
-        result = store.gc(budget, keep=lambda key: key not in dropped)
+        result = store.gc(budget, is_needed=lambda key: key not in dropped)
         assert result == forecast
         assert sorted(store.keys()) == sorted(kept)
         assert result.kept_bytes == store.nbytes() == used <= budget

@@ -22,7 +22,7 @@ from ragblend.engine.tuning.loading_controller import (
     pipelined_s,
 )
 from ragblend.errors import UsageError
-from ragblend.lab.plan import GB, Storage, WorkloadSpec, parse_storage, plan
+from ragblend.lab.plan import GB, PromptSpec, Storage, parse_storage, plan
 
 R_STAR = 0.15
 SLACK = 1 + 1e-9
@@ -53,7 +53,7 @@ def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(
         num_layers=num_layers, bytes_per_token=nbytes, prefill_s=((tokens, recompute_s / R_STAR * num_layers),)
     )
     devices = [Storage("slow", own_speed, 0.05), Storage("fast", 8 * own_speed, 0.4)]
-    made = plan(profile, devices, WorkloadSpec(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR))
+    made = plan(profile, devices, PromptSpec(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR))
     assert made.chosen == chosen
     slow = next(option for option in made.options if option.storage == "slow")
     assert slow.load_s == pytest.approx(load_s * num_layers)
@@ -90,8 +90,8 @@ def devices(draw: st.DrawFn) -> list[Storage]:
 
 
 @st.composite
-def needs(draw: st.DrawFn) -> WorkloadSpec:
-    return WorkloadSpec(draw(st.integers(1, 20)), draw(st.integers(1, 4096)), draw(st.integers(0, 200)), draw(ratios))
+def needs(draw: st.DrawFn) -> PromptSpec:
+    return PromptSpec(draw(st.integers(1, 20)), draw(st.integers(1, 4096)), draw(st.integers(0, 200)), draw(ratios))
 
 
 @given(machines(), st.tuples(st.integers(0, 10**5), st.integers(0, 10**5)), st.tuples(ratios, ratios))
@@ -101,8 +101,8 @@ def test_more_tokens_or_a_higher_ratio_never_take_less_time(
     fewer, more = sorted(tokens)
     low, high = sorted(pair)
     assert profile.full_prefill_s(fewer) <= profile.full_prefill_s(more) * SLACK
-    assert profile.recompute_s(low, more) <= profile.recompute_s(high, more) * SLACK
-    assert profile.recompute_s(low, fewer) <= profile.recompute_s(low, more) * SLACK
+    assert profile.prompt_compute_s(low, more) <= profile.prompt_compute_s(high, more) * SLACK
+    assert profile.prompt_compute_s(low, fewer) <= profile.prompt_compute_s(low, more) * SLACK
     assert profile.load_s(2e9, more) <= profile.load_s(1e9, more)
 
 
@@ -125,7 +125,7 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
     num_stored = int(share * num_tokens)
     found = decide_reuse(profile, r_star, num_tokens, num_stored, {"disk": nbytes})
     assert r_star <= found.ratio <= 1
-    at_r_star = pipelined_s(found.load_s, profile.recompute_s(r_star, num_tokens, num_stored), profile.num_layers)
+    at_r_star = pipelined_s(found.load_s, profile.prompt_compute_s(r_star, num_tokens, num_stored), profile.num_layers)
     assert bool(found.fallback_reason) == (num_stored > 0 and at_r_star >= found.full_s)
     if found.fallback_reason:
         assert found.ratio == 1.0
@@ -136,7 +136,7 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
 
 @given(machines(), devices(), needs())
 def test_no_plan_adds_delay_where_a_device_exists_that_does_not(
-    profile: MachineProfile, offered: list[Storage], need: WorkloadSpec
+    profile: MachineProfile, offered: list[Storage], need: PromptSpec
 ) -> None:
     made = plan(profile, offered, need)
     by_name = {device.name: device for device in offered}
@@ -152,7 +152,7 @@ def test_no_plan_adds_delay_where_a_device_exists_that_does_not(
 
 
 @given(machines(), needs(), st.tuples(speeds, speeds))
-def test_a_faster_device_is_never_worse(profile: MachineProfile, need: WorkloadSpec, pair: tuple[float, float]) -> None:
+def test_a_faster_device_is_never_worse(profile: MachineProfile, need: PromptSpec, pair: tuple[float, float]) -> None:
     low, high = sorted(pair)
     made = plan(profile, [Storage("low", low, 1), Storage("high", high, 1)], need)
     found = {option.storage: option for option in made.options}
@@ -181,9 +181,9 @@ def test_several_ranks_read_before_they_compute_so_nothing_hides(
 ) -> None:
     several = replace(profile, hardware={**profile.hardware, "ranks": 2})
     found = decide_reuse(several, r_star, num_tokens, num_tokens, {"disk": nbytes})
-    assert bool(found.fallback_reason) == (found.load_s + several.recompute_s(r_star, num_tokens) >= found.full_s)
+    assert bool(found.fallback_reason) == (found.load_s + several.prompt_compute_s(r_star, num_tokens) >= found.full_s)
     assert found.fallback_reason or found.ratio == max(r_star, largest_hidden_ratio(r_star, 0.0, 1.0, several.shares))
-    need = WorkloadSpec(1, num_tokens, 0, r_star)
+    need = PromptSpec(1, num_tokens, 0, r_star)
     (option,) = plan(several, [Storage("any", 1e9, 0.1)], need).options
     assert option.adds_delay
     assert option.ttft_s == pytest.approx(option.load_s + option.recompute_s)
@@ -218,14 +218,14 @@ def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute() -> None:
 def test_measured_shares_take_the_place_of_the_ratio() -> None:
     """Blending at 0 takes a tenth of full prefill, so less hides than the plain ratio says."""
     profile = machine(shares=((0.0, 0.1), (1.0, 1.1)))
-    assert profile.recompute_s(0.15, 1000) == pytest.approx(0.25)
+    assert profile.prompt_compute_s(0.15, 1000) == pytest.approx(0.25)
     assert largest_hidden_ratio(R_STAR, 0.5, 1.0, profile.shares) == pytest.approx(0.4)
 
 
 def test_the_break_even_points() -> None:
     """A chunk of 500 tokens takes 0.5 s to prefill. A prompt of two takes 1 s, blended 0.1 + 0.9 x 0.15 + 0.015 s."""
     profile = machine(bytes_per_s={})
-    need = WorkloadSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
+    need = PromptSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
     (option,) = plan(profile, [Storage("ssd", 10e6, 0.1)], need).options
     assert option.ttft_s == pytest.approx(0.15 + 0.01)
     assert option.saved_s == pytest.approx(0.84)
@@ -274,12 +274,12 @@ def test_storages_as_they_are_typed() -> None:
         lambda: machine(prefill_s=((10.0, 0.0),)),
         lambda: machine(num_layers=0),
         lambda: machine(bytes_per_s={"disk": 0.0}),
-        lambda: plan(machine(), [], WorkloadSpec()),
-        lambda: plan(machine(), [Storage("a", 1, 1), Storage("a", 2, 2)], WorkloadSpec()),
-        lambda: WorkloadSpec(num_chunks=0),
-        lambda: WorkloadSpec(ratio=2),
-        lambda: WorkloadSpec(usd_per_hour=0),
-        lambda: WorkloadSpec(question_tokens=-1),
+        lambda: plan(machine(), [], PromptSpec()),
+        lambda: plan(machine(), [Storage("a", 1, 1), Storage("a", 2, 2)], PromptSpec()),
+        lambda: PromptSpec(num_chunks=0),
+        lambda: PromptSpec(ratio=2),
+        lambda: PromptSpec(usd_per_hour=0),
+        lambda: PromptSpec(question_tokens=-1),
     ],
 )
 def test_values_out_of_range_are_refused(wrong: Any) -> None:
@@ -297,9 +297,9 @@ def test_interpolation_runs_through_its_points() -> None:
 
 def test_a_rule_with_a_probe_waits_for_all_kv_and_a_fast_device_is_still_found() -> None:
     profile = machine()
-    need = WorkloadSpec(ratio=0.15)
+    need = PromptSpec(ratio=0.15)
     asking = replace(need, probes_before_selection=True)
-    recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
+    recompute_s = profile.prompt_compute_s(need.ratio, need.num_tokens, need.num_stored)
     for share, delays in ((0.05, False), (0.5, True)):
         device = Storage("some", need.num_stored * profile.bytes_per_token / (share * recompute_s), 0.1)
         hidden, waited = (plan(profile, [device], each).options[0] for each in (need, asking))

@@ -15,7 +15,7 @@ from generated_traffic import KINDS, Generated, generate
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.lab.traffic.analysis import AnalysisConfig, analyze
-from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, blending_verdict, mean_saving
+from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, blending_verdict, mean_work_by_mode
 from ragblend.lab.traffic.tokens import EstimatedTokens, ModelTokens, Tokens
 
 POINT = 0.01
@@ -112,17 +112,17 @@ PROFILE = MachineProfile(
 
 def test_work_is_what_each_mode_computes() -> None:
     prompts = [PromptTokenCounts(1000, 0, 0), PromptTokenCounts(1000, 400, 500)]
-    saving = mean_saving(prompts, BlendSettings(0.1), None)
+    saving = mean_work_by_mode(prompts, BlendSettings(0.1), None)
     assert [saving[mode] for mode in MODES] == [1000, 800, pytest.approx((1000 + 100 + 50) / 2)]
     assert saving["blend_saves_beyond_prefix"] == pytest.approx(1 - 575 / 800)
 
 
 def test_seconds_are_those_of_the_profile() -> None:
     prompts = [PromptTokenCounts(2000, 1000, 1000)]
-    slow = mean_saving(prompts, BlendSettings(0.15, bytes_per_s=1e5), PROFILE)
+    slow = mean_work_by_mode(prompts, BlendSettings(0.15, bytes_per_s=1e5), PROFILE)
     assert [slow[name] for name in (*MODES, "num_slower")] == [3.0, 2.0, 2.0, 1], "KV that takes 10 s to load"
-    fast = mean_saving(prompts, BlendSettings(0.15, bytes_per_s=1e9), PROFILE)
-    compute_s = PROFILE.recompute_s(0.15, 2000, 1000) - 1.0
+    fast = mean_work_by_mode(prompts, BlendSettings(0.15, bytes_per_s=1e9), PROFILE)
+    compute_s = PROFILE.prompt_compute_s(0.15, 2000, 1000) - 1.0
     assert fast["blend"] == pytest.approx(PROFILE.blend_s(1000 * 1000 / 1e9, compute_s))
-    asking = mean_saving(prompts, BlendSettings(0.15, probes_first=True, bytes_per_s=1e6), PROFILE)
+    asking = mean_work_by_mode(prompts, BlendSettings(0.15, probes_first=True, bytes_per_s=1e6), PROFILE)
     assert asking["blend"] == pytest.approx(min(2.0, 1.0 + compute_s)), "it waits for the KV"

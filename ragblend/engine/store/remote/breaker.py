@@ -14,11 +14,12 @@ State = Literal["closed", "open", "half-open"]
 
 
 class CircuitBreaker:
-    """Closed: all requests pass. Open: none pass, for a pause. Half-open: one probe was sent. Thread-safe.
+    """Decides whether requests are sent to a server that may fail. Thread-safe.
 
-    A request that exceeds its time limit is a failure. `threshold` consecutive failures open the breaker for `pause_s`
-    seconds; each further failure doubles the pause, up to `max_pause_s`. A successful probe closes it, but only a
-    successful request resets the pause. A server that answers nothing but pings is therefore paused for longer each
+    States: closed, all requests are sent; open, no request is sent for a pause; half-open, one probe was sent. A
+    request that exceeds its time limit is a failure. `threshold` consecutive failures open the breaker for `pause_s`
+    seconds; each further failure doubles the pause, up to `max_pause_s`. A successful probe closes the breaker. Only a
+    successful request resets the pause, so the pauses of a server that answers nothing but pings become longer each
     time.
     """
 

@@ -79,12 +79,12 @@ class _InFlightFetch(NamedTuple):
 class RemoteStore(KVStore):
     """KVStore over a ByteStore. `get` and `fetch_many` never raise and take at most `timeout_s`; `put` never waits.
 
-    `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
-    is the process's own key, if there is one.
+    `store_key`: new entries are signed with this key, and entries that it has not signed are ignored (see `signing`).
+    The default is the process's own key, if there is one.
 
-    Concurrent requests for the same chunk fetch it once. Only `delete` raises BackendUnreachableError when the backend
-    does not answer, because the caller must know whether the entry was deleted. `flush` waits for queued writes;
-    `close` waits for them, then releases threads and connections. Both may be called again.
+    Concurrent requests for the same chunk fetch it once. If the backend does not answer, only `delete` raises
+    BackendUnreachableError, because its caller must know whether the entry was deleted. `flush` waits for queued
+    writes; `close` waits for them, then releases threads and connections. Both may be called again.
     """
 
     is_remote = True
@@ -118,8 +118,8 @@ class RemoteStore(KVStore):
         return (self,)
 
     @property
-    def url(self) -> str:
-        """The address of the backend, without the password."""
+    def remote_url(self) -> str:
+        """The URL of the backend, without the password."""
         return self.values.url
 
     @property
@@ -243,15 +243,23 @@ class RemoteStore(KVStore):
     # -- writing
 
     def put(self, kv: ChunkKV) -> None:
-        """Queue a chunk for sending. If it neither fits into the queue nor can be read back, it counts as dropped."""
+        """Queue a chunk for sending, and return at once.
+
+        If the queue is full, only the key is queued, and the tensors are read from a local tier when their turn comes.
+        Without such a tier (`set_upload_source_tiers`), the chunk is dropped and counted.
+        """
         held = load_into_memory(kv)
         with self._lock:
             self._flights.pop(held.header.key, None)
         if self._queue.put(held):
             self._count(num_puts=1)
 
-    def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the tiers, fastest first, from which a queued write is read if the queue does not hold its tensors."""
+    def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
+        """Set the local tiers from which the sending thread reads an entry whose tensors are not in the write queue.
+
+        `tiers` are tried in order, so the fastest comes first. Without tiers, `put` drops an entry that does not fit
+        into the queue.
+        """
 
         def read_back(key: str) -> MemoryKV | None:
             found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)

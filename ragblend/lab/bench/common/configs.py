@@ -108,7 +108,7 @@ def check_modes(modes: Sequence[str], rules: Sequence[str]) -> None:
 
 
 class ModeAndRule(NamedTuple):
-    """One line of a table. `rule` is "none" for all modes except blend."""
+    """A mode, and the rule that selects tokens in mode "blend". `rule` is "none" for the other modes."""
 
     mode: Mode
     rule: str

@@ -64,9 +64,10 @@ def model_config(shape: DecoderShape) -> Any:
 def random_model(
     shape: DecoderShape, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Any:
-    """Return a causal LM of `shape` with random weights, allocated once, directly in `dtype` on `device`.
+    """Return a causal LM of `shape` with random weights, in `dtype` on `device`.
 
-    Equal arguments give equal weights. Norm weights are 1, all others normal with a standard deviation of 0.02.
+    The weights are allocated once, without a copy in another dtype. Norm weights are 1, all others are normal with a
+    standard deviation of 0.02. Equal arguments give equal weights.
     """
     from transformers import AutoModelForCausalLM
 

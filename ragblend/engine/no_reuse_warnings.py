@@ -31,8 +31,11 @@ NO_MATCH = (
 )
 
 
-class ReuseDiagnostics:
-    """Warnings about prompts without reuse, until one prompt reuses a chunk. Thread-safe."""
+class NoReuseWarnings:
+    """Logs a warning if prompts reuse nothing: one for each cause, until a prompt reuses a chunk for the first time.
+
+    Thread-safe.
+    """
 
     def __init__(self, engine: EngineBase) -> None:
         self._engine = engine
@@ -42,9 +45,10 @@ class ReuseDiagnostics:
         self.is_settled = False  # a chunk was reused, or all warnings were logged: later prompts are not examined
 
     def record_lookup(self, num_tokens: int, hits: Sequence[bool], *prefixes: tuple[int, ...]) -> None:
-        """Record the lookup of a prompt in a mode with reuse. `hits`: for each of its chunks, True if it was stored.
+        """Record that a prompt of `num_tokens` tokens was looked up, and log a warning if nothing was reused.
 
-        `prefixes`: ids that the prompt begins with and after which chunks may be stored.
+        Call this for modes with reuse only. `hits` has for each chunk of the prompt True if the chunk was stored.
+        `prefixes` are the ids that the prompt begins with; chunks may be stored after them.
         """
         if any(hits):
             self.is_settled = True
