@@ -31,15 +31,12 @@ from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.ingestion.contexts import NUM_SIMILAR
-from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.configs import NAMED_DATASETS, QualityConfig
 from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
 
 SYSTEM = "You will read several passages and then answer a question about them. Answer with a few words only."
 SELECTION_TENTHS = 3  # tenths of the questions that are for selection
 SUMMARIZE = "Write a summary of all the passages."
-NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
-"""Data sets in the checkout's data/questions, which are not part of the wheel."""
-
 NUM_DISTRACTORS = 9
 _MAX_BYTES = 1 << 30  # of a file of questions
 _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
@@ -84,7 +81,7 @@ def find_data(name: str) -> Path:
             return root / place
     raise NotFoundError(
         f"no {place} here: data set {name!r} comes with the checkout of ragblend, not with its wheel; "
-        f"run in a checkout, or give the file's place: --data PATH/{NAMED_DATASETS[name]}"
+        f"run in a checkout, or give the file's place: --data PATH/{NAMED_DATASETS[name]} --split reported"
     )
 
 
@@ -165,7 +162,7 @@ def demo_cases(config: QualityConfig) -> list[QaCase]:
     return list(islice(turns, config.num_questions))
 
 
-def _is_in_split(question: str, part: str) -> bool:
+def _is_in_split(question: str, part: str | None) -> bool:
     return part in ("all", get_dataset_split(question))
 
 

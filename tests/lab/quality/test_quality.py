@@ -303,6 +303,12 @@ def test_parts_of_the_stories_share_no_question() -> None:
     assert not reported & selection
 
 
+def test_all_questions_of_an_own_file_are_used_and_the_reported_ones_of_other_data() -> None:
+    parts = {data: QualityConfig(data=data).part for data in ("mine.jsonl", "demo", "musique", "nq")}
+    assert parts == {"mine.jsonl": "all", "demo": "reported", "musique": "reported", "nq": "reported"}
+    assert QualityConfig(data="mine.jsonl", part="selection").part == "selection"
+
+
 def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only(result: QualityResult) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
@@ -321,10 +327,10 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
     passage = "Mara Oster lives in Dublin. " * 8
     asked = [
         {"question": f"Where does {name} live?", "answers": ["Dublin"], "passages": [passage, f"{name} lives."]}
-        for name in ("Mara", "Ada", "Ida")
+        for name in ("Mara", "Ada", "Lea")  # the last one is in the selection part
     ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    sizes = "--split all --num-chunks 3 --chunk-tokens 20 --rules random --ratios 0.1 --modes reuse,blend"
+    sizes = "--num-chunks 3 --chunk-tokens 20 --rules random --ratios 0.1 --modes reuse,blend"
     files = ["--data", str(tmp_path / "mine.jsonl"), "--plot", str(tmp_path / "p.png")]
     ran = CliRunner().invoke(app, ["bench", "quality", *sizes.split(), *files, "--embedder", "hashing", "--json"])
     assert ran.exit_code == 0, ran.output

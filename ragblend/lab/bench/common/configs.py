@@ -287,7 +287,10 @@ class QualityConfig(BenchConfig):
         str,
         Option("--data", help="Questions: FILE.json[l], musique, nq, or demo for the sample corpus."),
     ] = "demo"
-    part: Annotated[str, Option("--split", help="Questions: reported, selection or all.")] = "reported"
+    part: Annotated[
+        str | None,
+        Option("--split", help="Questions: reported, selection or all. Default: all of a FILE, reported of the others."),
+    ] = None
     num_questions: Annotated[int, Option("--num-questions", min=1, help="Largest number of questions.")] = 40
     num_chunks: Chunks = 6
     chunk_tokens: Annotated[int, Option("--chunk-tokens", min=1, help="Largest number of tokens of a chunk.")] = 256
@@ -309,11 +312,13 @@ class QualityConfig(BenchConfig):
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def validate(self) -> None:
-        """Raise UsageError for an unknown part or context policy, and for a ratio outside 0 to 1."""
+        """Set the default part. Raise UsageError for an unknown part or context policy, and for a ratio outside 0 to 1."""
         from ragblend.engine.fusion.rules import validate_ratio
 
         for context in self.contexts:
             CONTEXT.validate("context", context)
+        if self.part is None:
+            object.__setattr__(self, "part", "reported" if self.data in ("demo", *NAMED_DATASETS) else "all")
         if self.part not in PARTS:
             raise UsageError(f"part is {self.part!r}; choose one of {', '.join(PARTS)}")
         for ratio in self.ratios:
@@ -326,3 +331,6 @@ class QualityConfig(BenchConfig):
 
 PARTS = ("selection", "reported", "all")
 """Questions for choosing rules, questions for reporting results, and both."""
+
+NAMED_DATASETS = {"musique": "musique_100.json", "nq": "nq_open_400.json"}
+"""Data sets in the checkout's data/questions, which are not part of the wheel."""
