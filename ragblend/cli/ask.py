@@ -17,7 +17,7 @@ from ragblend.cli.printing import (
     source_facts,
     waiting_lines,
 )
-from ragblend.cli.session import embedder_name, open_engine, open_searched_index, retrieve
+from ragblend.cli.session import embedder_name, open_engine, open_searched_index, opening_title, retrieve
 from ragblend.config import Settings
 
 ENGINE_SETTINGS = "model backend store remote"
@@ -39,10 +39,11 @@ def ask(
 
     streams = not json_ and sys.stdout.isatty()
     with (
-        waiting_lines("answering"),
+        waiting_lines(opening_title(settings)) as progress,
         open_engine(settings) as engine,
         open_searched_index(settings, engine) as opened,
     ):
+        progress.begin("answering")
         hits = retrieve(opened, question, settings)
         stream = engine.stream(Prompt([hit.chunk for hit in hits], question, settings.system), **settings.generation)
         for piece in stream:

@@ -3,20 +3,27 @@ print."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ragblend.cli.options import DocumentArgument, JsonOption, Workers, with_settings
-from ragblend.cli.printing import plural, print_ingest, print_message, print_result, progress_bars
-from ragblend.cli.session import embedder_name, open_engine, open_settings_index, open_workers, wait_for_remote
+from ragblend.cli.printing import plural, print_ingest, print_message, print_result, progress_bars, waiting_lines
+from ragblend.cli.session import (
+    embedder_name,
+    open_engine,
+    open_settings_index,
+    open_workers,
+    opening_title,
+    wait_for_remote,
+)
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from ragblend.engine.api import Engine
-    from ragblend.index import ChunkIndex
+    from ragblend.catalog.schema import DocumentKey
 
 EXIT_PARTIAL = 6
 DOCUMENT_KINDS = (
@@ -56,7 +63,7 @@ def ingest(
 
     load = import_loader(loader) if loader is not None else None
     with (
-        progress_bars() as progress,
+        progress_bars(opening_title(settings)) as progress,
         open_engine(settings, new_model=True) as engine,
         open_workers(settings, workers) as others,
     ):
@@ -101,7 +108,7 @@ def precompute(
     from ragblend.precompute import precompute_index
 
     with (
-        progress_bars() as progress,
+        progress_bars(opening_title(settings)) as progress,
         open_engine(settings, new_model=True) as engine,
         open_settings_index(settings, engine) as opened,
         open_workers(settings, workers) as others,
@@ -116,19 +123,32 @@ def precompute(
         raise typer.Exit(EXIT_PARTIAL)
 
 
-def _open_index(document: str, settings: Settings, engine: Engine) -> ChunkIndex:
-    """Open the index that may have `document`. The error for a store without one names what else the store holds."""
-    from ragblend.catalog.registry import open_registry
+def _find_documents(document: str, settings: Settings) -> tuple[list[DocumentKey], list[str]]:
+    """Return the added documents of this name, or else the sources of the indexed ones, without loading a model.
 
-    try:
-        return open_settings_index(settings, engine)
-    except NotFoundError:
-        with closing(open_registry(engine.store, create=False)) as registry:
+    Raises NotFoundError for an unknown document. The error for a store without an index names what else it holds.
+    """
+    from ragblend.catalog.registry import open_registry
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.index import open_index
+    from ragblend.ingestion.documents import find_added_documents, find_indexed_documents
+
+    collections: Mapping[str, Any] = {}
+    if not settings.is_served:
+        disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
+        if added := find_added_documents(document, disk, settings.namespace):
+            return added, []
+        with closing(open_registry(disk, create=False)) as registry:
             collections = registry.count_by_collection()
+    try:
+        index = open_index(settings.store)
+    except NotFoundError:
         if not collections:
             raise
         place = f"{settings.store} has no document {document!r}, only those of {', '.join(collections)}"
         raise NotFoundError(f"{place}; list them: ragblend stats --store {settings.store}") from None
+    with index:
+        return [], find_indexed_documents(document, index, include_unfinished=True)
 
 
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
@@ -138,22 +158,24 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
     what it has itself. A file that still exists is ingested again by the next `ingest` of its folder. After a crash, or
     an unreachable remote tier (exit code 5), run the same command again.
     """
-    from ragblend.ingestion.documents import (
-        find_added_documents,
-        find_indexed_documents,
-        remove_added_documents,
-        remove_documents,
-    )
+    from ragblend.ingestion.documents import remove_added_documents, remove_documents
 
-    with open_engine(settings) as engine:
-        if added := find_added_documents(document, engine):
+    added, sources = _find_documents(document, settings)
+    num_other_kv = 0
+    with waiting_lines(opening_title(settings)) as progress, open_engine(settings) as engine:
+        progress.begin("removing")
+        if added:
             sources = [f"{each.collection}/{each.id}" for each in added]
             num_chunks, num_kv = remove_added_documents(added, engine)
         else:
-            with _open_index(document, settings, engine) as opened:
-                sources = find_indexed_documents(document, opened, include_unfinished=True)
-                num_chunks, num_kv = remove_documents(sources, engine, opened)
+            with open_settings_index(settings, engine) as opened:
+                num_chunks, num_kv, num_other_kv = remove_documents(sources, engine, opened)
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
     text = f"{document}: {plural(len(sources), 'document')}, {plural(num_chunks, 'chunk')} and "
     text += f"{plural(num_kv, 'KV cache')} removed"
+    if num_other_kv:
+        text += (
+            f"\n{num_other_kv} of these KV caches had been computed after a removed chunk, or by another model; the "
+            "next `ragblend ingest` stores those of other documents again"
+        )
     print_result(facts, text, json_)

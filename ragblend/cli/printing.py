@@ -243,9 +243,13 @@ class ProgressLog:
     """Progress of stages as lines: how far the latest stage is, its rate and the time left."""
 
     def __init__(self, title: str = "working") -> None:
-        self._title, self._begun_s = title, monotonic()
+        self.begin(title)
         self._first: dict[str, tuple[float, int]] = {}  # time and count of a stage's first report
         self._latest: tuple[str, int, int | None] | None = None
+
+    def begin(self, title: str) -> None:
+        """Begin work without stages. Its name is in the lines until the first stage."""
+        self._title, self._begun_s = title, monotonic()
 
     def on_progress(self, stage: str, done: int, total: int | None) -> None:
         """Record that `done` of `total` of a stage are done."""
@@ -270,8 +274,8 @@ class ProgressLog:
 @contextmanager
 def progress_lines(
     notify: Callable[[str], None], every_s: float = PROGRESS_INTERVAL_S, title: str = "working"
-) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Give a progress callback. Calls `notify` with a line every `every_s` seconds, also during a long step."""
+) -> Iterator[ProgressLog]:
+    """Give a log of progress. Calls `notify` with its line every `every_s` seconds, also during a long step."""
     log, ended = ProgressLog(title), threading.Event()
 
     def repeat() -> None:
@@ -281,28 +285,34 @@ def progress_lines(
     thread = threading.Thread(target=repeat, name="progress", daemon=True)
     thread.start()
     try:
-        yield log.on_progress
+        yield log
     finally:
         ended.set()
         thread.join()
 
 
 @contextmanager
-def waiting_lines(title: str) -> Iterator[None]:
-    """Print lines on stderr during work without stages, unless stderr is a terminal."""
+def waiting_lines(title: str) -> Iterator[ProgressLog]:
+    """Print lines on stderr during work without stages, unless stderr is a terminal.
+
+    Call `begin` of the given log when another part of the work begins.
+    """
     if sys.stderr.isatty():
-        yield
+        yield ProgressLog(title)
         return
-    with progress_lines(print_notice, title=title):
-        yield
+    with progress_lines(print_notice, title=title) as log:
+        yield log
 
 
 @contextmanager
-def progress_bars() -> Iterator[Any]:
-    """Give a progress callback that draws bars with rate and time left on stderr; lines if that is no terminal."""
+def progress_bars(title: str = "working") -> Iterator[Any]:
+    """Give a progress callback that draws bars with rate and time left on stderr; lines if that is no terminal.
+
+    `title`: what runs before the first stage, for the lines.
+    """
     if not sys.stderr.isatty():
-        with progress_lines(print_notice) as on_progress:
-            yield on_progress
+        with progress_lines(print_notice, title=title) as log:
+            yield log.on_progress
         return
     columns = (
         TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn()

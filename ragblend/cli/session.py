@@ -94,6 +94,11 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
     return engine
 
 
+def opening_title(settings: Settings) -> str:
+    """Return what `open_engine` does, for the lines of progress meanwhile."""
+    return "connecting to the server" if settings.is_served else "loading the model"
+
+
 def _engine_options(settings: Settings) -> dict[str, Any]:
     """Return the engine's options, except model and store."""
     return {

@@ -7,19 +7,32 @@ the index, the registry and the Engine protocol.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing
-from typing import Any
+from contextlib import closing, suppress
+from typing import Any, NamedTuple
 
 from ragblend.catalog.registry import catalog_location, open_registry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.corpus.folder_scan import match_sources, source_path
 from ragblend.engine.api import Engine
-from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
+from ragblend.engine.store.base import KVStore
+from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except, find_pending_sources
 from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
+
+
+class Removal(NamedTuple):
+    """Numbers of chunks and of KV entries that `remove_documents` deleted.
+
+    `num_other_kv`: the entries of other chunks that were computed after the deleted ones, which the next ingestion
+    stores again, and the entries of other models. It is 0 in the call that finishes a killed removal.
+    """
+
+    num_chunks: int
+    num_kv: int
+    num_other_kv: int
 
 
 def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: str = LANGCHAIN_COLLECTION) -> int:
@@ -60,14 +73,14 @@ def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: 
     return list(dict.fromkeys(found))
 
 
-def find_added_documents(id_or_collection: str, engine: Engine) -> list[DocumentKey]:
+def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) -> list[DocumentKey]:
     """Return the documents with this id or COLLECTION/ID, or else all documents of this collection.
 
-    Only documents in the engine's namespace that `precompute_documents`, a vector store or a client of a server added
-    are searched. Returns [] for an unknown name. Raises UsageError for an id in several collections.
+    Only documents in the namespace that `precompute_documents`, a vector store or a client of a server added are
+    searched. Returns [] for an unknown name. Raises UsageError for an id in several collections.
     """
-    with closing(open_registry(engine.store)) as registry:
-        known = [each for each in registry.documents() if each.id and each.namespace == engine.namespace]
+    with closing(open_registry(store, create=False)) as registry:
+        known = [each for each in registry.documents() if each.id and each.namespace == namespace]
     if exact := [each for each in known if id_or_collection == f"{each.collection}/{each.id}"]:
         return exact
     by_id = [each for each in known if each.id == id_or_collection]
@@ -98,16 +111,21 @@ def remove_added_documents(documents: Iterable[DocumentKey], engine: Engine) -> 
     return num_chunks, num_removed
 
 
-def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> tuple[int, int]:
+def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> Removal:
     """Delete documents from the index with their pins, KV and registered texts. Texts of other documents are kept.
 
-    Return the number of removed chunks, and the number of deleted entries. After a kill, the same call finishes the
-    removal. If its file still exists, the next ingestion of the file or folder adds a document again. Raises
-    NotFoundError for an unknown document. Raises BackendUnreachableError if a remote tier did not answer; the documents
-    are then deleted on this machine, and the next removal or ingestion deletes their KV from the remote tier.
+    After a kill, the same call finishes the removal. If its file still exists, the next ingestion of the file or folder
+    adds a document again. Raises NotFoundError for an unknown document. Raises BackendUnreachableError if a remote tier
+    did not answer; the documents are then deleted on this machine, and the next removal or ingestion deletes their KV
+    from the remote tier.
     """
     known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]
+    own: set[str] = set()
+    if engine.context == "similar" and not begun and not is_document_server(engine):
+        with suppress(CorruptError):  # a document with damaged rows is removed without this count
+            own = {engine.key(chunk) for source in given for chunk in chunk_variants(index.chunks(source), "similar")}
+    num_own = sum(map(engine.store.contains, own))
     num_chunks = sum(index.remove_document(source) for source in given)
     num_removed, problem = delete_orphaned_kv(index, engine)  # before saving, which fails on a full disk
     if not index.is_saved:
@@ -117,7 +135,8 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
             f"the documents were removed here, but not in the remote tier ({problem}); repeat the command, or run the "
             "next `ragblend ingest` or `ragblend remove` with that tier"
         )
-    return num_chunks, num_removed
+    num_own -= sum(map(engine.store.contains, own))  # entries of texts that other documents have stay
+    return Removal(num_chunks, num_removed, num_removed - num_own if own else 0)
 
 
 def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:

@@ -20,7 +20,7 @@ _WORD = re.compile(rf"[{_HAN_AND_KANA}]|[^\W_{_HAN_AND_KANA}]+")
 
 
 class NearText(NamedTuple):
-    """A stored text that the prompt contains in part: at least LEAST_SHARE of its words.
+    """A stored text that the prompt contains in part: NUM_WORDS or more of its words in a row.
 
     `share`: the share of its words in the prompt. `difference`: the first difference; "" if the prompt has the text
     unchanged.
@@ -37,7 +37,6 @@ class _Word(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    is_matched: bool
     share: float
     text: str
     places: set[int]  # indices of the prompt's words that the text has
@@ -47,40 +46,46 @@ class _Candidate(NamedTuple):
 def find_near_texts(
     texts: Iterable[str], prompt: str, is_matched: Callable[[str], bool] = lambda text: False
 ) -> list[NearText]:
-    """Return the texts, at most MAX_NEAR, that are most similar to a part of the prompt, the most similar first.
+    """Return the texts, at most MAX_NEAR, of which the prompt has at least LEAST_SHARE of the words, the nearest first.
 
-    Texts of which `is_matched` is True are left out, and so are texts whose part of the prompt another text covers.
+    Texts of which `is_matched` is True are left out, and so are texts whose part of the prompt another text covers. If
+    no text reaches LEAST_SHARE, the nearest one is returned; [] if none has NUM_WORDS in a row in the prompt.
     """
     words = _words(prompt)
     place_of: dict[tuple[str, ...], int] = {}
     for place, run in enumerate(_runs(words)):
         place_of.setdefault(run, place)
-    candidates = [
-        candidate for text in texts if (candidate := _compare(text.strip(), words, place_of, is_matched)) is not None
-    ]
+    candidates: list[_Candidate] = []
+    nearest: _Candidate | None = None  # of those below LEAST_SHARE
+    for text in texts:
+        each = _compare(text.strip(), words, place_of)
+        if each is not None and each.share >= LEAST_SHARE:
+            candidates.append(each)
+        elif each is not None and (nearest is None or each.share > nearest.share):
+            nearest = each
+    if not candidates and nearest is not None:
+        candidates = [nearest]
+    matched = {each.text for each in candidates if is_matched(each.text)}
     near: list[NearText] = []
     covered: set[int] = set()
-    for each in sorted(candidates, key=lambda each: (not each.is_matched, -each.share)):
+    for each in sorted(candidates, key=lambda each: (each.text not in matched, -each.share)):
         if len(each.places - covered) > len(each.places) / 2:
             covered |= each.places
-            if not each.is_matched:
+            if each.text not in matched:
                 near.append(NearText(each.text, each.share, _find_difference(each.text, prompt, *each.anchor)))
     return near[:MAX_NEAR]
 
 
-def _compare(
-    text: str, prompt_words: list[_Word], place_of: dict[tuple[str, ...], int], is_matched: Callable[[str], bool]
-) -> _Candidate | None:
-    """Return a text that shares enough words with the prompt, else None."""
+def _compare(text: str, prompt_words: list[_Word], place_of: dict[tuple[str, ...], int]) -> _Candidate | None:
+    """Return a text that has NUM_WORDS in a row in common with the prompt, else None."""
     words = _words(text)
     found = {start: place_of[run] for start, run in enumerate(_runs(words)) if run in place_of}
-    shared = {start + offset for start in found for offset in range(NUM_WORDS)}
-    if not found or len(shared) < LEAST_SHARE * len(words):
+    if not found:
         return None
+    shared = {start + offset for start in found for offset in range(NUM_WORDS)}
     distance = Counter(place - start for start, place in found.items()).most_common(1)[0][0]
     first = next(start for start, place in found.items() if place - start == distance)
     return _Candidate(
-        is_matched(text),
         len(shared) / len(words),
         text,
         {place + offset for place in found.values() for offset in range(NUM_WORDS)},

@@ -72,9 +72,10 @@ class UnmatchedText(NamedTuple):
 
 
 def find_unmatched_texts(engine: LocalEngine, prompt: Prompt) -> list[UnmatchedText]:
-    """Return the stored texts that the prompt contains, in whole or for the most part, and does not reuse whole.
+    """Return the stored texts that the prompt contains, in whole or in large part, and does not reuse whole.
 
-    Reads every text of the store. Texts of other namespaces and tokenizers are included.
+    If the prompt contains none, return the nearest text; see `find_near_texts`. Reads every text of the store. Texts of
+    other namespaces and tokenizers are included.
     """
     num_matched: Counter[tuple[int, ...]] = Counter()
     for run in engine.match(prompt).runs:

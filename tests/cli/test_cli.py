@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from servers import RedisServer, running_redis
 
 from ragblend import __version__, load_engine, open_index
 from ragblend.cli import app as cli
+from ragblend.cli import printing
 from ragblend.cli.options import parse_workers
 from ragblend.cli.session import make_terminal_handler
 from ragblend.demo import WEIGHTS
@@ -499,6 +501,46 @@ def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
     assert run.facts("remove", "staff/1", *place)["num_kv"] == 0
     assert run.facts("remove", "people", *place)["num_kv"] == 2
     assert run("stats", *place)[0] == 3
+
+
+def test_an_unknown_document_is_refused_before_the_model_is_loaded(run, monkeypatch):
+    def load(*arguments, **keywords):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("ragblend.engine.load.load_engine", load)
+    code, _, err = run("remove", "nosuch.md", *PLACE)
+    assert (code, "the index has no document 'nosuch.md'" in err) == (3, True)
+    code, _, err = run("remove", "nosuch.md", "--store", "gone")
+    assert (code, "gone" in err) == (3, True)
+
+
+def test_remove_counts_the_kv_that_was_computed_after_a_removed_chunk(docs, run):
+    ingest = ("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--context", "similar", *PLACE)
+    assert run(*ingest)[0] == 0
+    whole = run.facts("stats", *PLACE)["num_stored_chunks"]
+    code, out, _ = run("remove", "docs/a.md", *PLACE)
+    left = run.facts("stats", *PLACE)["num_stored_chunks"]
+    num_others = whole - left - 2  # besides the chunk's own two variants
+    assert (code, num_others > 0) == (0, True)
+    assert (
+        f"1 chunk and {whole - left} KV caches removed\n{num_others} of these KV caches had been computed after" in out
+    )
+    (docs / "a.md").unlink()
+    assert run.facts(*ingest)["num_new_kv"] == num_others
+
+
+def test_remove_says_nothing_of_other_kv_where_only_the_chunk_s_own_was_stored(docs, run):
+    assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--context", "none", *PLACE)[0] == 0
+    assert run("remove", "docs/a.md", *PLACE)[1] == "docs/a.md: 1 document, 1 chunk and 1 KV cache removed\n"
+
+
+def test_lines_of_progress_say_that_the_model_loads_and_then_what_it_does(docs, run, monkeypatch):
+    monkeypatch.setattr(printing, "progress_lines", partial(printing.progress_lines, every_s=0.001))
+    _, _, err = run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)
+    assert err.startswith("loading the model: 0 s\n")
+    assert "working" not in err
+    _, _, err = run("ask", "Who plays chess?", *SHORT, *PLACE)
+    assert err.index("loading the model: ") < err.index("answering: 0 s")
 
 
 def test_gc_of_orphans_lists_what_it_deletes(docs, run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -127,7 +128,18 @@ def test_a_prompt_from_stdin_without_a_stored_text_says_so(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is the capital of Norway?")))
     code, out, _ = run("explain", "--prompt", "-", "--max-tokens", "2", *PLACE)
     assert code == 0
-    assert out.endswith("\nno stored text is in this prompt\n")
+    assert out.endswith("\nno stored text is in this prompt, and none has 5 words in a row in common with it\n")
+
+
+def test_a_chunk_with_too_many_changed_words_is_named_as_the_nearest_with_its_share(run, source, tmp_path):
+    words = source["text"].split(" ")
+    words[6:] = ["xyzzy" if place % 4 == 0 else word for place, word in enumerate(words[6:])]
+    out = explain_prompt(run, tmp_path, f"{' '.join(words)}\n\n{QUESTION}")
+    assert (
+        "no stored text is in this prompt, and none has 50% of its words in parts of at least 5 words in a row" in out
+    )
+    assert re.search(rf"the nearest stored text: {source['source']}, \d+% of whose words are in the prompt\n  \w", out)
+    assert "not reused" not in out
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,11 @@ def test_what_a_command_names_is_removed_from_one_collection(engine: Transformer
     for collection, text in (("first", BASALT), ("second", SLATE), ("second", CHALK)):
         add(engine, text, "2" if text == CHALK else "1", collection)
     with pytest.raises(UsageError, match="'1' is a document in the collections 'first', 'second'; name one"):
-        find_added_documents("1", engine)
-    assert find_added_documents("unknown", engine) == []
-    assert remove_added_documents(find_added_documents("first/1", engine), engine) == (1, 1)
+        find_added_documents("1", engine.store, engine.namespace)
+    assert find_added_documents("unknown", engine.store, engine.namespace) == []
+    assert remove_added_documents(find_added_documents("first/1", engine.store, engine.namespace), engine) == (1, 1)
     assert [engine.is_stored(text) for text in (BASALT, SLATE, CHALK)] == [False, True, True]
-    assert remove_added_documents(find_added_documents("second", engine), engine) == (2, 2)
+    assert remove_added_documents(find_added_documents("second", engine.store, engine.namespace), engine) == (2, 2)
     with closing(open_registry(engine.store)) as registry:
         assert registry.documents() == {}
 

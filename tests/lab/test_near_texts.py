@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ragblend.lab.near_texts import MAX_NEAR, find_near_texts
+from ragblend.lab.near_texts import LEAST_SHARE, MAX_NEAR, find_near_texts
 
 LEASE = 'The lease of the "old mill" ends in May 2031.\nIts owner, Ida Nilsson, may prolong it once by six months.'
 OTHER = "Rainfall at the northern station was measured daily, and the record of each month is kept in the archive."
@@ -58,6 +58,13 @@ def test_nothing_near_gives_nothing() -> None:
     assert find_near_texts([LEASE, OTHER, "Too short."], "What is the capital of Norway? Too short.") == []
     assert find_near_texts([], LEASE) == []
     assert find_near_texts([LEASE], "") == []
+
+
+def test_without_a_text_above_the_threshold_the_nearest_is_found_and_with_one_only_those_above() -> None:
+    part, less = " ".join(LEASE.split()[:6]), " ".join(OTHER.split()[:5])
+    (near,) = find_near_texts([OTHER, LEASE], f"{part}. {less}.")
+    assert (near.text, near.share < LEAST_SHARE) == (LEASE, True)
+    assert [each.text for each in find_near_texts([OTHER, LEASE], f"{part}. {OTHER.upper()}")] == [OTHER]
 
 
 def test_what_the_prompt_matches_hides_the_texts_that_it_covers() -> None:

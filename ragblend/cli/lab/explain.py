@@ -11,7 +11,7 @@ import typer
 
 from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_json, print_line, print_notice, source_facts, waiting_lines
-from ragblend.cli.session import open_engine, open_searched_index, retrieve
+from ragblend.cli.session import open_engine, open_searched_index, opening_title, retrieve
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.output import check_output_path
@@ -59,12 +59,14 @@ def explain(
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.explain import explain as explain_prompt
     from ragblend.lab.explain_page import plot_explanation, summary_lines, write_html
+    from ragblend.lab.near_texts import LEAST_SHARE, NUM_WORDS
     from ragblend.lab.plots import check_plot
     from ragblend.lab.prompt_file import read_prompt
 
     page, picture = check_output_path(html, "--html") if html is not None else None, check_plot(png, "--png")
     sent = read_prompt(prompt) if prompt is not None else None
-    with waiting_lines("comparing"), open_engine(settings) as engine:
+    with waiting_lines(opening_title(settings)) as progress, open_engine(settings) as engine:
+        progress.begin("comparing blended with full prefill")
         assert isinstance(engine, TransformersEngine)
         unmatched = _unmatched_texts(engine, sent, settings) if sent is not None else []
         asked, hits = (sent, []) if sent is not None else _retrieved_prompt(engine, question or "", settings)
@@ -80,11 +82,15 @@ def explain(
         return
     for line in summary_lines(explanation):
         print_line(line)
-    if sent is not None and not explanation.report.num_chunks and not unmatched:
-        print_line("\nno stored text is in this prompt")
+    is_near = any(each.share >= LEAST_SHARE for each in unmatched)
+    if sent is not None and not explanation.report.num_chunks and not is_near:
+        run = f"{NUM_WORDS} words in a row in common with it"
+        least = f"{LEAST_SHARE:.0%} of its words in parts of at least {run}" if unmatched else run
+        print_line(f"\nno stored text is in this prompt, and none has {least}")
     for each in unmatched:
         name = each.document or repr(shorten(each.text, 40, placeholder="..."))
-        print_line(f"\nnot reused: {name}, {each.share:.0%} of whose words are in the prompt\n  {each.reason}")
+        label = "not reused" if is_near else "the nearest stored text"
+        print_line(f"\n{label}: {name}, {each.share:.0%} of whose words are in the prompt\n  {each.reason}")
     if html is None and png is None:
         print_notice("see every token: add --html explain.html or --png explain.png")
 

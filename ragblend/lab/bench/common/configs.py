@@ -289,7 +289,9 @@ class QualityConfig(BenchConfig):
     ] = "demo"
     part: Annotated[
         str | None,
-        Option("--split", help="Questions: reported, selection or all. Default: all of a FILE, reported of the others."),
+        Option(
+            "--split", help="Questions: reported, selection or all. Default: all of a FILE, reported of the others."
+        ),
     ] = None
     num_questions: Annotated[int, Option("--num-questions", min=1, help="Largest number of questions.")] = 40
     num_chunks: Chunks = 6
@@ -312,7 +314,7 @@ class QualityConfig(BenchConfig):
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def validate(self) -> None:
-        """Set the default part. Raise UsageError for an unknown part or context policy, and for a ratio outside 0 to 1."""
+        """Set the default part. Raise UsageError for an unknown part or context policy or a ratio outside 0 to 1."""
         from ragblend.engine.fusion.rules import validate_ratio
 
         for context in self.contexts:
