@@ -202,6 +202,7 @@ def precompute_chunks(
             if isinstance(index, ChunkIndex):
                 owner = DocumentName(index.collection)
             registry.add((text for text, *_ in distinct), owner)
+    engine.store.apply_deletions()
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]

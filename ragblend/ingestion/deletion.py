@@ -64,32 +64,34 @@ def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engi
     released = registry.release(orphaned.texts, DocumentName(index.collection))
     for source in orphaned.sources:
         engine.store.unpin(source)
-    places = _map_deleters(engine)
+    places = _places(engine)
     pending = []
     for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
         pending += [PendingDeletion(key, place, orphaned.source_of.get(text, ""), text_key(text)) for place in places]
     if released and engine.context == "similar":
-        unseen = _find_unseen_remote_keys(
-            (engine.key(Chunk(text, context="similar")) for text in index.texts()), engine, places
-        )
-        pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
+        similar = (engine.key(Chunk(text, context="similar")) for text in index.texts())
+        unseen = _find_unseen_remote_keys(similar, engine, registry)
+        pending += [PendingDeletion(key, place, "", b"") for key in unseen for place in places if place != LOCAL]
     with index.write_transaction():  # also a transaction of the registry if they share a catalogue
         registry.remove_stored_entries({entry.key for entry in pending})
         index.schedule_deletions(pending, orphaned)
 
 
-def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (key, tier) of similar variants that no local tier has, but a remote tier may have from other machines.
+def _places(engine: Engine) -> list[str]:
+    """Return the tiers from which entries are deleted (`PendingDeletion.place`), the local ones first."""
+    return [LOCAL, *(tier.url for tier in engine.store.remote_tiers)]
 
-    This machine does not know which texts such a variant was computed after. When any text is removed, they are all
-    deleted from the remote tiers, and the next ingestion computes them again.
+
+def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, registry: ChunkRegistry) -> list[str]:
+    """Return the keys of similar variants that no local tier has, but a remote tier may have from other machines.
+
+    Without a shared catalogue, this machine does not know which texts such a variant was computed after. When any text
+    is removed, they are all deleted from the remote tiers, and the next ingestion computes them again.
     """
-    elsewhere = [place for place in places if place != LOCAL]
-    if not elsewhere:
+    if registry.is_shared or not engine.store.remote_tiers:
         return []
     here = [tier for tier in engine.store.tiers if not tier.is_remote]
-    unseen = [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
-    return [(key, place) for key in unseen for place in elsewhere]
+    return [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
 
 
 def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
@@ -97,36 +99,31 @@ def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -
 
     Return the number of deleted entries, and the error of an unreachable remote tier, or "".
     """
-    places, recorded = _map_deleters(engine), index.pending_deletions()
+    recorded, store = index.pending_deletions(), engine.store
     deleted: set[str] = set()
     problem = ""
-    for place, delete in places.items():
+    for place in _places(engine):
         entries = [entry for entry in recorded if entry.place == place]
         for start in range(0, len(entries), _BATCH):
-            batch, done, unwanted = entries[start : start + _BATCH], list[PendingDeletion](), list[str]()
+            batch = entries[start : start + _BATCH]
             with index.write_transaction(), registry.block_additions() as is_registered:
+                pending = [entry for entry in batch if index.is_deletion_pending(entry)]
+                unwanted = [entry.key for entry in pending if entry.text_key and not is_registered(entry.text_key)]
                 try:
-                    for entry in batch:
-                        if not is_registered(entry.text_key) and index.is_deletion_pending(entry):
-                            unwanted.append(entry.key)
-                            if delete(entry.key):
-                                deleted.add(entry.key)
-                        done.append(entry)
+                    if place == LOCAL:
+                        deleted.update(filter(store.delete_local, unwanted))
+                    else:
+                        deleted |= store.delete_everywhere(unwanted)
+                    deleted.update(entry.key for entry in pending if not entry.text_key and store.delete(entry.key))
                 except BackendUnreachableError as error:
                     problem = str(error)
-                index.clear_deletions(done)
+                else:
+                    index.clear_deletions(batch)
                 if place == LOCAL:
                     registry.remove_entry_chunks(unwanted)  # including entries that were evicted earlier
             if problem:
                 break
     return len(deleted), problem
-
-
-def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
-    """Return the function that deletes an entry, by tier (`PendingDeletion.place`). The local tiers come first."""
-    store = engine.store
-    # For a remote tier, `store.delete` deletes from the local tiers again: another thread may have fetched the entry.
-    return {LOCAL: store.delete_local, **{tier.url: store.delete for tier in store.remote_tiers}}
 
 
 def keys_to_delete(
@@ -177,18 +174,17 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
     """Delete the KV of texts, and KV that was computed after them, from every tier. Returns like `delete_old_texts`."""
     if not texts:
         return 0, ""
-    places = _map_deleters(engine)
     keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
-    unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, places)
+    unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, registry)
     registry.remove_stored_entries(keys)
-    registry.set_variants_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
-    num_removed, problem = 0, ""
-    for place, delete in places.items():
-        try:
-            for key in (*keys, *(key for key, where in unseen if where == place)):
-                num_removed += delete(key) and place == LOCAL
-        except BackendUnreachableError as error:
-            problem = str(error)
+    registry.set_variants_stored([*keys, *unseen], is_stored=False)
+    num_removed, problem = sum(map(engine.store.delete_local, keys)), ""
+    try:
+        engine.store.delete_everywhere(keys)
+        for key in unseen:
+            engine.store.delete(key)
+    except BackendUnreachableError as error:
+        problem = str(error)
     registry.remove_entry_chunks(keys)
     return num_removed, problem
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.finite import kv_is_finite
@@ -31,6 +32,7 @@ from ragblend.engine.store.kv import (
 )
 from ragblend.engine.store.memory import MemoryStore, write_counters
 from ragblend.engine.store.sizes import format_bytes, parse_bytes
+from ragblend.engine.store.tombstones import MAX_KEYS, Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 from ragblend.options import ContextPolicy, KvDtype, TierOptions
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 
 PROMOTION_BYTES = 1 << 30  # of queued promotions to disk and remote tiers; an entry that exceeds it is not promoted
 NUM_PREFETCHES = 4
+POLL_INTERVAL_S = 5.0  # between two calls of `apply_deletions`
+FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first call
 
 
 class TieredStore(KVStore):
@@ -57,6 +61,8 @@ class TieredStore(KVStore):
 
     `kv_dtype`: how `put` stores KV, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). Reading does
     not depend on it: each entry names its own dtype.
+
+    Stores over the same remote tier learn of `delete_everywhere` by tombstones (see `tombstones`).
     """
 
     def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto", catalog: str | None = None) -> None:
@@ -66,7 +72,9 @@ class TieredStore(KVStore):
         self._tiers = tiers
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self.catalog = catalog or next((tier.catalog for tier in tiers if tier.catalog is not None), None)
-        self._num_deletes = 0
+        self.num_deletes = 0
+        """Number of deletions, also of entries that the store does not have. It grows before an entry is deleted."""
+        self._num_writes = 0  # in progress
         # Queues of promotions into tiers other than memory, by position.
         self._promotions = {
             position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
@@ -75,7 +83,9 @@ class TieredStore(KVStore):
         }
         for position, tier in enumerate(tiers):
             tier.set_read_back_tiers(tiers[:position])
-        self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
+        self._tombstones = [Tombstones(self, remote) for remote in self.remote_tiers]
+        self._watch_ended: threading.Event | None = None  # set to end the thread that polls
+        self._being_read: weakref.WeakValueDictionary[str, _PromotingKV] = weakref.WeakValueDictionary()
         self._prefetching: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -138,8 +148,8 @@ class TieredStore(KVStore):
         """
         until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
-        num_deletes = self._num_deletes
-        wanted = [key for key in dict.fromkeys(keys) if not self._is_local(key)]
+        num_deletes = self.num_deletes
+        wanted = [key for key in dict.fromkeys(keys) if not self.is_local(key)]
         for position, tier in enumerate(self._tiers):
             if tier.is_remote:
                 missing = [key for key in wanted if key not in fetched]
@@ -151,7 +161,7 @@ class TieredStore(KVStore):
         """Return the deadline, on the monotonic clock, of a request that starts to wait for remote tiers now."""
         return monotonic() + max((tier.timeout_s for tier in self.remote_tiers), default=0.0)
 
-    def _is_local(self, key: str) -> bool:
+    def is_local(self, key: str) -> bool:
         """Return True if a tier of this machine has the entry, or has it queued for writing."""
         return any(queue.peek(key) is not None for queue in self._promotions.values()) or any(
             tier.contains(key) for tier in self._tiers if not tier.is_remote
@@ -182,7 +192,7 @@ class TieredStore(KVStore):
 
     def _find(self, key: str, token_ids: Sequence[int] | None, tiers: Sequence[KVStore]) -> ChunkKV | None:
         """Return the entry from the fastest of `tiers` that has it; reading it promotes it to faster tiers."""
-        num_deletes = self._num_deletes
+        num_deletes = self.num_deletes
         for position, tier in enumerate(self._tiers):
             if tier not in tiers:
                 continue
@@ -213,17 +223,50 @@ class TieredStore(KVStore):
         if not faster:
             return kv
         if isinstance(kv, MemoryKV):  # a remote entry arrives whole
-            if self._num_deletes == num_deletes:  # otherwise it may have been deleted since the fetch
+            if self.num_deletes == num_deletes:  # otherwise it may have been deleted since the fetch
                 self._promote(kv, faster)
             return kv
         promoting = _PromotingKV(kv, self._tiers[position], lambda whole: self._promote(whole, faster))
         self._being_read[kv.header.key] = promoting
         return promoting
 
+    def promote(self, kv: MemoryKV, num_deletes: int) -> None:
+        """Write an entry that a remote tier has returned to the tiers of this machine, and wait for it.
+
+        num_deletes: `num_deletes` before the entry was fetched, because it may have been deleted since. Raises what the
+        tiers' `put` raises.
+        """
+        with self._recorded(kv.header, is_copy=True):
+            for tier in self._tiers:
+                if not tier.is_remote and tier.fits(kv):
+                    tier.put(kv)
+        if self.num_deletes != num_deletes:
+            self.delete_local(kv.header.key)
+
+    @contextmanager
+    def _recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
+        """Record that the entry is written inside the block, because a tombstone may arrive later (`Tombstones`)."""
+        for tombstones in self._tombstones:
+            tombstones.record_write(header, is_copy=is_copy)
+        with self._lock:
+            self._num_writes += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_writes -= 1
+
+    @property
+    def is_writing(self) -> bool:
+        """True while an entry is written or queued for writing."""
+        num_queued = sum(each.num_waiting for each in self._promotions.values())
+        return self._num_writes + num_queued + sum(tier.num_waiting for tier in self.remote_tiers) > 0
+
     def _promote(self, kv: MemoryKV, positions: Sequence[int]) -> None:
         for position in positions:
             if position in self._promotions:
-                self._promotions[position].put(kv)
+                with self._recorded(kv.header, is_copy=True):
+                    self._promotions[position].put(kv)
                 continue
             try:
                 self._tiers[position].put(kv)
@@ -248,6 +291,11 @@ class TieredStore(KVStore):
                 held.header.key, held.header.dtype,
             )  # fmt: skip
             return
+        with self._recorded(held.header, is_copy=False):
+            self._put(held)
+        self._count(num_puts=1)
+
+    def _put(self, held: MemoryKV) -> None:
         failure: RagblendError | None = None
         for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
             if not tier.fits(held):
@@ -261,7 +309,6 @@ class TieredStore(KVStore):
                     failure = failure or error
         if failure is not None:
             raise failure
-        self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
         """Put an entry with the same KV in another stored dtype, after deleting the remote one, which would be kept.
@@ -273,20 +320,21 @@ class TieredStore(KVStore):
         self.put(kv)
 
     def delete(self, key: str) -> bool:
-        """Delete the entry from every tier, the slowest first so that it is not promoted again; return True if any had
-        it.
+        """Delete the entry from every tier; return True if any had it.
 
         Raises BackendUnreachableError, after the local tiers deleted it, if a remote tier does not answer.
         """
-        return self._delete(key, self._tiers)
+        return self.delete_from(key, self._tiers)
 
     def delete_local(self, key: str) -> bool:
         """Delete the entry from the tiers of this machine; return True if any had it."""
-        return self._delete(key, [tier for tier in self._tiers if not tier.is_remote])
+        return self.delete_from(key, [tier for tier in self._tiers if not tier.is_remote])
 
-    def _delete(self, key: str, tiers: Sequence[KVStore]) -> bool:
+    def delete_from(self, key: str, tiers: Sequence[KVStore]) -> bool:
+        """Delete the entry from some tiers, the slowest first so that it is not promoted again; return True if any had
+        it. Raises BackendUnreachableError like `delete`."""
         with self._lock:
-            self._num_deletes += 1
+            self.num_deletes += 1
         if (shared := self._being_read.pop(key, None)) is not None:
             shared.cancel()
         removed, failure = False, None
@@ -302,6 +350,51 @@ class TieredStore(KVStore):
         if failure is not None:
             raise failure
         return removed
+
+    def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
+        """Delete entries from every tier, and by tombstones from those of other processes and machines (see KVStore).
+
+        A tombstone is written after the deletion: whoever has applied it cannot fetch such an entry any more.
+        """
+        found: set[str] = set()
+        failure: BackendUnreachableError | None = None
+        for key in keys:
+            try:
+                if self.delete(key) if failure is None else self.delete_local(key):
+                    found.add(key)
+            except BackendUnreachableError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        for tombstones in self._tombstones:
+            if namespace is not None:
+                tombstones.publish(namespace=namespace)
+            named = [] if namespace is not None else [*keys]
+            for start in range(0, len(named), MAX_KEYS):
+                tombstones.publish(named[start : start + MAX_KEYS])
+        return found
+
+    def apply_deletions(self) -> None:
+        """Delete from the local tiers what other processes and machines have deleted with `delete_everywhere`."""
+        for tombstones in self._tombstones:
+            tombstones.poll()
+
+    def watch_deletions(self, timeout_s: float = 0.0) -> None:
+        """Call `apply_deletions` at once and every POLL_INTERVAL_S seconds, in a thread, until `close`.
+
+        Wait up to `timeout_s` seconds for the first call, which applies the deletions before this store was opened.
+        """
+        if not self._tombstones or self._watch_ended is not None:
+            return
+        self._watch_ended, has_polled = threading.Event(), threading.Event()
+        arguments = (weakref.ref(self), self._watch_ended, has_polled)
+        threading.Thread(target=_watch_deletions, args=arguments, name="ragblend-deletions", daemon=True).start()
+        if timeout_s and not has_polled.wait(timeout_s):
+            log.warning(
+                "%s did not answer within %g s, so deletions by other machines are unknown; entries on this disk stay "
+                "in use. Check it: ragblend doctor --remote URL",
+                self.remote_tiers[0].url, timeout_s,
+            )  # fmt: skip
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""
@@ -332,7 +425,7 @@ class TieredStore(KVStore):
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Return for each key True if any tier has it. Remote tiers are queried for the other keys, in batches, and not
         after `until_s` on the monotonic clock."""
-        there = {key for key in dict.fromkeys(keys) if self._is_local(key)}
+        there = {key for key in dict.fromkeys(keys) if self.is_local(key)}
         for tier in self.remote_tiers:
             left = [key for key in dict.fromkeys(keys) if key not in there]
             there.update(key for key, found in zip(left, tier.contains_many(left, until_s), strict=True) if found)
@@ -364,6 +457,9 @@ class TieredStore(KVStore):
         with self._lock:
             executor, self._executor = self._executor, None
             self._prefetching.clear()
+            if self._watch_ended is not None:
+                self._watch_ended.set()
+                self._watch_ended = None
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
         return self._each_within(timeout_s, "close")
@@ -376,6 +472,16 @@ class TieredStore(KVStore):
             left_s = None if until_s is None else max(0.0, until_s - monotonic())
             done = getattr(part, action)(left_s) and done
         return done
+
+
+def _watch_deletions(reference: weakref.ref[TieredStore], ended: threading.Event, has_polled: threading.Event) -> None:
+    """Poll for deletions until `ended`, or until nothing else refers to the store."""
+    while (store := reference()) is not None:
+        store.apply_deletions()
+        del store
+        has_polled.set()
+        if ended.wait(POLL_INTERVAL_S):
+            return
 
 
 class _PromotingKV(KVView):

@@ -1,12 +1,13 @@
-"""Tombstones: propagate deletions through the remote tier to every replica, also to replicas that are offline.
+"""Tombstones: propagate deletions through the remote tier to other processes and machines, also to those that are down.
 
     REMOTE notes/ID         a tombstone: keys, or a namespace, and the time
-    ROOT/forgotten/ID.json  the same, once this disk has applied it
+    ROOT/forgotten/ID.json  the same, once its entries are deleted from this disk
 
-A replica that deletes entries writes a tombstone to the remote tier. Each replica polls for tombstones that its disk
-has not applied, at its start and every few seconds, and applies each once: an entry that is stored again later stays. A
-replica that has applied a tombstone writes it back if the remote tier has lost it. After TOMBSTONE_TTL_S it is deleted
-everywhere. Works on stores, keys and namespaces. Does not depend on servers, prompts or models.
+`TieredStore.delete_everywhere` deletes entries, and then writes a tombstone to the remote tier. Every other store over
+it polls for new tombstones, every few seconds and before entries are stored, and deletes their entries from its memory
+and its disk, once: an entry that is stored again later stays. A store that has applied a tombstone writes it back if
+the remote tier has lost it. After TOMBSTONE_TTL_S it is deleted everywhere. Works on stores, keys and namespaces. Does
+not depend on servers, prompts or models.
 """
 
 from __future__ import annotations
@@ -16,26 +17,28 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.namespaces import belongs_to
+from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
-from ragblend.errors import RagblendError, StoreNotWritableError
+from ragblend.errors import RagblendError
 from ragblend.files.directory import Directory, unlink
 from ragblend.files.reading import read_file
+
+if TYPE_CHECKING:
+    from ragblend.engine.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
-POLL_INTERVAL_S = 5.0
-FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first poll
-TOMBSTONE_TTL_S = 90 * 86_400.0  # a replica that was offline for longer must start with an empty disk
+TOMBSTONE_TTL_S = 90 * 86_400.0  # a machine that was off for longer must start with an empty disk
+MAX_KEYS = 4096  # of one tombstone
 _KIND = "forgotten"
 _NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and a random number
-_FRESH_S = 60.0  # the largest difference between clocks of replicas
 _MAX_RECORD_BYTES = 1 << 20
 
 
@@ -43,137 +46,119 @@ class Tombstone(NamedTuple):
     """A deletion record in the remote tier: `keys`, and all entries of `namespace` if it is not None."""
 
     name: str
-    keys: tuple[str, ...] = ()
+    keys: frozenset[str] = frozenset()
     namespace: str | None = None
 
-    @property
-    def time_s(self) -> float:
-        """Time of the deletion in seconds since the epoch, by the clock of the replica that published it."""
-        return int(self.name[:13]) / 1e3
+    def contains(self, key: str, namespace: str) -> bool:
+        """Return True if the entry `key` of `namespace` is deleted."""
+        return key in self.keys or (self.namespace is not None and belongs_to(namespace, self.namespace))
 
 
-class AppliedTombstones(NamedTuple):
-    """The deletions of one poll: keys that were deleted from this disk, and namespaces.
-
-    `recent_keys`: keys of tombstones published while this process was running. The process may have sent these entries
-    to the remote tier after the deletion.
-    """
-
-    keys: tuple[str, ...] = ()
-    recent_keys: tuple[str, ...] = ()
-    namespaces: tuple[str, ...] = ()
+class _Write(NamedTuple):
+    namespace: str
+    is_copy: bool  # of an entry in the remote tier
+    start_s: float  # seconds since the epoch
 
 
-def publish_tombstone(remote: RemoteStore, *, keys: Sequence[str] = (), namespace: str | None = None) -> Tombstone:
-    """Write a tombstone to `remote` and return it. Raises BackendUnreachableError: no replica learns of it."""
-    record = Tombstone(f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}", tuple(keys), namespace)
-    facts = {"keys": list(record.keys), "namespace": record.namespace, "name": record.name}
-    remote.values.put_metadata(record.name, encode_signed_json(facts, _KIND, remote.store_key))
-    return record
+class Tombstones:
+    """The tombstones in `remote`, a tier of `store`: writes new ones, and applies those of others to the store."""
 
-
-class TombstoneWatcher:
-    """Polls the tombstones of `remote` and applies them to `disk`.
-
-    `belongs(namespace, deleted)` returns True if KV of the first namespace is deleted with the second, salted
-    namespaces included. `start` polls in a background thread; `take_applied` returns the deletions since its last call.
-    """
-
-    def __init__(self, disk: DiskStore, remote: RemoteStore, belongs: Callable[[str, str], bool]) -> None:
-        self._disk, self._remote, self._belongs = disk, remote, belongs
-        self._folder = disk.root / FORGOTTEN_DIR
-        self._directory = Directory(disk.root, fsync=True)
-        self._applied_names: set[str] | None = None  # applied by this process, or to this disk before it started
-        self._born_s = time.time()
-        self._applied: list[AppliedTombstones] = []
-        self.num_applied = 0  # tombstones applied since this process started
+    def __init__(self, store: TieredStore, remote: RemoteStore) -> None:
+        self._store, self._remote, self._disk = store, remote, store.disk_tier
+        self._applied: set[str] | None = None  # names; None before the first poll
+        self._writes: dict[str, _Write] = {}  # by key: writes of this store that a tombstone may still concern
         self._lock = threading.Lock()
-        self._stopped, self._has_looked = threading.Event(), threading.Event()
 
-    def start(self) -> None:
-        """Start the background thread. Waits up to FIRST_POLL_TIMEOUT_S for its first poll."""
-        threading.Thread(target=self._work, name="ragblend-forgotten", daemon=True).start()
-        if not self._has_looked.wait(FIRST_POLL_TIMEOUT_S):
-            log.warning(
-                "%s did not answer within %g s, so deletions by other replicas are unknown; entries on this disk stay "
-                "in use. Check it: ragblend doctor --remote URL",
-                self._remote.url,
-                FIRST_POLL_TIMEOUT_S,
-            )
-
-    def stop(self) -> None:
-        """Stop polling."""
-        self._stopped.set()
-
-    def take_applied(self) -> AppliedTombstones:
-        """Return the deletions since the last call."""
+    def publish(self, keys: Collection[str] = (), namespace: str | None = None) -> None:
+        """Write a tombstone of entries that are deleted from this store. Raises BackendUnreachableError: no other store
+        learns of it."""
+        name = f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}"
+        facts = {"keys": sorted(keys), "namespace": namespace, "name": name}
+        data = encode_signed_json(facts, _KIND, self._remote.store_key)
+        self._remote.values.put_metadata(name, data)
         with self._lock:
-            applied, self._applied = self._applied, []
-        return AppliedTombstones(
-            *(tuple(item for each in applied for item in each[part]) for part in range(len(AppliedTombstones._fields)))
-        )
+            self._record_applied(name, data)
 
-    def _work(self) -> None:
-        self.poll()
-        self._has_looked.set()
-        while not self._stopped.wait(POLL_INTERVAL_S):
-            self.poll()
+    def record_write(self, header: KVHeader, *, is_copy: bool) -> None:
+        """Record that the store begins to write an entry. `is_copy`: it was fetched from the remote tier."""
+        self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
     def poll(self) -> None:
         """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones. Logs a warning if
         the remote tier does not answer."""
-        try:
-            remote_names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
-            local_names = {path.stem for path in self._folder.glob("*.json") if _NAME.fullmatch(path.stem)}
-            oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
-            self._applied_names = set(local_names) if self._applied_names is None else self._applied_names
-            # Also a tombstone that another process over this disk has applied.
-            for name in sorted(remote_names - self._applied_names):
-                if name > oldest:
-                    self._apply(name)
-                    self._applied_names.add(name)
-            for name in sorted(local_names - remote_names):
-                if name > oldest:
-                    self._remote.values.put_metadata(name, read_file(self._path(name)))
-            for name in [name for name in remote_names | local_names if name < oldest]:
-                unlink(self._path(name))
-                self._remote.values.delete_metadata(name)
-        except (RagblendError, OSError) as error:
-            log.warning("deletions by other replicas are unknown at the moment: %s", error)
+        with self._lock:
+            try:
+                if self._remote.is_available():
+                    self._poll()
+            except (RagblendError, OSError) as error:
+                log.warning("deletions by other machines are unknown at the moment: %s", error)
+
+    def _poll(self) -> None:
+        # Whoever deletes one of these entries from now on does so after it was written.
+        ended = {} if self._store.is_writing else dict(self._writes)
+        names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
+        oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
+        if self._applied is None:  # a store without a disk has no entry from before
+            self._applied = set(names) if self._disk is None else set(self._names_on_disk())
+        for name in sorted(names - self._applied):
+            if name > oldest:
+                self._apply(name)
+        for name in sorted(self._applied - names):
+            if name > oldest and (path := self._path(name)) is not None and path.exists():
+                self._remote.values.put_metadata(name, read_file(path))
+        for name in [name for name in names | self._applied if name < oldest]:
+            if (path := self._path(name)) is not None:
+                unlink(path)
+            self._remote.values.delete_metadata(name)
+            self._applied.discard(name)
+        for key, write in ended.items():
+            if self._writes.get(key) == write:
+                del self._writes[key]
 
     def _apply(self, name: str) -> None:
         data = self._remote.values.get_metadata(name)
         try:
-            record = _parse_tombstone(name, data, self._remote)
+            tombstone = _parse_tombstone(name, data, self._remote)
         except ValueError as error:
             log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.url, error)
+            assert self._applied is not None
+            self._applied.add(name)
             return
         assert data is not None
-        keys = set(record.keys)
-        if record.namespace is not None:
-            named = (header for header in self._disk.headers() if self._belongs(header.namespace, record.namespace))
-            keys.update(header.key for header in named)
-        with self._lock:  # before the deletion, so that a fetch in progress detects it
-            self.num_applied += 1
+        applied_s, tiers = time.time(), [tier for tier in self._store.tiers if not tier.is_remote]
+        if (path := self._path(name)) is not None and path.exists():
+            # Another process has applied it to the disk, which may contain new entries of these keys since.
+            applied_s, tiers = path.stat().st_mtime, [tier for tier in tiers if tier.disk_tier is None]
+        keys = set(tombstone.keys)
+        if tombstone.namespace is not None:
+            headers = (header for tier in tiers for header in tier.headers())
+            keys.update(header.key for header in headers if belongs_to(header.namespace, tombstone.namespace))
         for key in keys:
-            self._disk.delete(key)
-        fresh = tuple(keys) if record.time_s > self._born_s - _FRESH_S else ()
-        namespaces = () if record.namespace is None else (record.namespace,)
-        with self._lock:
-            self._applied.append(AppliedTombstones(tuple(keys), fresh, namespaces))
-        try:
-            # Last, so that a process killed before applies the tombstone again.
-            self._directory.write(self._path(name), data)
-        except StoreNotWritableError:
-            self._stopped.set()
-            raise
+            self._store.delete_from(key, tiers)
+        for key, write in list(self._writes.items()):  # they may have ended after the deletion
+            if tombstone.contains(key, write.namespace) and (write.is_copy or write.start_s <= applied_s):
+                (self._store.delete_local if write.is_copy else self._store.delete)(key)
+        if self._disk is not None and self._disk in tiers and self._disk.on_delete is not None:
+            self._disk.on_delete(keys)
+        self._record_applied(name, data)  # last, so that a process killed before applies the tombstone again
 
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.json"
+    def _record_applied(self, name: str, data: bytes) -> None:
+        if self._applied is not None:
+            self._applied.add(name)
+        if self._disk is not None and (path := self._path(name)) is not None and not path.exists():
+            Directory(self._disk.root, fsync=True).write(path, data)
+
+    def _names_on_disk(self) -> Iterator[str]:
+        assert self._disk is not None
+        paths = (self._disk.root / FORGOTTEN_DIR).glob("*.json")
+        return (path.stem for path in paths if _NAME.fullmatch(path.stem))
+
+    def _path(self, name: str) -> Path | None:
+        return None if self._disk is None else self._disk.root / FORGOTTEN_DIR / f"{name}.json"
 
 
 def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tombstone:
-    """Return the tombstone in `data`. Raises ValueError for data that `publish_tombstone` did not write."""
+    """Return the tombstone in `data`. Raises ValueError for data that `publish` did not write."""
     if data is None or len(data) > _MAX_RECORD_BYTES:
         raise ValueError("it is gone or too large")
     facts = decode_signed_json(data, _KIND, remote.store_key)
@@ -181,4 +166,4 @@ def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tomb
     are_texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     if facts.get("name") != name or not are_texts or not isinstance(namespace, str | None):
         raise ValueError("it is no such record")
-    return Tombstone(name, tuple(keys or ()), namespace)
+    return Tombstone(name, frozenset(keys or ()), namespace)

@@ -75,6 +75,7 @@ class TransformersEngine(BlendingEngine):
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
         self.context_length = layers.context_length
+        store.watch_deletions()
         disk = store.disk_tier
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
