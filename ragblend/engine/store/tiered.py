@@ -32,7 +32,7 @@ from ragblend.engine.store.kv import (
 )
 from ragblend.engine.store.memory import MemoryStore, write_counters
 from ragblend.engine.store.sizes import format_bytes, parse_bytes
-from ragblend.engine.store.tombstones import MAX_KEYS, Tombstones
+from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 from ragblend.options import ContextPolicy, KvDtype, TierOptions
@@ -72,8 +72,7 @@ class TieredStore(KVStore):
         self._tiers = tiers
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self.catalog = catalog or next((tier.catalog for tier in tiers if tier.catalog is not None), None)
-        self.num_deletes = 0
-        """Number of deletions, also of entries that the store does not have. It grows before an entry is deleted."""
+        self.num_deletes = 0  # also of entries that the store does not have; grows before an entry is deleted
         self._num_writes = 0  # in progress
         # Queues of promotions into tiers other than memory, by position.
         self._promotions = {
@@ -291,24 +290,21 @@ class TieredStore(KVStore):
                 held.header.key, held.header.dtype,
             )  # fmt: skip
             return
-        with self._recorded(held.header, is_copy=False):
-            self._put(held)
-        self._count(num_puts=1)
-
-    def _put(self, held: MemoryKV) -> None:
         failure: RagblendError | None = None
-        for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
-            if not tier.fits(held):
-                continue
-            try:
-                tier.put(held)
-            except RagblendError as error:
-                if tier.disk_tier is not None and isinstance(error, BackendUnreachableError):
-                    raise  # the catalogue does not answer: a removal would not find an entry that it has no record of
-                if tier.memory_tier is None or len(self._tiers) == 1:
-                    failure = failure or error
+        with self._recorded(held.header, is_copy=False):
+            for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
+                if not tier.fits(held):
+                    continue
+                try:
+                    tier.put(held)
+                except RagblendError as error:
+                    if tier.disk_tier is not None and isinstance(error, BackendUnreachableError):
+                        raise  # the catalogue does not answer: no removal would find an entry without a record
+                    if tier.memory_tier is None or len(self._tiers) == 1:
+                        failure = failure or error
         if failure is not None:
             raise failure
+        self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
         """Put an entry with the same KV in another stored dtype, after deleting the remote one, which would be kept.
@@ -367,11 +363,7 @@ class TieredStore(KVStore):
         if failure is not None:
             raise failure
         for tombstones in self._tombstones:
-            if namespace is not None:
-                tombstones.publish(namespace=namespace)
-            named = [] if namespace is not None else [*keys]
-            for start in range(0, len(named), MAX_KEYS):
-                tombstones.publish(named[start : start + MAX_KEYS])
+            tombstones.publish(keys, namespace)
         return found
 
     def apply_deletions(self) -> None:
@@ -390,11 +382,8 @@ class TieredStore(KVStore):
         arguments = (weakref.ref(self), self._watch_ended, has_polled)
         threading.Thread(target=_watch_deletions, args=arguments, name="ragblend-deletions", daemon=True).start()
         if timeout_s and not has_polled.wait(timeout_s):
-            log.warning(
-                "%s did not answer within %g s, so deletions by other machines are unknown; entries on this disk stay "
-                "in use. Check it: ragblend doctor --remote URL",
-                self.remote_tiers[0].url, timeout_s,
-            )  # fmt: skip
+            url = self.remote_tiers[0].url
+            log.warning("deletions by other machines are unknown: %s did not answer within %g s", url, timeout_s)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""

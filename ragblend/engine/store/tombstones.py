@@ -17,7 +17,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,18 +42,6 @@ _NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and 
 _MAX_RECORD_BYTES = 1 << 20
 
 
-class Tombstone(NamedTuple):
-    """A deletion record in the remote tier: `keys`, and all entries of `namespace` if it is not None."""
-
-    name: str
-    keys: frozenset[str] = frozenset()
-    namespace: str | None = None
-
-    def contains(self, key: str, namespace: str) -> bool:
-        """Return True if the entry `key` of `namespace` is deleted."""
-        return key in self.keys or (self.namespace is not None and belongs_to(namespace, self.namespace))
-
-
 class _Write(NamedTuple):
     namespace: str
     is_copy: bool  # of an entry in the remote tier
@@ -65,33 +53,43 @@ class Tombstones:
 
     def __init__(self, store: TieredStore, remote: RemoteStore) -> None:
         self._store, self._remote, self._disk = store, remote, store.disk_tier
+        self._folder = None if self._disk is None else self._disk.root / FORGOTTEN_DIR
         self._applied: set[str] | None = None  # names; None before the first poll
         self._writes: dict[str, _Write] = {}  # by key: writes of this store that a tombstone may still concern
+        self._has_warned = False
         self._lock = threading.Lock()
 
     def publish(self, keys: Collection[str] = (), namespace: str | None = None) -> None:
-        """Write a tombstone of entries that are deleted from this store. Raises BackendUnreachableError: no other store
-        learns of it."""
-        name = f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}"
-        facts = {"keys": sorted(keys), "namespace": namespace, "name": name}
-        data = encode_signed_json(facts, _KIND, self._remote.store_key)
-        self._remote.values.put_metadata(name, data)
-        with self._lock:
-            self._record_applied(name, data)
+        """Write tombstones of entries that are deleted from this store: `keys`, and all of a namespace.
+
+        Raises BackendUnreachableError: no other store learns of it.
+        """
+        listed = sorted(keys)
+        for start in range(0, max(len(listed), namespace is not None), MAX_KEYS):
+            name = f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}"
+            facts = {"keys": listed[start : start + MAX_KEYS], "namespace": namespace, "name": name}
+            data = encode_signed_json(facts, _KIND, self._remote.store_key)
+            self._remote.values.put_metadata(name, data)
+            with self._lock:
+                self._record_applied(name, data)
 
     def record_write(self, header: KVHeader, *, is_copy: bool) -> None:
         """Record that the store begins to write an entry. `is_copy`: it was fetched from the remote tier."""
         self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
     def poll(self) -> None:
-        """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones. Logs a warning if
-        the remote tier does not answer."""
+        """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
+
+        Logs one warning for an outage of the remote tier.
+        """
         with self._lock:
             try:
                 if self._remote.is_available():
                     self._poll()
+                    self._has_warned = False
             except (RagblendError, OSError) as error:
-                log.warning("deletions by other machines are unknown at the moment: %s", error)
+                level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
+                log.log(level, "deletions by other machines are unknown at the moment: %s", error)
 
     def _poll(self) -> None:
         # Whoever deletes one of these entries from now on does so after it was written.
@@ -99,47 +97,49 @@ class Tombstones:
         names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
         oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
         if self._applied is None:  # a store without a disk has no entry from before
-            self._applied = set(names) if self._disk is None else set(self._names_on_disk())
+            paths = None if self._folder is None else self._folder.glob("*.json")
+            self._applied = names.copy() if paths is None else {p.stem for p in paths if _NAME.fullmatch(p.stem)}
         for name in sorted(names - self._applied):
             if name > oldest:
-                self._apply(name)
-        for name in sorted(self._applied - names):
-            if name > oldest and (path := self._path(name)) is not None and path.exists():
+                try:
+                    self._apply(name)
+                except ValueError as error:
+                    log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.url, error)
+                    self._applied.add(name)
+        for name in names | self._applied:
+            path = self._path(name)
+            if name < oldest:
+                self._remote.values.delete_metadata(name)
+                self._applied.discard(name)
+                if path is not None:
+                    unlink(path)
+            elif name not in names and path is not None and path.exists():
                 self._remote.values.put_metadata(name, read_file(path))
-        for name in [name for name in names | self._applied if name < oldest]:
-            if (path := self._path(name)) is not None:
-                unlink(path)
-            self._remote.values.delete_metadata(name)
-            self._applied.discard(name)
         for key, write in ended.items():
             if self._writes.get(key) == write:
                 del self._writes[key]
 
     def _apply(self, name: str) -> None:
         data = self._remote.values.get_metadata(name)
-        try:
-            tombstone = _parse_tombstone(name, data, self._remote)
-        except ValueError as error:
-            log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.url, error)
-            assert self._applied is not None
-            self._applied.add(name)
-            return
-        assert data is not None
+        keys, namespace = _parse_tombstone(name, data, self._remote)
         applied_s, tiers = time.time(), [tier for tier in self._store.tiers if not tier.is_remote]
         if (path := self._path(name)) is not None and path.exists():
             # Another process has applied it to the disk, which may contain new entries of these keys since.
             applied_s, tiers = path.stat().st_mtime, [tier for tier in tiers if tier.disk_tier is None]
-        keys = set(tombstone.keys)
-        if tombstone.namespace is not None:
+        if namespace is not None:
             headers = (header for tier in tiers for header in tier.headers())
-            keys.update(header.key for header in headers if belongs_to(header.namespace, tombstone.namespace))
+            keys.update(header.key for header in headers if belongs_to(header.namespace, namespace))
+            keys.update(key for key, write in [*self._writes.items()] if belongs_to(write.namespace, namespace))
         for key in keys:
             self._store.delete_from(key, tiers)
-        for key, write in list(self._writes.items()):  # they may have ended after the deletion
-            if tombstone.contains(key, write.namespace) and (write.is_copy or write.start_s <= applied_s):
-                (self._store.delete_local if write.is_copy else self._store.delete)(key)
+            write = self._writes.get(key)
+            if write is not None and write.is_copy:  # it may have been written later, and can be fetched again
+                self._store.delete_local(key)
+            elif write is not None and write.start_s <= applied_s:
+                self._store.delete(key)
         if self._disk is not None and self._disk in tiers and self._disk.on_delete is not None:
             self._disk.on_delete(keys)
+        assert data is not None
         self._record_applied(name, data)  # last, so that a process killed before applies the tombstone again
 
     def _record_applied(self, name: str, data: bytes) -> None:
@@ -148,17 +148,12 @@ class Tombstones:
         if self._disk is not None and (path := self._path(name)) is not None and not path.exists():
             Directory(self._disk.root, fsync=True).write(path, data)
 
-    def _names_on_disk(self) -> Iterator[str]:
-        assert self._disk is not None
-        paths = (self._disk.root / FORGOTTEN_DIR).glob("*.json")
-        return (path.stem for path in paths if _NAME.fullmatch(path.stem))
-
     def _path(self, name: str) -> Path | None:
-        return None if self._disk is None else self._disk.root / FORGOTTEN_DIR / f"{name}.json"
+        return None if self._folder is None else self._folder / f"{name}.json"
 
 
-def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tombstone:
-    """Return the tombstone in `data`. Raises ValueError for data that `publish` did not write."""
+def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> tuple[set[str], str | None]:
+    """Return the keys and the namespace in `data`. Raises ValueError for data that `publish` did not write."""
     if data is None or len(data) > _MAX_RECORD_BYTES:
         raise ValueError("it is gone or too large")
     facts = decode_signed_json(data, _KIND, remote.store_key)
@@ -166,4 +161,4 @@ def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tomb
     are_texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     if facts.get("name") != name or not are_texts or not isinstance(namespace, str | None):
         raise ValueError("it is no such record")
-    return Tombstone(name, frozenset(keys or ()), namespace)
+    return set(keys or ()), namespace

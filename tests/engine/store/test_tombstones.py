@@ -198,7 +198,7 @@ def test_many_keys_are_one_tombstone_and_very_many_are_few(tmp_path: Path, monke
     assert two.flush(10)
     one.delete_everywhere(keys_of(0, 1, 2))
     assert len(values.noted) == 1
-    monkeypatch.setattr(tiered, "MAX_KEYS", 2)
+    monkeypatch.setattr(tombstones, "MAX_KEYS", 2)
     one.delete_everywhere(keys_of(3, 4, 5))
     assert len(values.noted) == 3
     two.apply_deletions()
