@@ -381,7 +381,9 @@ def precompute_documents(
     for name in changed:  # set last, so that after a killed call the same call replaces the document again
         registry.set_version(name, version_of[name])
     if problem:
-        logger.warning("removed KV stays in the remote tier until it is evicted there: %s", problem)
+        logger.warning(
+            "removed KV stays in the remote tier (%s); the next call that adds or removes documents deletes it", problem
+        )
     report.elapsed_s = perf_counter() - start_s
     return report
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain
 from typing import TypeVar
 
+from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName, text_key
@@ -94,7 +95,7 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, registry: Chun
     return [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
 
 
-def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+def _run_deletions(index: IndexedDocuments, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
     """Delete the recorded entries, first from the local tiers, which must not wait for an unreachable remote tier.
 
     Return the number of deleted entries, and the error of an unreachable remote tier, or "".
@@ -174,7 +175,7 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
     """Delete the KV of texts, and KV that was computed after them, from every tier. Returns like `delete_old_texts`."""
     if not texts:
         return 0, ""
-    keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
+    keys = keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))
     unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, registry)
     registry.remove_stored_entries(keys)
     registry.set_variants_stored([*keys, *unseen], is_stored=False)
@@ -185,6 +186,9 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
             engine.store.delete(key)
     except BackendUnreachableError as error:
         problem = str(error)
+        left = [(key, text_key(text)) for key, text in keys.items()] + [(key, b"") for key in unseen]
+        pending = [PendingDeletion(key, place, "", of_text) for place in _places(engine)[1:] for key, of_text in left]
+        IndexedDocuments(registry).schedule_deletions(pending, OrphanedTexts())
     registry.remove_entry_chunks(keys)
     return num_removed, problem
 
@@ -211,8 +215,12 @@ def delete_old_texts(
     """Remove all texts but these from each document, and delete the KV of texts that no document then has.
 
     texts_of: the texts that each document keeps. Documents of other namespaces do not count. Return the number of
-    deleted entries, and the error of an unreachable remote tier, or "".
+    deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay recorded,
+    and the next call, once the tier answers, deletes them.
     """
+    documents = IndexedDocuments(registry)
+    if documents.pending_deletions() and all(tier.is_available() for tier in engine.store.remote_tiers):
+        _run_deletions(documents, engine, registry)
     released = registry.preview_release(texts_of)
     num_removed, problem = _delete_kv(released, engine, registry)
     for name, texts in texts_of.items():  # after the deletion, so that after a kill the same call finds the texts
