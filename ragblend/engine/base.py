@@ -70,7 +70,7 @@ def record_entries(store: KVStore) -> ChunkRegistry | None:
         return None
     registry = open_registry(disk)
     disk.on_put = partial(record_entry, registry)
-    if not registry.is_shared:  # otherwise whoever deletes an entry everywhere removes its record
+    if not registry.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
         disk.on_delete = registry.remove_stored_entries
     return registry
 

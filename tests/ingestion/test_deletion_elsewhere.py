@@ -11,7 +11,7 @@ import pytest
 from servers import wait_until
 
 from ragblend import load_engine
-from ragblend.engine.store import tiered
+from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError
 from ragblend.ingestion.documents import delete_precomputed
@@ -55,7 +55,7 @@ def in_remote(engine: Any) -> set[str]:
 def test_what_one_removes_or_replaces_leaves_the_disk_of_a_running_and_of_a_later_program(
     program: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered, "POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
     one, running, ended = (program(name) for name in ("one", "running", "ended"))
     for engine in (one, running, ended):
         store(engine, **TEXTS)

@@ -22,7 +22,7 @@ from served import start_demo
 from servers import HttpServer, RedisServer, free_port, wait_until
 
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.engine.store import tiered
+from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
@@ -165,7 +165,7 @@ def test_what_one_removes_leaves_both_disks_and_what_is_sent_again_stays(fleet: 
     assert one.remove(*range(10, 20)).json()["num_documents"] == 10
     assert two.send(*range(10, 20)).status_code == 202  # before either replica looks for tombstones
     fleet.wait_stored(one)
-    time.sleep(tiered.POLL_INTERVAL_S + 1)
+    time.sleep(tombstones.POLL_INTERVAL_S + 1)
     fleet.assert_whole()
 
 
@@ -184,7 +184,7 @@ def test_a_replica_is_killed_while_it_stores(fleet: Fleet, counted: Callable[[st
 
 
 def test_postgres_and_redis_restart_under_load(fleet: Fleet, counted: Callable[[str], None]) -> None:
-    """Prompts are answered at all times. What is sent or removed meanwhile is done, or refused and repeated.
+    """Prompts are answered at all times. What is sent or removed is done, or refused and repeated.
 
     In the end all is stored, also the documents that the killed replica had leased.
     """

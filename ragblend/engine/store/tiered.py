@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from functools import cached_property
 from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.finite import kv_is_finite
@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 
 PROMOTION_BYTES = 1 << 30  # of queued promotions to disk and remote tiers; an entry that exceeds it is not promoted
 NUM_PREFETCHES = 4
-POLL_INTERVAL_S = 5.0  # between two calls of `apply_deletions`
-FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first call
 
 
 class TieredStore(KVStore):
@@ -83,8 +81,7 @@ class TieredStore(KVStore):
         for position, tier in enumerate(tiers):
             tier.set_read_back_tiers(tiers[:position])
         self._tombstones = [Tombstones(self, remote) for remote in self.remote_tiers]
-        self._watch_ended: threading.Event | None = None  # set to end the thread that polls
-        self._being_read: weakref.WeakValueDictionary[str, _PromotingKV] = weakref.WeakValueDictionary()
+        self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._prefetching: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -229,22 +226,9 @@ class TieredStore(KVStore):
         self._being_read[kv.header.key] = promoting
         return promoting
 
-    def promote(self, kv: MemoryKV, num_deletes: int) -> None:
-        """Write an entry that a remote tier has returned to the tiers of this machine, and wait for it.
-
-        num_deletes: `num_deletes` before the entry was fetched, because it may have been deleted since. Raises what the
-        tiers' `put` raises.
-        """
-        with self._recorded(kv.header, is_copy=True):
-            for tier in self._tiers:
-                if not tier.is_remote and tier.fits(kv):
-                    tier.put(kv)
-        if self.num_deletes != num_deletes:
-            self.delete_local(kv.header.key)
-
     @contextmanager
-    def _recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
-        """Record that the entry is written inside the block, because a tombstone may arrive later (`Tombstones`)."""
+    def recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
+        """Record that an entry is written inside the block, for tombstones that arrive later (`Tombstones`)."""
         for tombstones in self._tombstones:
             tombstones.record_write(header, is_copy=is_copy)
         with self._lock:
@@ -264,7 +248,7 @@ class TieredStore(KVStore):
     def _promote(self, kv: MemoryKV, positions: Sequence[int]) -> None:
         for position in positions:
             if position in self._promotions:
-                with self._recorded(kv.header, is_copy=True):
+                with self.recorded(kv.header, is_copy=True):
                     self._promotions[position].put(kv)
                 continue
             try:
@@ -291,7 +275,7 @@ class TieredStore(KVStore):
             )  # fmt: skip
             return
         failure: RagblendError | None = None
-        with self._recorded(held.header, is_copy=False):
+        with self.recorded(held.header, is_copy=False):
             for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
                 if not tier.fits(held):
                     continue
@@ -350,7 +334,7 @@ class TieredStore(KVStore):
     def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
         """Delete entries from every tier, and by tombstones from those of other processes and machines (see KVStore).
 
-        A tombstone is written after the deletion: whoever has applied it cannot fetch such an entry any more.
+        A tombstone is written after the deletion, so that a store which has applied it cannot fetch such an entry.
         """
         found: set[str] = set()
         failure: BackendUnreachableError | None = None
@@ -372,18 +356,9 @@ class TieredStore(KVStore):
             tombstones.poll()
 
     def watch_deletions(self, timeout_s: float = 0.0) -> None:
-        """Call `apply_deletions` at once and every POLL_INTERVAL_S seconds, in a thread, until `close`.
-
-        Wait up to `timeout_s` seconds for the first call, which applies the deletions before this store was opened.
-        """
-        if not self._tombstones or self._watch_ended is not None:
-            return
-        self._watch_ended, has_polled = threading.Event(), threading.Event()
-        arguments = (weakref.ref(self), self._watch_ended, has_polled)
-        threading.Thread(target=_watch_deletions, args=arguments, name="ragblend-deletions", daemon=True).start()
-        if timeout_s and not has_polled.wait(timeout_s):
-            url = self.remote_tiers[0].url
-            log.warning("deletions by other machines are unknown: %s did not answer within %g s", url, timeout_s)
+        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds for the first time."""
+        for tombstones in self._tombstones:
+            tombstones.watch(timeout_s)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""
@@ -446,11 +421,10 @@ class TieredStore(KVStore):
         with self._lock:
             executor, self._executor = self._executor, None
             self._prefetching.clear()
-            if self._watch_ended is not None:
-                self._watch_ended.set()
-                self._watch_ended = None
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
+        for tombstones in self._tombstones:
+            tombstones.end_watch()
         return self._each_within(timeout_s, "close")
 
     def _each_within(self, timeout_s: float | None, action: str) -> bool:
@@ -461,16 +435,6 @@ class TieredStore(KVStore):
             left_s = None if until_s is None else max(0.0, until_s - monotonic())
             done = getattr(part, action)(left_s) and done
         return done
-
-
-def _watch_deletions(reference: weakref.ref[TieredStore], ended: threading.Event, has_polled: threading.Event) -> None:
-    """Poll for deletions until `ended`, or until nothing else refers to the store."""
-    while (store := reference()) is not None:
-        store.apply_deletions()
-        del store
-        has_polled.set()
-        if ended.wait(POLL_INTERVAL_S):
-            return
 
 
 class _PromotingKV(KVView):

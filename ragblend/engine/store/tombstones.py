@@ -17,6 +17,7 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
+POLL_INTERVAL_S = 5.0
+FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first poll
 TOMBSTONE_TTL_S = 90 * 86_400.0  # a machine that was off for longer must start with an empty disk
 MAX_KEYS = 4096  # of one tombstone
 _KIND = "forgotten"
@@ -57,6 +60,7 @@ class Tombstones:
         self._applied: set[str] | None = None  # names; None before the first poll
         self._writes: dict[str, _Write] = {}  # by key: writes of this store that a tombstone may still concern
         self._has_warned = False
+        self._watch_ended: threading.Event | None = None  # set to end the thread that polls
         self._lock = threading.Lock()
 
     def publish(self, keys: Collection[str] = (), namespace: str | None = None) -> None:
@@ -77,6 +81,25 @@ class Tombstones:
         """Record that the store begins to write an entry. `is_copy`: it was fetched from the remote tier."""
         self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
+    def watch(self, timeout_s: float = 0.0) -> None:
+        """Poll at once and every POLL_INTERVAL_S seconds in a thread. Wait up to `timeout_s` seconds for the first
+        poll, which applies the tombstones of before the store was opened."""
+        if self._watch_ended is not None:
+            return
+        self._watch_ended, has_polled = threading.Event(), threading.Event()
+        arguments = (weakref.ref(self), self._watch_ended, has_polled)
+        threading.Thread(target=_poll_repeatedly, args=arguments, name="ragblend-deletions", daemon=True).start()
+        if timeout_s and not has_polled.wait(timeout_s):
+            log.warning(
+                "deletions by other machines are unknown: %s did not answer within %g s", self._remote.url, timeout_s
+            )
+
+    def end_watch(self) -> None:
+        """End the thread that `watch` started."""
+        if self._watch_ended is not None:
+            self._watch_ended.set()
+            self._watch_ended = None
+
     def poll(self) -> None:
         """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
 
@@ -92,7 +115,7 @@ class Tombstones:
                 log.log(level, "deletions by other machines are unknown at the moment: %s", error)
 
     def _poll(self) -> None:
-        # Whoever deletes one of these entries from now on does so after it was written.
+        # A later deletion of one of these entries also finds what was written.
         ended = {} if self._store.is_writing else dict(self._writes)
         names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
         oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
@@ -106,14 +129,14 @@ class Tombstones:
                 except ValueError as error:
                     log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.url, error)
                     self._applied.add(name)
-        for name in names | self._applied:
+        for name in [name for name in names | self._applied if name < oldest or name not in names]:
             path = self._path(name)
             if name < oldest:
                 self._remote.values.delete_metadata(name)
                 self._applied.discard(name)
                 if path is not None:
                     unlink(path)
-            elif name not in names and path is not None and path.exists():
+            elif path is not None and path.exists():
                 self._remote.values.put_metadata(name, read_file(path))
         for key, write in ended.items():
             if self._writes.get(key) == write:
@@ -150,6 +173,16 @@ class Tombstones:
 
     def _path(self, name: str) -> Path | None:
         return None if self._folder is None else self._folder / f"{name}.json"
+
+
+def _poll_repeatedly(reference: weakref.ref[Tombstones], ended: threading.Event, has_polled: threading.Event) -> None:
+    """Poll until `ended`, or until nothing else refers to the tombstones and their store."""
+    while (tombstones := reference()) is not None:
+        tombstones.poll()
+        del tombstones
+        has_polled.set()
+        if ended.wait(POLL_INTERVAL_S):
+            return
 
 
 def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> tuple[set[str], str | None]:

@@ -81,7 +81,12 @@ class RemoteFetcher:
                 return
             kv = self.remote.fetch_many([key], until_s).get(key)
             if kv is not None:
-                self._store.promote(kv, num_deletes)
+                with self._store.recorded(kv.header, is_copy=True):
+                    for tier in self._store.tiers:
+                        if not tier.is_remote:
+                            tier.put(kv)
+                if self._store.num_deletes != num_deletes:  # this entry may have been deleted during the fetch
+                    self._store.delete_local(key)
         except RagblendError as error:
             log.warning("KV %s was not copied from %s to this machine: %s", key, self.remote.values.url, error)
         finally:

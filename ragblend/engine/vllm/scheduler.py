@@ -20,7 +20,7 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.namespaces import cache_salt_of, salted_namespace
 from ragblend.engine.report import BlendReport, ChunkReport, join_runs
 from ragblend.engine.store.kv import KVSpec
-from ragblend.engine.store.tiered import FIRST_POLL_TIMEOUT_S
+from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile

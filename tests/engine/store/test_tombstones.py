@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from servers import RedisServer, TcpProxy, wait_until
 from tier_support import DictValues, make_kv
 
-from ragblend.engine.store import tiered, tombstones
+from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.signing import StoreKey
@@ -146,11 +146,11 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path: Path) -> N
     values.put = put  # type: ignore[method-assign]
     one.put(KVS[1])
     assert one.flush(10)
-    before = two.num_deletes
     fetched = RemoteStore(values).fetch_many(keys_of(1))
     one.delete_everywhere(keys_of(1))
     machine(tmp_path / "two", RemoteStore(values)).apply_deletions()  # another process over the same disk
-    two.promote(fetched[KVS[1].header.key], before)
+    with two.recorded(KVS[1].header, is_copy=True):
+        two.tiers[1].put(fetched[KVS[1].header.key])
     assert on_disk(two) == {*keys_of(1)}
     two.apply_deletions()
     assert on_disk(two) == in_memory(two) == set()
@@ -244,7 +244,7 @@ def test_a_damaged_forged_or_foreign_tombstone_deletes_nothing(
 
 def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own time limit is the requests' affair, and may be long; its tombstones are applied once it answers."""
-    monkeypatch.setattr(tiered, "POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
     server = RedisServer(tmp_path)
     server.start()
     proxy = TcpProxy(server.port)
@@ -272,7 +272,7 @@ def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, m
 
 
 def test_the_thread_that_watches_ends_with_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.05)
     closed, dropped = (machine(tmp_path / name, RemoteStore(DictValues())) for name in ("closed", "dropped"))
 
     def watching() -> int:
