@@ -27,7 +27,7 @@ from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
-from ragblend.lab.bench.common.hardware import card_lines, hardware_card
+from ragblend.lab.bench.common.hardware import hardware_card, hardware_lines
 from ragblend.lab.bench.common.output import Column, format_table
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import engine_for, make_engine, make_prompts
@@ -175,7 +175,7 @@ def main(
         "config": config,
         "runs": [asdict(run) for run in runs],
     }
-    for line in (*card_lines(facts["hardware"]), "", *format_table(COLUMNS, runs)):
+    for line in (*hardware_lines(facts["hardware"]), "", *format_table(COLUMNS, runs)):
         print_notice(line)
     if out is not None:
         write_result(facts, out)

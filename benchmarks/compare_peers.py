@@ -32,7 +32,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.quality.data import SYSTEM, SimilarPassages, build_prompt, load_cases, stored_chunks
-from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, prefill
+from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, timed_prefill
 from ragblend.prompt.types import Prompt, as_chunk
 
 CONFIGURATIONS = (
@@ -99,7 +99,7 @@ def measure_ragblend(
             engine = engines[each.context]
             request = engine.request(prompt, mode="full", max_tokens=1)
             start_s, start_cpu_s = perf_counter(), process_time()
-            prefilled, _ = prefill(engine, request, each)
+            prefilled, _ = timed_prefill(engine, request, each)
             took_s, took_cpu_s = perf_counter() - start_s, process_time() - start_cpu_s
             timed[each] = prefilled.logits.double().log_softmax(-1), took_s, took_cpu_s
         full, wall_s, cpu_s = timed.pop(FULL)

@@ -91,7 +91,7 @@ def converse(engine: Any, turns: list[Turn], way: Way, answer_tokens: int) -> li
         request = VllmRequest(ids, way.params, GenerationOptions(max_tokens=answer_tokens))
         start_s, ttft_s, report = perf_counter(), None, None
         answer: list[int] = []
-        with closing(engine.deltas(request)) as deltas:
+        with closing(engine.run_request(request)) as deltas:
             for delta in deltas:
                 if delta.token_ids and ttft_s is None:
                     ttft_s = perf_counter() - start_s

@@ -6,7 +6,7 @@
 `run_figure` first.
 """
 
-# No `from __future__ import annotations`: `options_of` reads the annotations of FigureConfig when this file runs.
+# No `from __future__ import annotations`: `typer_parameters_of` reads FigureConfig's annotations when this file runs.
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import typer
 from typer import Option
 
 from benchmarks.baselines import BASELINES, Baseline, ask_baseline
-from ragblend.cli.lab.bench import config_from, options_of
+from ragblend.cli.lab.bench import config_from, typer_parameters_of
 from ragblend.cli.options import PlotOption
 from ragblend.cli.printing import print_line, progress_bars
 from ragblend.cli.session import quiet_libraries, set_num_threads
@@ -31,7 +31,14 @@ from ragblend.lab.bench.common.output import Benchmark, Echo
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, score_tokens
-from ragblend.lab.quality.study import QualityRecord, QualityResult, engine_for, expect, run_quality, table_lines
+from ragblend.lab.quality.study import (
+    QualityRecord,
+    QualityResult,
+    answer_in_full,
+    engine_for,
+    run_quality,
+    table_lines,
+)
 from ragblend.prompt.types import Prompt
 
 PANELS = (
@@ -76,7 +83,7 @@ def measure_baselines(
     in full.
     """
     engine = engine_for(base, case, "none")
-    expected = expect(engine, prompt, case, answer_tokens)
+    expected = answer_in_full(engine, prompt, case, answer_tokens)
     records = {}
     for name in names:
         last = ask_baseline(name, engine, prompt, case, answer_tokens)
@@ -108,7 +115,7 @@ OutOption = Annotated[Path | None, typer.Option("--out", help="Write the JSON ob
 _FILES = {"out": OutOption, "plot": PlotOption}
 _figure.__signature__ = Signature(  # type: ignore[attr-defined]  # what typer reads
     [
-        *options_of(FigureConfig),
+        *typer_parameters_of(FigureConfig),
         *(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=kind) for name, kind in _FILES.items()),
     ]
 )

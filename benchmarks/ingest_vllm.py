@@ -130,7 +130,7 @@ def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
     """Prefill every chunk with vLLM itself, as many at a time as ingestion does, without its prefix cache."""
 
     def one(chunk: Chunk) -> None:
-        with closing(engine.deltas(engine.request(Prompt([chunk], "0"), mode="full", max_tokens=1))) as deltas:
+        with closing(engine.run_request(engine.request(Prompt([chunk], "0"), mode="full", max_tokens=1))) as deltas:
             for _ in deltas:
                 pass
 

@@ -33,7 +33,7 @@ from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.cli.printing import print_notice
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import key_of
+from ragblend.engine.store.keys import key_from_header
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.shapes import DecoderShape
@@ -95,7 +95,7 @@ class ManyDocuments:
         ids = self._engine.renderer.chunk_ids(text)
         facts = (self._engine.fingerprint, self._engine.default_prefix_ids, ids, len(shapes), "float32")
         header = KVHeader(self._engine.key(text), *facts)
-        assert key_of(header) == header.key
+        assert key_from_header(header) == header.key
         layers = [
             LayerKV(torch.zeros(heads, len(ids), keys), torch.zeros(heads, len(ids), values))
             for heads, keys, values in shapes

@@ -30,7 +30,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, load_into_memory
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
-from ragblend.lab.bench.common.hardware import card_lines, hardware_card, peak_rss_bytes, reset_peak_rss
+from ragblend.lab.bench.common.hardware import hardware_card, hardware_lines, peak_rss_bytes, reset_peak_rss
 
 COUNTS = (10_000, 100_000, 1_000_000)
 LAYERS, HEADS, TOKENS, DIM = 2, 1, 8, 16
@@ -157,7 +157,7 @@ def main(
     torch.set_num_threads(1)
     runs = list[dict[str, Any]]()
     card = hardware_card()
-    print_notice("\n".join(card_lines(card)))
+    print_notice("\n".join(hardware_lines(card)))
     shown = "".join(f" --count {count}" for count in counts) + "".join(f" --place {place}" for place in places)
     facts = {"command": f"python -m benchmarks.many_entries{shown}", "hardware": card, "runs": runs}
     for name in places:

@@ -79,7 +79,7 @@ class _Stream:
         self._thread = Thread(target=self._follow, args=(engine, request))
 
     def _follow(self, engine: VllmEngine, request: Any) -> None:
-        with closing(engine.deltas(request)) as deltas:
+        with closing(engine.run_request(request)) as deltas:
             for _ in deltas:
                 self.times_s.append(perf_counter())
                 self._flows.set()

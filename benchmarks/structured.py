@@ -33,7 +33,7 @@ from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillR
 from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.structured_outputs import TokenGuide
-from ragblend.lab.bench.common.hardware import card_lines, hardware_card
+from ragblend.lab.bench.common.hardware import hardware_card, hardware_lines
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -125,7 +125,7 @@ def compared(engine: TransformersEngine, request: EngineRequest, answer: Generat
     num_prompt_tokens, tokens = prefilled.fused.length, answer.token_ids
     free_s, masked_s, guide_s = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
-        for guide in (None, request.grammar.guide()):
+        for guide in (None, request.grammar.new_guide()):
             prefilled.fused.length = num_prompt_tokens  # later tokens overwrite it
             taken_s, in_guide_s = decoded(engine, request, prefilled, tokens, guide)
             (free_s if guide is None else masked_s).append(taken_s)
@@ -153,7 +153,7 @@ def decoded(
         if guide is not None:
             guide_start_s = perf_counter()
             logits = guide.mask_logits(logits)
-            guide.accept_token(token, 1)
+            guide.accept_with_forced(token, 1)
             in_guide_s += perf_counter() - guide_start_s
         sampler.sample(logits)
         logits = engine.decode_step([token], prefilled.fused)
@@ -177,7 +177,7 @@ def main(
 ) -> None:
     """Measure, print a card, a table and the JSON."""
     card = hardware_card()
-    typer.echo("\n".join(card_lines(card)), err=True)
+    typer.echo("\n".join(hardware_lines(card)), err=True)
     typer.echo(f"{'model':<12}{'valid':>10}{'tokens':>8}{'free ms':>9}{'masks':>8}{'held':>8}", err=True)
     runs = []
     for each in model:

@@ -106,8 +106,7 @@ def _document(hit: SearchHit) -> Document:
 def create_blend_chain(
     retriever: RetrieverLike, llm: Runnable[Any, Any], *, system: str | None = None
 ) -> Runnable[Any, dict[str, Any]]:
-    """Return a chain question -> documents -> answer. The prompt is the documents and the question, with blank lines
-    between them.
+    """Return a chain question -> documents -> answer. The prompt is the documents and the question between blank lines.
 
     Invoke it with a question or `{"input": question}`. The result has `input`, `context` (the documents), `sources`
     (their distinct sources), `citations` (file, pages and heading of each document, such as `a.pdf, p. 12, "Leave"`),
@@ -281,7 +280,7 @@ def create_long_document_chain(
     asked = LongDocumentChain(
         chat, combine, instruction, system, sizes, map_prompt, refine_prompt, combine_prompt, no_answer
     )
-    return asked.chain().with_config(run_name="long_document_chain")
+    return asked.build().with_config(run_name="long_document_chain")
 
 
 # --- agents -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ragblend.errors import UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.files.store_folder import DEFAULT_STORE
 from ragblend.option_fields import Validator, at_least, copy_option, one_of, option
@@ -35,7 +35,7 @@ from ragblend.options import (
     ModelOptions,
     RatioChoice,
     TierOptions,
-    is_url,
+    is_server_url,
 )
 from ragblend.redaction import redact
 
@@ -81,7 +81,7 @@ class Settings(TierOptions):
         "transformers",
         "Engine: transformers, vllm, or a server's http://HOST:PORT (ragblend serve).",
         Validator(
-            lambda value: value in ("transformers", "vllm") or is_url(value),
+            lambda value: value in ("transformers", "vllm") or is_server_url(value),
             "transformers, vllm or a server's http://HOST:PORT",
         ),
     )
@@ -121,7 +121,7 @@ class Settings(TierOptions):
 
     def __post_init__(self) -> None:
         TierOptions.__post_init__(self)
-        object.__setattr__(self, "store", str(user_path(self.store, "store")))
+        object.__setattr__(self, "store", str(expand_user_path(self.store, "store")))
 
     @property
     def generation(self) -> GenerationKeywords:
@@ -136,7 +136,7 @@ class Settings(TierOptions):
     @property
     def is_served(self) -> bool:
         """True if the backend is a server, which then has the KV store."""
-        return is_url(self.backend)
+        return is_server_url(self.backend)
 
     def __repr__(self) -> str:
         """Return the settings without passwords in URLs."""
@@ -195,7 +195,7 @@ def _rejection_reason(name: str, value: Any, folder: Path, trusted: Mapping[str,
         return "your documents' KV would be sent there, and KV from there would be used"
     if name == "catalog":
         return "the texts of your documents would be sent there"
-    if name == "backend" and is_url(value):
+    if name == "backend" and is_server_url(value):
         return "your documents and questions would be sent there, with your API key"
     if name == "store_key_file":
         return "anyone with the key can write KV that is used"
@@ -264,13 +264,13 @@ unflagged_settings: ContextVar[Collection[str]] = ContextVar("unflagged_settings
 """Settings that the command which runs reads, and has no flag for."""
 
 
-def with_flags(message: str) -> str:
+def arguments_to_flags(message: str) -> str:
     """Return a message of the library as the command line prints it: with flags in the place of argument names.
 
     The library writes an argument in backquotes: `` `k` `` or `` `model='demo'` ``. A setting without a flag becomes
     its environment variable. Other texts in backquotes stay as they are.
 
-    >>> with_flags("fewer chunks (`k`), or `model='demo'` and `disk_gib=2`; `precompute=False` only indexes")
+    >>> arguments_to_flags("fewer chunks (`k`), or `model='demo'` and `disk_gib=2`; `precompute=False` only indexes")
     'fewer chunks (-k), or --model demo and RAGBLEND_DISK_GIB=2; --no-precompute only indexes'
     """
 

@@ -46,9 +46,9 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.files.directory import Directory
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, open_store_folder
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, resolve_store_folder
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk
 
@@ -63,7 +63,7 @@ _MAX_PROBE_DISTANCE = 0.1  # between unit vectors: MiniLM in bfloat16 is .008 fr
 
 
 class SearchHit(NamedTuple):
-    """A chunk that a search found. `score`: cosine. `rank`: 0 for the best hit. A neighbour has those of its hit."""
+    """A chunk that a search found. `score`: cosine. `rank`: 0 for the best hit. Neighbours have those of their hit."""
 
     chunk: Chunk
     score: float
@@ -112,8 +112,8 @@ def open_index(
     CorruptError for damage. At the first text, an embedder of the recorded name that returns other vectors raises
     StoreMismatchError.
     """
-    named = user_path(path, "index")
-    folder = open_store_folder(named, "index")
+    named = expand_user_path(path, "index")
+    folder = resolve_store_folder(named, "index")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
     missing = NotFoundError(f"{named} has no documents; add some: ragblend ingest DOCS --store {named}")
@@ -140,7 +140,7 @@ def open_index(
 
 def _embedder_id(embedder: str) -> str:
     """Return the name of an embedder. A folder is named by its absolute path."""
-    folder = user_path(embedder, "embedder")
+    folder = expand_user_path(embedder, "embedder")
     return str(folder.resolve()) if folder.is_dir() else embedder
 
 
@@ -267,18 +267,18 @@ class ChunkIndex(IndexedDocuments):
         stored = self.stored_vectors(texts)
         return [text for text in texts if text_key(text.strip()) not in stored]
 
-    def embed(self, texts: Sequence[str], made: Mapping[str, FloatArray] | None = None) -> FloatArray:
+    def embed(self, texts: Sequence[str], known_vectors: Mapping[str, FloatArray] | None = None) -> FloatArray:
         """Return a unit vector per text, [n, dim]. A text that a chunk of the index has is not embedded again.
 
-        made: vectors [dim] by text, which the index's embedder has computed in another process. Raises UsageError for
-        text that is not valid Unicode.
+        known_vectors: vectors [dim] by text, which another process computed with the index's embedder. Raises
+        UsageError for text that is not valid Unicode.
         """
         for text in texts:
             check_unicode(text, "a text to embed")
         keys = [text_key(text.strip()) for text in texts]
         stored = {key: np.frombuffer(vector, "<f4") for key, vector in self.stored_vectors(texts).items()}
         missing = dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key not in stored)
-        known = {text: made[text] for text in missing if text in made} if made is not None else {}
+        known = {text: known_vectors[text] for text in missing if text in known_vectors} if known_vectors else {}
         left = [text for text in missing if text not in known]
         fresh = dict(zip(known, self._unit_rows([*known.values()], len(known)), strict=True))
         with self._embedder_lock:

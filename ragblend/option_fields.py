@@ -104,7 +104,7 @@ def check_options(options: _Dataclass) -> None:
             spec.check.validate(each.name, value)
 
 
-def known_names_only(options: type[T]) -> type[T]:
+def reject_unknown_names(options: type[T]) -> type[T]:
     """Return the dataclass `options`, whose constructor raises UsageError for an unknown name, with the nearest one."""
     made: Any = options
     construct, known = made.__init__, made.__dataclass_fields__
@@ -117,17 +117,17 @@ def known_names_only(options: type[T]) -> type[T]:
             unknown = next((name for name in given if name not in known), None)
             if unknown is None:
                 raise
-            near, choices = nearest(unknown, known), ", ".join(sorted(known))
+            near, choices = nearest_name_hint(unknown, known), ", ".join(sorted(known))
             raise UsageError(f"there is no option {unknown!r}{near}; choose from {choices}") from None
 
     made.__init__ = checked
     return options
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_name_hint(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known one, or "" if none is similar.
 
-    >>> nearest("max_token", ["max_tokens", "seed"]), nearest("k", ["seed"])
+    >>> nearest_name_hint("max_token", ["max_tokens", "seed"]), nearest_name_hint("k", ["seed"])
     ("; the nearest is 'max_tokens'", '')
     """
     found = get_close_matches(name, known, 1)

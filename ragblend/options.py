@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from ragblend.errors import UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.option_fields import (
     Validator,
     at_least,
@@ -22,9 +22,9 @@ from ragblend.option_fields import (
     int_between,
     is_list,
     is_number,
-    known_names_only,
     one_of,
     option,
+    reject_unknown_names,
 )
 
 T = TypeVar("T")
@@ -73,12 +73,10 @@ CONTEXT = one_of(*get_args(ContextPolicy))
 MAX_TOP_LOGPROBS = 20  # as with OpenAI and vLLM
 
 
-@known_names_only
+@reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Tiers of a store (memory, then a directory, then a shared remote tier), and its catalogue. Validated by the
-    constructor.
-    """
+    """Tiers of a store (memory, a directory, a shared remote tier) and its catalogue, validated by the constructor."""
 
     memory_gib: float = option(2.0, "Budget of the memory tier, in GiB.", at_least(0, "no memory tier"))
     disk_gib: DiskBudget = option(
@@ -110,7 +108,7 @@ class TierOptions:
     def __post_init__(self) -> None:
         check_options(self)
         if self.kv_dir is not None:
-            object.__setattr__(self, "kv_dir", str(user_path(self.kv_dir, "kv_dir").absolute()))
+            object.__setattr__(self, "kv_dir", str(expand_user_path(self.kv_dir, "kv_dir").absolute()))
 
     @property
     def tiers(self) -> TierKeywords:
@@ -133,7 +131,7 @@ class TierKeywords(TypedDict, total=False):
     kv_dtype: KvDtype
 
 
-@known_names_only
+@reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Options for finding and loading a model, under transformers' names. Validated by the constructor.
@@ -236,7 +234,7 @@ class LoadKeywords(TierKeywords, ModelKeywords, total=False):
     max_retries: int | None
 
 
-@known_names_only
+@reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class LoadOptions(TierOptions):
     """Arguments of `load_engine` other than model, store, backend and ModelOptions."""
@@ -254,7 +252,7 @@ class LoadOptions(TierOptions):
     max_retries: int | None = None
 
 
-@known_names_only
+@reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
     """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one of them.
@@ -309,11 +307,11 @@ class GenerationOptions:
         check_options(self)
         if self.top_logprobs and not self.logprobs:
             raise UsageError(f"top_logprobs is {self.top_logprobs}, but logprobs is off; pass logprobs=True, too")
-        if not all(self.stops):
+        if not all(self.stop_strings):
             raise UsageError("a stop string is empty; remove it")
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """Return the stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -348,10 +346,10 @@ class GenerationKeywords(TypedDict, total=False):
     top_logprobs: int | None
 
 
-def is_url(backend: str) -> bool:
+def is_server_url(backend: str) -> bool:
     """Return True if a backend's name is a server's address.
 
-    >>> is_url("http://localhost:8000"), is_url("vllm")
+    >>> is_server_url("http://localhost:8000"), is_server_url("vllm")
     (True, False)
     """
     return backend.startswith(("http://", "https://"))

@@ -37,7 +37,7 @@ from ragblend.ingestion.contexts import (
     explain_unfit_text,
     resolve_context_policy,
 )
-from ragblend.ingestion.deletion import delete_old_texts, delete_orphaned_kv
+from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except
 from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, prefill_again, quantize_stored
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
@@ -107,13 +107,13 @@ def ingest(
     Raises EmptyCorpusError if there is nothing to ingest, StoreFullError before prefilling if the forecast does not fit
     the disk, StoreMismatchError for another model's index or another embedder.
     """
-    engine.check_process()
+    engine.check_not_forked()
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     on_progress = progress or (lambda stage, done, total: None)
     if precompute:
         resolve_context_policy(engine, context)
-    remember_defaults(engine)
+    save_store_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
     disk = engine.store.disk_tier
     own = [index.path if isinstance(index, ChunkIndex) else index]
@@ -246,7 +246,7 @@ def precompute_chunks(
     return report
 
 
-def remember_defaults(engine: Engine) -> None:
+def save_store_defaults(engine: Engine) -> None:
     """Store the engine's model and system text in the store's folder, as defaults of later commands and engines."""
     disk = engine.store.disk_tier
     if disk is not None:
@@ -275,7 +275,7 @@ def precompute_index(
     With another `context` than the store's, the policy is stored first, and the variants of the old policy are deleted
     last, so that a killed call can be repeated. `rewrite`: see `precompute_chunks`; `workers`: see `ingest`.
     """
-    engine.check_process()
+    engine.check_not_forked()
     if context is not None:
         engine.set_context_policy(context)
     else:
@@ -325,9 +325,9 @@ def precompute_documents(
     """
     start_s = perf_counter()
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
-    engine.check_process()
+    engine.check_not_forked()
     resolve_context_policy(engine, None)
-    remember_defaults(engine)
+    save_store_defaults(engine)
     given = [documents] if isinstance(documents, str) else list(documents)
     chunks = [as_chunk(document) for document in given]
     document_ids, document_versions = ids or [*map(document_id, given)], versions or [""] * len(given)
@@ -372,12 +372,12 @@ def precompute_documents(
     report.num_documents = len({each_id for each_id in document_ids if each_id}) + list(document_ids).count("")
     report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
     if finder is not None:
-        finder.mark_stored(wanted)
+        finder.record_stored_variants(wanted)
     changed = {name for name, version in version_of.items() if name.id and version != registry.version_of(name)}
     replaced = {
         name: texts for name, texts in texts_of.items() if name in changed or (name.id and not version_of[name])
     }
-    report.num_removed_kv, problem = delete_old_texts(replaced, engine, registry)
+    report.num_removed_kv, problem = delete_texts_except(replaced, engine, registry)
     for name in changed:  # set last, so that after a killed call the same call replaces the document again
         registry.set_version(name, version_of[name])
     if problem:

@@ -47,10 +47,10 @@ try:
         SOURCE_PREFIX,
         Filter,
         as_document,
-        as_ids,
+        given_or_own_ids,
         make_documents,
         make_predicate,
-        resolve_ids,
+        normalize_ids,
     )
 except ImportError as error:
     raise ImportError("ragblend.vectorstores needs LangChain: pip install 'ragblend[langchain]'") from error
@@ -193,10 +193,10 @@ class BlendVectorStore(VectorStore):
         ids: used instead of the documents' own ids. A document that the model cannot prefill is stored, and a warning
         is logged; see `precompute_documents`. Raises UsageError for another number of ids, before storing a document.
         """
-        given = resolve_ids(documents, kwargs.get("ids"))
+        given = given_or_own_ids(documents, kwargs.get("ids"))
         ids = self.inner.add_documents(documents, **kwargs)
         if self.llm is not None:
-            known = as_ids(ids) if len(ids) == len(documents) else given  # an index stores no blank document
+            known = normalize_ids(ids) if len(ids) == len(documents) else given  # an index stores no blank document
             precompute_documents(documents, self.llm, ids=known, collection=self.collection)
             self._delete_orphaned_kv()
         return ids
@@ -211,7 +211,7 @@ class BlendVectorStore(VectorStore):
             ids = self.inner.ids()
         result = self.inner.delete(ids, **kwargs)
         if self.llm is not None:
-            delete_precomputed(as_ids(ids or []), self.llm, collection=self.collection)
+            delete_precomputed(normalize_ids(ids or []), self.llm, collection=self.collection)
             self._delete_orphaned_kv()
         return result
 
@@ -282,7 +282,7 @@ class _IndexStore(VectorStore):
 
         A document without visible text is not stored, and a warning is logged. An older one with its id is removed.
         """
-        names = [name or str(uuid.uuid4()) for name in resolve_ids(documents, ids)]
+        names = [name or str(uuid.uuid4()) for name in given_or_own_ids(documents, ids)]
         named = dict(zip(names, documents, strict=True))
         for name, document in zip(names, documents, strict=True):
             check_unicode(name, "an id")
@@ -305,7 +305,7 @@ class _IndexStore(VectorStore):
         return [name for name in names if name not in blank]
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        names = dict.fromkeys(as_ids(ids or []))
+        names = dict.fromkeys(normalize_ids(ids or []))
         stored = set(self.index.sources()).intersection(SOURCE_PREFIX + name for name in names)
         others = self.index.get([name for name in names if SOURCE_PREFIX + name not in stored])
         if others:
@@ -319,7 +319,7 @@ class _IndexStore(VectorStore):
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         found = (
             next(self.index.chunks(SOURCE_PREFIX + name), None) or self.index.get([name]).get(name)
-            for name in as_ids(ids)
+            for name in normalize_ids(ids)
         )
         return [as_document(chunk) for chunk in found if chunk is not None]
 

@@ -120,7 +120,7 @@ def test_every_form_of_our_models_gives_the_same(model: str, chat: ChatBlend, re
 def test_documents_of_the_chain_are_found_though_nothing_else_names_them(
     chat: ChatBlend, retriever: BlendRetriever
 ) -> None:
-    open_registry(chat.engine.store).remove(TEXTS)
+    open_registry(chat.engine.store).delete_texts(TEXTS)
     assert create_blend_chain(retriever, chat).invoke(QUESTION)["report"]["num_chunk_hits"] == 2
 
 

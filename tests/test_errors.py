@@ -14,7 +14,7 @@ import ragblend
 from ragblend.cli.app import app
 from ragblend.cli.options import json_object
 from ragblend.cli.printing import FlagFormatter, print_message, print_notice
-from ragblend.config import Settings, flag_name, with_flags
+from ragblend.config import Settings, arguments_to_flags, flag_name
 from ragblend.engine.load import load_engine
 from ragblend.engine.vllm.admin import _fields
 from ragblend.engine.vllm.client import sse_events
@@ -69,7 +69,7 @@ def test_every_argument_in_a_message_of_the_library_has_a_flag_that_a_command_ta
         commands += getattr(command, "commands", {}).values()
     taken = {flag for command in commands for each in command.params for flag in (*each.opts, *each.secondary_opts)}
     named = {match[1] for _, text in library_texts() for match in re.finditer("`([a-z_]+)(?:=[^`]+)?`", text)}
-    arguments = {name for name in named if with_flags(f"`{name}`") != f"`{name}`"}
+    arguments = {name for name in named if arguments_to_flags(f"`{name}`") != f"`{name}`"}
     assert {"k", "chunk_size", "model", "store", "disk_gib"} <= arguments
     assert {flag for name in arguments if (flag := flag_name(name))} <= taken
 
@@ -87,7 +87,7 @@ def test_every_argument_in_a_message_of_the_library_has_a_flag_that_a_command_ta
     ],
 )
 def test_arguments_in_a_message_become_flags(message, printed):
-    assert with_flags(message) == (printed or message)
+    assert arguments_to_flags(message) == (printed or message)
 
 
 @pytest.mark.parametrize("command", [("ask", "Who?", "--model", "./gone"), ("doctor", "--model", "./gone")])

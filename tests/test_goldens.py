@@ -19,7 +19,7 @@ import pytest
 from ragblend import load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import key_of
+from ragblend.engine.store.keys import key_from_header
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.prompt.types import Chunk, Prompt
 
@@ -55,7 +55,7 @@ def test_every_golden_entry_is_read_under_its_key(store: Path) -> None:
     for key in keys:
         stored = disk.get(key)
         assert stored is not None
-        assert key_of(stored.header) == key
+        assert key_from_header(stored.header) == key
 
 
 def test_the_golden_store_serves_its_texts(store: Path) -> None:

@@ -112,7 +112,7 @@ def test_any_text_comes_back_as_it_went_in(tmp_path_factory, documents):
         for source, texts in documents.items():
             index.add_document(source, f"hash of {source}", chunks_of(source, texts, title=source))
     with reopen(folder) as index:
-        assert index.documents().get("", {}) == {source: f"hash of {source}" for source in documents}
+        assert index.content_hashes_by_file().get("", {}) == {source: f"hash of {source}" for source in documents}
         for source, texts in documents.items():
             chunks = chunks_of(source, texts, title=source)
             assert list(index.chunks(source)) == chunks
@@ -354,7 +354,7 @@ def test_damaged_rows_are_removed_and_the_next_ingestion_reads_all_documents_aga
         return
     with reopen(folder) as index:
         assert index.find_problems() == []
-        assert {hashed for found in index.documents().values() for hashed in found.values()} == {""}
+        assert {hashed for found in index.content_hashes_by_file().values() for hashed in found.values()} == {""}
         assert {note.version for note in index.files().values()} == {""}
         assert len(index.search("tea", 100)) == index.num_chunks
 
@@ -369,7 +369,7 @@ def test_a_changed_row_of_another_table_is_noticed_when_read(folder, table, colu
         pytest.raises(CorruptError, match=r"(does not match|damaged)\. Repair it: .* or delete"),
         reopen(folder) as index,
     ):
-        index.documents()
+        index.content_hashes_by_file()
 
 
 @pytest.mark.slow

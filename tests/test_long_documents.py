@@ -17,7 +17,7 @@ from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
-from ragblend.langchain.long_documents import spans_of, windows_of
+from ragblend.langchain.long_documents import make_windows, window_spans
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.prompt.types import Chunk
 
@@ -225,7 +225,7 @@ def test_other_models_are_refused_by_name() -> None:
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40), room=st.integers(9, 40), overlap=st.integers(0, 20))
 def test_windows_cover_everything_in_order_and_fit(sizes: list[int], room: int, overlap: int) -> None:
-    spans = spans_of(sizes, room, overlap)
+    spans = window_spans(sizes, room, overlap)
     assert (spans[0][0], spans[-1][1]) == (0, len(sizes))
     for (start, end), (following, last) in itertools.pairwise(spans):
         assert start < following <= end < last
@@ -247,7 +247,7 @@ def test_sizes_that_fit_nowhere_are_refused_with_the_numbers(
     sizes: dict[str, int], reason: str, engine: TransformersEngine
 ) -> None:
     with pytest.raises(UsageError, match=reason):
-        windows_of([("Some text.", "")], engine, 1000, **sizes)
+        make_windows([("Some text.", "")], engine, 1000, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,9 @@ def test_a_long_value_is_cut_in_the_message() -> None:
 
 
 def test_one_stop_string_is_a_list_of_it() -> None:
-    assert GenerationOptions(stop="end").stops == ("end",)
-    assert GenerationOptions(stop=["a", "b"]).stops == ("a", "b")
-    assert GenerationOptions().stops == ()
+    assert GenerationOptions(stop="end").stop_strings == ("end",)
+    assert GenerationOptions(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert GenerationOptions().stop_strings == ()
 
 
 @pytest.mark.parametrize("made", [TierOptions, ConnectorConfig])

@@ -93,7 +93,7 @@ def test_a_mistyped_backend_is_refused_without_its_password(backend: str) -> Non
 def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
     connection = Connection(f"http://user:{SECRET}@127.0.0.1:1", max_retries=0)
     with pytest.raises(Exception, match=r"no server answers at http://\*\*\*@127") as caught:
-        connection.json("GET", "/v1/models")
+        connection.request_json("GET", "/v1/models")
     connection.close()
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 

@@ -21,7 +21,7 @@ from benchmarks.soak.deployment import Replica, key_of
 from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, exclude_tokens
 from ragblend.engine.vllm.client import sse_events
-from ragblend.engine.vllm.params import VllmMode, report_from, vllm_sampling
+from ragblend.engine.vllm.params import VllmMode, report_from_params, vllm_sampling_params
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.types import Prompt
@@ -218,7 +218,7 @@ class Client(threading.Thread):
         if attempt.mode == "ingest":
             return {"model": "demo", "max_tokens": 1}
         options = GenerationOptions(logit_bias=exclude_tokens(self._work.stop_ids))
-        return {"model": "demo", "max_tokens": ANSWER_TOKENS, **vllm_sampling(options)}
+        return {"model": "demo", "max_tokens": ANSWER_TOKENS, **vllm_sampling_params(options)}
 
     def _refused(self, response: httpx.Response, wish: PlannedRequest, attempt: Attempt) -> None:
         attempt.outcome = "refused"
@@ -232,13 +232,13 @@ class Client(threading.Thread):
         if not wish.stream:
             response_body = json.loads(response.read())
             attempt.token_ids = list(response_body["choices"][0]["token_ids"])
-            attempt.report = report_from(response_body.get("kv_transfer_params"))
+            attempt.report = report_from_params(response_body.get("kv_transfer_params"))
             return "complete"
         for event in sse_events(response.iter_lines()):
             if "error" in event:
                 raise RagblendError(str(event["error"]))
             attempt.token_ids += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
-            attempt.report = report_from(event.get("kv_transfer_params")) or attempt.report
+            attempt.report = report_from_params(event.get("kv_transfer_params")) or attempt.report
             if wish.after_events is not None and len(attempt.token_ids) >= wish.after_events:
                 return "left"
         return "complete"

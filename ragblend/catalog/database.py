@@ -20,12 +20,12 @@ from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.postgres import PostgresDialect, is_postgres_url
-from ragblend.catalog.schema import CHECKED_TABLES, ENTRY_CHUNKS, TEXTS, checksummed_columns, is_intact, text_key
+from ragblend.catalog.schema import CHECKED_TABLES, ENTRY_CHUNKS, TEXTS, columns_with_checksum, is_intact, text_key
 from ragblend.catalog.sqlite import SqliteDialect
 from ragblend.config import trusted_setting
 from ragblend.errors import CorruptError
 from ragblend.files.directory import remove_file
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
 from ragblend.options import TierOptions
 
@@ -54,7 +54,7 @@ class Catalog:
         if isinstance(place, str) and is_postgres_url(place):
             self._dialect = PostgresDialect(place)
         else:
-            self._dialect = SqliteDialect(user_path(place, "catalog").absolute() if place is not None else None)
+            self._dialect = SqliteDialect(expand_user_path(place, "catalog").absolute() if place is not None else None)
         self.name = self._dialect.name  # the file, or the URL without user and password, for messages
         self.key = self._dialect.key  # equal for catalogues over the same database; None for one in memory
         self.is_shared = self._dialect.is_shared  # True for a database server, which stores on several machines share
@@ -74,14 +74,12 @@ class Catalog:
                 self._connection = None
 
     def change_counter(self) -> tuple[int, int]:
-        """Return a value that changes with every change by another process or object, and when this object changes
-        token ids.
-        """
+        """Return a value that changes after each commit of others, and after this object changes token ids."""
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes
 
     def truncate_log(self) -> None:
-        """Remove deleted rows from the file's write-ahead log. While another process reads, they remain there."""
+        """Remove deleted rows from the file's write-ahead log, unless another process is reading it."""
         with self._locked() as connection:
             self._dialect.truncate_log(connection)
 
@@ -91,9 +89,7 @@ class Catalog:
             return self._dialect.find_problems(connection)
 
     def find_problems(self) -> list[str]:
-        """Return one sentence for each damage to the structure or to rows. Raises CorruptError if the database cannot
-        be read.
-        """
+        """Return one sentence for each damage to structure or rows. Raises CorruptError for an unreadable database."""
         with self._locked():
             found = self.find_structure_problems()
             for what, damaged in self._damaged_rows().items():
@@ -184,7 +180,7 @@ class Catalog:
                     found["texts"].append((number,))
             for what, table in CHECKED_TABLES.items():
                 identity = list(table.primary_key.columns)
-                query = select(*identity, *checksummed_columns(table))
+                query = select(*identity, *columns_with_checksum(table))
                 rows = connection.execute(query, execution_options=_STREAMED)
                 found[what] = [tuple(row[: len(identity)]) for row in rows if not is_intact(row[len(identity) :])]
         return found

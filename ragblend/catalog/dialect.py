@@ -38,7 +38,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
-        """Begin a transaction: DEFERRED for several reads of one state, IMMEDIATE to write, one process at a time."""
+        """Begin a transaction: DEFERRED to read one state several times, IMMEDIATE to write, one process at a time."""
 
     @abstractmethod
     def change_counter(self, connection: Connection) -> int:

@@ -35,14 +35,14 @@ from ragblend.catalog.schema import (
     INDEX_TABLES,
     ORPHANED_TEXTS,
     PENDING_DELETIONS,
-    batches,
-    checksummed_columns,
-    existing,
+    columns_with_checksum,
+    equals_parameters,
+    find_existing,
     insert_rows,
-    is_among,
+    is_in_values,
     is_intact,
-    matches,
     select_checked,
+    split_into_batches,
     text_key,
     with_checksum,
 )
@@ -50,11 +50,11 @@ from ragblend.errors import NotFoundError
 from ragblend.prompt.types import Chunk
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
-_CHUNK_ROWS = select(*checksummed_columns(CHUNKS), DOCUMENTS.c.source).join(
+_CHUNK_ROWS = select(*columns_with_checksum(CHUNKS), DOCUMENTS.c.source).join(
     DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document
 )
 _OF_SOURCE = _CHUNK_ROWS.where(DOCUMENTS.c.source == bindparam("source")).order_by(CHUNKS.c.ordinal)
-_WITH_IDS = _CHUNK_ROWS.where(is_among(CHUNKS.c.id))
+_WITH_IDS = _CHUNK_ROWS.where(is_in_values(CHUNKS.c.id))
 _AROUND = _CHUNK_ROWS.where(
     CHUNKS.c.document == bindparam("document"), CHUNKS.c.ordinal.between(bindparam("first"), bindparam("last"))
 ).order_by(CHUNKS.c.ordinal)
@@ -63,13 +63,13 @@ _IDS_SINCE = (
     .where(CHUNKS.c.generation > bindparam("generation"))
     .order_by(CHUNKS.c.document, CHUNKS.c.ordinal)
 )
-_A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_among(CHUNKS.c.text_key)).group_by(CHUNKS.c.text_key)
-_KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_among(CHUNKS.c.text_key)).distinct()
-_KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_among(DOCUMENTS.c.source))
+_A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_in_values(CHUNKS.c.text_key)).group_by(CHUNKS.c.text_key)
+_KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_in_values(CHUNKS.c.text_key)).distinct()
+_KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_in_values(DOCUMENTS.c.source))
 _HAS_TEXT = select(CHUNKS.c.id).where(CHUNKS.c.text_key == bindparam("text_key")).limit(1)
-_OF_ENTRY = matches(PENDING_DELETIONS, "key", "place")
+_OF_ENTRY = equals_parameters(PENDING_DELETIONS, "key", "place")
 _DELETE_EMPTY_FILE = delete(FILES).where(
-    matches(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
+    equals_parameters(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
 )
 
 
@@ -141,8 +141,8 @@ class IndexedDocuments:
         """Return the sources of all documents, or of those with this `status`, in the order of their addition."""
         return [row.source for row in self._select_checked(DOCUMENTS) if status in (None, row.status)]
 
-    def documents(self) -> dict[str, dict[str, str]]:
-        """Return the documents by file, each as {source: content hash}, in the order of their addition.
+    def content_hashes_by_file(self) -> dict[str, dict[str, str]]:
+        """Return {source: content hash} of each file's documents, by file, in the order of their addition.
 
         Documents that were added without a file are under "".
         """
@@ -185,7 +185,7 @@ class IndexedDocuments:
         """
         found = {}
         with self.read_transaction() as connection:
-            for some in batches(dict.fromkeys(text_key(text.strip()) for text in texts)):
+            for some in split_into_batches(dict.fromkeys(text_key(text.strip()) for text in texts)):
                 # A text may be in every document, so only one of its chunks is read. A damaged one is left out, and
                 # the caller embeds the text again.
                 ids = connection.execute(_A_CHUNK_OF_EACH, {"values": some}).scalars().all()
@@ -226,7 +226,7 @@ class IndexedDocuments:
                 for table, column in ((DOCUMENTS, "content_hash"), (FILES, "version")):
                     rows = connection.execute(select(table)).all()
                     intact = [
-                        row for row in rows if is_intact([row._mapping[c.name] for c in checksummed_columns(table)])
+                        row for row in rows if is_intact([row._mapping[c.name] for c in columns_with_checksum(table)])
                     ]
                     _update(connection, table, intact, **{column: ""})
                 self._advance()
@@ -235,16 +235,14 @@ class IndexedDocuments:
     # --- texts and entries that are to be deleted ---
 
     def orphaned_texts(self) -> OrphanedTexts:
-        """Return the texts that changed or removed documents had and no chunk has now. `delete_orphaned_kv` deletes
-        their KV.
-        """
+        """Return the texts that documents lost and no chunk has now. `delete_orphaned_kv` deletes their KV."""
         with self.read_transaction() as connection:
             rows = self._select_checked(ORPHANED_TEXTS)
             source_of = {row.text: row.source for row in reversed(rows)}
             key_of = {text: text_key(text.strip()) for text in source_of}
-            kept = existing(connection, _KNOWN_KEYS, set(key_of.values()))
+            kept = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
             sources = dict.fromkeys(row.source for row in rows)
-            there = existing(connection, _KNOWN_SOURCES, sources)
+            there = find_existing(connection, _KNOWN_SOURCES, sources)
             return OrphanedTexts(
                 tuple(text for text, key in key_of.items() if key not in kept),
                 tuple(source for source in sources if source not in there),
@@ -332,7 +330,7 @@ class IndexedDocuments:
         if given := {record.path: record._asdict() for record in records}:
             with self._write() as connection:
                 paths = [{"b_path": path} for path in given]
-                connection.execute(delete(FILES).where(matches(FILES, "path")), paths)
+                connection.execute(delete(FILES).where(equals_parameters(FILES, "path")), paths)
                 insert_rows(connection, FILES, given.values())
                 connection.execute(_DELETE_EMPTY_FILE, paths)
 
@@ -345,10 +343,9 @@ class IndexedDocuments:
     # --- helpers ---
 
     def _select_checked(self, table: Table) -> Sequence[Row[Any]]:
-        """Return the rows of a table: the `checksummed_columns`, then the key. Raises CorruptError if a row's checksum
-        does not match.
-        """
-        checked, key = checksummed_columns(table), list(table.primary_key.columns)
+        """Return the rows of a table: the columns of `columns_with_checksum`, then the key. Raises CorruptError if a
+        row's checksum does not match."""
+        checked, key = columns_with_checksum(table), list(table.primary_key.columns)
         others = [column for column in key if column.name not in table.info["checked"]]
         rows = self._rows(select(*checked, *others).order_by(*key))
         if not all(is_intact(row[: len(checked)]) for row in rows):
@@ -356,7 +353,7 @@ class IndexedDocuments:
         return rows
 
     def _fact(self, name: str) -> str:
-        rows = self._rows(select_checked(INDEX_FACTS, matches(INDEX_FACTS, "name")), b_name=name)
+        rows = self._rows(select_checked(INDEX_FACTS, equals_parameters(INDEX_FACTS, "name")), b_name=name)
         value = next((str(row.value) for row in rows if is_intact(row)), "")
         if not value or (name == "generation" and not value.isdecimal()):
             raise self.registry.damage_error(f"the row {name!r} of the index's facts is missing or damaged")
@@ -386,7 +383,7 @@ class IndexedDocuments:
         insert_rows(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
 
     def _rows_with_ids(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
-        return [row for some in batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]
+        return [row for some in split_into_batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]
 
     def _intact_rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
         rows = self._rows(query, **values)

@@ -83,8 +83,8 @@ _INDEX_VERSION = 3
 _NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
 
 
-def import_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept: bool) -> None:
-    """Copy the files of an earlier version into the catalogue. Remove them if `is_kept`, so not for one in memory.
+def import_former_files(folder: Path, connection: sqlite3.Connection, *, removes_files: bool) -> None:
+    """Copy the files of an earlier version into the catalogue. With `removes_files`, remove the copied files.
 
     After a kill, the next call copies the remaining files. Raises CorruptError for a damaged file, StoreMismatchError
     for an index of an unsupported version.
@@ -102,7 +102,7 @@ def import_former_files(folder: Path, connection: sqlite3.Connection, *, is_kept
             if path.exists():
                 raise
             continue  # another process has copied it
-        if is_kept:
+        if removes_files:
             others = (VECTORS_FILE, FORMER_MANIFEST) if name == FORMER_INDEX_FILE else ()
             for each in (*others, f"{name}-wal", f"{name}-shm", name):
                 remove_file(folder / each)

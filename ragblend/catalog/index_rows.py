@@ -33,9 +33,9 @@ class OrphanedTexts(NamedTuple):
 
 
 class PendingDeletion(NamedTuple):
-    """A stored entry to be deleted, because no document has its text, or a text that it was computed after.
+    """A stored entry to be deleted: no document has its text, or one of the texts after which its KV was computed.
 
-    The row contains no text, so it may wait until an unreachable remote tier answers again.
+    The row contains no text, so it may be kept until an unreachable remote tier answers again.
     """
 
     key: str

@@ -47,7 +47,7 @@ class KnownChunks:
         self._num_failures = 0
         self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
         self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text, version: registry.has_ids(text, tokenizer, namespace))
-        self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: registry.document_with_ids(number, namespace))
+        self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: registry.document_id_of_row(number, namespace))
         self._clear()
 
     def add(self, texts: Iterable[str], find_ids: Callable[[str], Sequence[int]]) -> None:
@@ -114,7 +114,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry's file. The next call opens the file then at its path, which may be another one."""
+        """Close the registry's file. A later call opens the path again, where another file may be at that time."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()

@@ -40,14 +40,14 @@ from ragblend.catalog.schema import (
     VARIANTS,
     VERSIONS,
     DocumentName,
-    batches,
-    checksummed_columns,
-    existing,
+    columns_with_checksum,
+    equals_parameters,
+    find_existing,
     insert_rows,
-    is_among,
+    is_in_values,
     is_intact,
-    matches,
     select_checked,
+    split_into_batches,
     text_key,
 )
 from ragblend.errors import StoreMismatchError
@@ -66,64 +66,72 @@ class SimilarVariant(NamedTuple):
 
 _OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
 _IDS_AFTER = (
-    select(TOKEN_IDS.c.number, *checksummed_columns(TOKEN_IDS))
+    select(TOKEN_IDS.c.number, *columns_with_checksum(TOKEN_IDS))
     .where(TOKEN_IDS.c.number > bindparam("number"), *_OWNED_IDS)
     .order_by(TOKEN_IDS.c.number)
 )
-_IDS_OF_NUMBER = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "number"))
-_IDS_OF_TEXT = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "key"), *_OWNED_IDS)
+_IDS_OF_NUMBER = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "number"))
+_IDS_OF_TEXT = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
 _DOCUMENT_WITH_IDS = (
     select(DOCUMENT_TEXTS.c.id)
     .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
-    .where(matches(TOKEN_IDS, "number"), matches(DOCUMENT_TEXTS, "namespace"), DOCUMENT_TEXTS.c.id != "")
+    .where(
+        equals_parameters(TOKEN_IDS, "number"),
+        equals_parameters(DOCUMENT_TEXTS, "namespace"),
+        DOCUMENT_TEXTS.c.id != "",
+    )
     .order_by(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
 )
-_IDS_OF_TEXTS = select_checked(TOKEN_IDS, is_among(TOKEN_IDS.c.key), *_OWNED_IDS)
-_DELETE_IDS = delete(TOKEN_IDS).where(matches(TOKEN_IDS, "key"), *_OWNED_IDS)
-_OWNERS_OF_IDS = select_checked(TOKEN_IDS, matches(TOKEN_IDS, "key")).order_by(
+_IDS_OF_TEXTS = select_checked(TOKEN_IDS, is_in_values(TOKEN_IDS.c.key), *_OWNED_IDS)
+_DELETE_IDS = delete(TOKEN_IDS).where(equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
+_OWNERS_OF_IDS = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "key")).order_by(
     TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace
 )
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _REMOVALS = "removals"
 _NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
-_HAS_TEXT = select(TEXTS.c.number).where(matches(TEXTS, "key"))
-_KNOWN_KEYS = select(TEXTS.c.key).where(is_among(TEXTS.c.key))
-_OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_among(DOCUMENT_TEXTS.c.key))
-_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(matches(DOCUMENT_TEXTS, *DocumentName._fields))
+_HAS_TEXT = select(TEXTS.c.number).where(equals_parameters(TEXTS, "key"))
+_KNOWN_KEYS = select(TEXTS.c.key).where(is_in_values(TEXTS.c.key))
+_OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_in_values(DOCUMENT_TEXTS.c.key))
+_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(equals_parameters(DOCUMENT_TEXTS, *DocumentName._fields))
 _KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
     (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
     | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
 )
-_KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_among(STORED_ENTRIES.c.entry))
+_KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_in_values(STORED_ENTRIES.c.entry))
 _TEXTS_OF = (
     select(TEXTS.c.text)
     .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
-    .where(matches(DOCUMENT_TEXTS, *DocumentName._fields))
+    .where(equals_parameters(DOCUMENT_TEXTS, *DocumentName._fields))
 )
 _TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
     TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key).where(DOCUMENT_TEXTS.c.id != ""))
 )
 _OWNED_TEXTS = select(TEXTS.c.text).where(TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key)))
-_DISOWN = delete(DOCUMENT_TEXTS).where(matches(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
+_DISOWN = delete(DOCUMENT_TEXTS).where(equals_parameters(DOCUMENT_TEXTS, *DocumentName._fields, "key"))
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentName._fields]
-_OWNERS_OF = select(*_OWNER_COLUMNS).where(matches(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_VERSION = select_checked(VERSIONS, matches(VERSIONS, *DocumentName._fields))
-_CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(matches(ENTRY_CHUNKS, "entry"))
-_ENTRIES_OF = select_checked(ENTRY_CHUNKS, matches(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(
+_OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
+_VERSION = select_checked(VERSIONS, equals_parameters(VERSIONS, *DocumentName._fields))
+_CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
+    equals_parameters(ENTRY_CHUNKS, "entry")
+)
+_ENTRIES_OF = select_checked(ENTRY_CHUNKS, equals_parameters(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(
     ENTRY_CHUNKS.c.entry
 )
-_VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *checksummed_columns(VARIANTS))
+_VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *columns_with_checksum(VARIANTS))
 _VARIANTS = (
     select(*_VARIANT_COLUMNS)
     .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
-    .where(matches(VARIANTS, "embedder"))
+    .where(equals_parameters(VARIANTS, "embedder"))
     .order_by(VARIANTS.c.number)
 )
 _VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
 _MISSING_VARIANTS = _VARIANTS.where(VARIANTS.c.is_stored == 0)
-_VARIANT = select_checked(VARIANTS, matches(VARIANTS, "entry", "embedder"))
-_COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(matches(VARIANTS, "embedder"))
-_SET_VARIANT_STORED = update(VARIANTS).where(matches(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
+_VARIANT = select_checked(VARIANTS, equals_parameters(VARIANTS, "entry", "embedder"))
+_COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(equals_parameters(VARIANTS, "embedder"))
+_SET_VARIANT_STORED = (
+    update(VARIANTS).where(equals_parameters(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
+)
 
 
 class ChunkRegistry(Catalog):
@@ -212,11 +220,11 @@ class ChunkRegistry(Catalog):
         text_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
 
         def missing_texts(connection: Connection) -> list[dict[str, object]]:
-            known = existing(connection, _KNOWN_KEYS, text_of)
+            known = find_existing(connection, _KNOWN_KEYS, text_of)
             return [{"key": key, "text": text} for key, text in text_of.items() if key not in known]
 
         def missing_owners(connection: Connection) -> list[dict[str, object]]:
-            owned = existing(connection, _KEYS_OF_DOCUMENT, text_of, **document.parameters())
+            owned = find_existing(connection, _KEYS_OF_DOCUMENT, text_of, **document.parameters())
             return [{**document._asdict(), "key": key} for key in text_of if key not in owned]
 
         return self._insert_missing((TEXTS, missing_texts), (DOCUMENT_TEXTS, missing_owners))
@@ -241,18 +249,20 @@ class ChunkRegistry(Catalog):
     def set_version(self, document: DocumentName, version: str) -> None:
         """Record the version of a document; "" removes the record."""
         with self._write() as connection:
-            connection.execute(delete(VERSIONS).where(matches(VERSIONS, *DocumentName._fields)), document.parameters())
+            connection.execute(
+                delete(VERSIONS).where(equals_parameters(VERSIONS, *DocumentName._fields)), document.parameters()
+            )
             if version:
                 insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
 
-    def preview_release(self, texts_of: Mapping[DocumentName, Iterable[str]]) -> list[str]:
-        """Return the texts that no document would have if each of these documents had only the texts given here.
+    def preview_orphaned_texts(self, kept_texts: Mapping[DocumentName, Iterable[str]]) -> list[str]:
+        """Return the texts that would belong to no document if each document of `kept_texts` kept only these texts.
 
-        Documents of other namespaces do not count.
+        Documents of other namespaces do not count as owners. Nothing is changed.
         """
         lost: dict[str, set[DocumentName]] = {}
         with self._locked():
-            for document, texts in texts_of.items():
+            for document, texts in kept_texts.items():
                 for text in self.texts_of(document) - set(map(_normalize, texts)):
                     lost.setdefault(text, set()).add(document)
             return sorted(text for text, losing in lost.items() if self._is_released(text, losing))
@@ -262,7 +272,7 @@ class ChunkRegistry(Catalog):
         owners = self.documents_of(text)
         return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
 
-    def release(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> list[str]:
+    def remove_from_document(self, texts: Iterable[str], document: DocumentName = UNNAMED) -> list[str]:
         """Remove texts from a document. Delete and return the texts that no other document has.
 
         If only documents of other namespaces have a text, its token ids for this namespace are deleted.
@@ -272,26 +282,26 @@ class ChunkRegistry(Catalog):
             return []
         with self._write() as connection:
             connection.execute(_DISOWN, [{**document.parameters(), "b_key": key} for key in released])
-            kept = existing(connection, _OWNED_KEYS, released)
+            kept = find_existing(connection, _OWNED_KEYS, released)
             gone = [text for key, text in released.items() if key not in kept]
-            self.remove(gone)
-            elsewhere = kept - existing(connection, _KEYS_OF_NAMESPACE, released, b_namespace=document.namespace)
+            self.delete_texts(gone)
+            elsewhere = kept - find_existing(connection, _KEYS_OF_NAMESPACE, released, b_namespace=document.namespace)
             if elsewhere:
                 values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
-                connection.execute(delete(TOKEN_IDS).where(matches(TOKEN_IDS, "namespace", "key")), values)
+                connection.execute(delete(TOKEN_IDS).where(equals_parameters(TOKEN_IDS, "namespace", "key")), values)
                 self._count_removal(connection)
         return gone
 
-    def remove(self, texts: Iterable[str]) -> int:
+    def delete_texts(self, texts: Iterable[str]) -> int:
         """Delete texts from all documents. Return the number of deleted texts."""
         keys = [{"b_key": key} for key in dict.fromkeys(text_key(_normalize(text)) for text in texts)]
         if not keys:
             return 0
         with self._write() as connection:
             # Deleting by key also deletes damaged rows.
-            num_removed = len(existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
+            num_removed = len(find_existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
             for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
-                connection.execute(delete(table).where(matches(table, "key")), keys)
+                connection.execute(delete(table).where(equals_parameters(table, "key")), keys)
             self._count_removal(connection)
             return num_removed
 
@@ -365,7 +375,7 @@ class ChunkRegistry(Catalog):
         rows = self._rows(_IDS_OF_NUMBER, b_number=number)
         return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
 
-    def document_with_ids(self, number: int, namespace: str) -> str:
+    def document_id_of_row(self, number: int, namespace: str) -> str:
         """Return the id of a document in the namespace that has the text of this row number; "" for none."""
         rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
         return str(rows[0].id) if rows else ""
@@ -379,7 +389,7 @@ class ChunkRegistry(Catalog):
         key = text_key(_normalize(text))
         return any(map(is_intact, self._rows(_IDS_OF_TEXT, b_key=key, tokenizer=tokenizer, namespace=namespace)))
 
-    def owners_of_ids(self, text: str) -> list[tuple[str, str]]:
+    def tokenizers_and_namespaces_of(self, text: str) -> list[tuple[str, str]]:
         """Return each (tokenizer, namespace) for which an intact row has the token ids of a text."""
         rows = self._rows(_OWNERS_OF_IDS, b_key=text_key(_normalize(text)))
         return [(row.tokenizer, row.namespace) for row in rows if is_intact(row)]
@@ -391,7 +401,7 @@ class ChunkRegistry(Catalog):
         given = list(dict.fromkeys(keys))
 
         def missing(connection: Connection) -> list[dict[str, object]]:
-            known = existing(connection, _KNOWN_ENTRIES, given)
+            known = find_existing(connection, _KNOWN_ENTRIES, given)
             return [{"entry": key, "fingerprint": fingerprint} for key in given if key not in known]
 
         self._insert_missing((STORED_ENTRIES, missing))
@@ -468,8 +478,8 @@ class ChunkRegistry(Catalog):
         """Return True if an intact row records the variant with a vector of this embedder."""
         return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
 
-    def stored_variants(self) -> list[str]:
-        """Return the keys of the stored variants, sorted."""
+    def stored_variant_keys(self) -> list[str]:
+        """Return the store keys of all similar variants whose KV is stored, sorted."""
         query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
         return [row.entry for row in self._rows(query)]
 
@@ -508,7 +518,7 @@ def _as_variant(row: Any) -> SimilarVariant:
 
 def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:
     if rows := [{"b_entry": entry} for entry in entries]:
-        connection.execute(delete(table).where(matches(table, "entry")), rows)
+        connection.execute(delete(table).where(equals_parameters(table, "entry")), rows)
 
 
 def _normalize(text: str) -> str:
@@ -563,7 +573,7 @@ def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
 def _keys_without_ids(connection: Connection, keys: Collection[bytes], owner: Mapping[str, str]) -> list[bytes]:
     """Return the keys of texts for which no intact row has the token ids. owner: the tokenizer and the namespace."""
     known = set[bytes]()
-    for some in batches(keys):
+    for some in split_into_batches(keys):
         found = connection.execute(_IDS_OF_TEXTS, {**owner, "values": some})
         known.update(row.key for row in found if is_intact(row))
     return [key for key in keys if key not in known]

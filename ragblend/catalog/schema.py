@@ -46,8 +46,8 @@ INDEX_MARK = "index:"
 class DocumentName(NamedTuple):
     """Identifies a document: its id in a collection of a namespace.
 
-    Texts that were added without an id belong to the document with the id "". All texts of an index belong to one such
-    document, in a collection that stands for the index, without a namespace.
+    Texts that were added without an id belong to the document with the id "" of their collection. The texts of an index
+    also belong to one document with the id "". Its collection stands for the index, and it has no namespace.
     """
 
     collection: str = ""
@@ -55,7 +55,7 @@ class DocumentName(NamedTuple):
     namespace: str = ""
 
     def parameters(self) -> dict[str, object]:
-        """Return the parameters for the condition `matches(table, *DocumentName._fields)`."""
+        """Return the parameters for the condition `equals_parameters(table, *DocumentName._fields)`."""
         return {f"b_{name}": value for name, value in self._asdict().items()}
 
     @property
@@ -192,7 +192,7 @@ TOKEN_IDS = _checked_table(
 
 
 class StoredCounts(NamedTuple):
-    """Counts for one stored document: its chunks and tokens, chunks whose KV was stored before, and new KV."""
+    """Numbers for one stored document: chunks, tokens, entries stored before (known), new entries and their bytes."""
 
     num_chunks: int = 0
     num_tokens: int = 0
@@ -280,13 +280,13 @@ CHECKED_TABLES = {
 """The tables with checksums, by the name of their rows in messages."""
 
 
-def checksummed_columns(table: Table) -> list[Column[Any]]:
+def columns_with_checksum(table: Table) -> list[Column[Any]]:
     """Return the columns that a row's checksum covers, and the checksum column."""
     return [table.c[name] for name in (*table.info["checked"], "checksum")]
 
 
 def is_intact(row: Sequence[Any]) -> bool:
-    """Return True if the checksum of a row of `checksummed_columns` matches its values."""
+    """Return True if the checksum of a row of `columns_with_checksum` matches its values."""
     return bool(row[-1] == row_checksum(*row[:-1]))
 
 
@@ -313,7 +313,7 @@ MAX_VALUES = 500
 """Values of one `IN` list, because databases limit their number."""
 
 
-def batches(values: Iterable[Any]) -> Iterator[list[Any]]:
+def split_into_batches(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Yield the values in lists of at most `MAX_VALUES`."""
     listed = list(values)
     return (listed[start : start + MAX_VALUES] for start in range(0, len(listed), MAX_VALUES))
@@ -321,22 +321,22 @@ def batches(values: Iterable[Any]) -> Iterator[list[Any]]:
 
 def select_checked(table: Table, *where: ColumnElement[bool]) -> Select[Any]:
     """Return a query for the columns that `is_intact` checks."""
-    return select(*checksummed_columns(table)).where(*where)
+    return select(*columns_with_checksum(table)).where(*where)
 
 
-def matches(table: Table, *names: str) -> ColumnElement[bool]:
+def equals_parameters(table: Table, *names: str) -> ColumnElement[bool]:
     """Return the condition that each of these columns equals the statement's parameter `b_<column>`."""
     return and_(*(table.c[name] == bindparam(f"b_{name}") for name in names))
 
 
-def is_among(column: ColumnElement[Any]) -> ColumnElement[bool]:
+def is_in_values(column: ColumnElement[Any]) -> ColumnElement[bool]:
     """Return the condition that a column's value is in the list that the statement has as its parameter `values`."""
     return column.in_(bindparam("values", expanding=True))
 
 
-def existing(connection: Connection, query: Select[Any], values: Iterable[Any], **parameters: object) -> set[Any]:
-    """Return the `values` that `query` finds. The query selects one column with the condition `is_among(column)`."""
+def find_existing(connection: Connection, query: Select[Any], values: Iterable[Any], **parameters: object) -> set[Any]:
+    """Return those of the `values` that `query` finds: a query of one column with the condition `is_in_values`."""
     found: set[Any] = set()
-    for some in batches(values):
+    for some in split_into_batches(values):
         found.update(connection.execute(query, {"values": some, **parameters}).scalars())
     return found

@@ -14,11 +14,19 @@ from uuid import uuid4
 from sqlalchemy import ColumnElement, case, cast, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog
-from ragblend.catalog.schema import INTEGER, SENT_DOCUMENTS, DocumentName, StoredCounts, existing, is_among, matches
+from ragblend.catalog.schema import (
+    INTEGER,
+    SENT_DOCUMENTS,
+    DocumentName,
+    StoredCounts,
+    equals_parameters,
+    find_existing,
+    is_in_values,
+)
 
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
-_OF_DOCUMENT = matches(SENT_DOCUMENTS, *DocumentName._fields)
+_OF_DOCUMENT = equals_parameters(SENT_DOCUMENTS, *DocumentName._fields)
 _COUNTS = [_ROW[name] for name in StoredCounts._fields]
 _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
 
@@ -87,7 +95,7 @@ class SentDocumentTable(Catalog):
                 connection.execute(insert(SENT_DOCUMENTS), row)
         return ingestion
 
-    def waiting(self, limit: int, max_chars: int, taken: Collection[str] = ()) -> list[WaitingDocument]:
+    def next_waiting(self, limit: int, max_chars: int, taken: Collection[str] = ()) -> list[WaitingDocument]:
         """Return the documents to store next, all of one collection, in the order in which they were sent.
 
         There are at most `limit`. Their bodies have at most `max_chars` characters in all, unless the first alone has
@@ -114,14 +122,14 @@ class SentDocumentTable(Catalog):
         return found
 
     def still_waiting(self, documents: Iterable[WaitingDocument]) -> list[WaitingDocument]:
-        """Return the documents that were not stored, removed or sent again since `waiting` returned them."""
+        """Return the documents that were not stored, removed or sent again since `next_waiting` returned them."""
         given = list(documents)
-        query = select(_ROW.number).where(is_among(_ROW.number), _ROW.body.is_not(None))
+        query = select(_ROW.number).where(is_in_values(_ROW.number), _ROW.body.is_not(None))
         with self._locked() as connection:
-            there = existing(connection, query, (document.number for document in given))
+            there = find_existing(connection, query, (document.number for document in given))
         return [document for document in given if document.number in there]
 
-    def finish(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:
+    def record_outcome(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:
         """Record that a document is stored, or why it failed. A document that was sent again stays pending."""
         changes = {"body": None, "stored_version": document.version if is_stored else "", "reason": reason}
         changed = update(SENT_DOCUMENTS).where(_ROW.number == document.number).values(**changes, **counts._asdict())
@@ -150,7 +158,7 @@ class SentDocumentTable(Catalog):
         self.truncate_log()
         return num_removed
 
-    def summarize(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
+    def status_counts(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
         """Return the number of stored, pending, failed and waiting documents and their summed counts, by collection.
 
         collection, ingestion: None for all of them.

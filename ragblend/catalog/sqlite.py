@@ -19,7 +19,7 @@ from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.former_files import import_former_files
 from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, StoreMismatchError, StoreNotWritableError
-from ragblend.files.directory import to_write_error
+from ragblend.files.directory import make_write_error
 from ragblend.files.network import find_network_file_system
 from ragblend.files.sqlite import connect, truncate_log, wrap_sqlite_errors
 
@@ -38,7 +38,7 @@ class SqliteDialect(Dialect):
         return _open(self.path, self.fix_hint())
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
-        """Begin a transaction."""
+        """Begin a transaction. An IMMEDIATE one waits for other writers."""
         connection.exec_driver_sql(f"BEGIN {kind}")
 
     def change_counter(self, connection: Connection) -> int:
@@ -51,9 +51,7 @@ class SqliteDialect(Dialect):
         return [f"{self.path}: {line}" for line in lines if line != "ok"]
 
     def truncate_log(self, connection: Connection) -> None:
-        """Empty the write-ahead log, which contains deleted rows. While another process reads, the log stays; a later
-        call empties it.
-        """
+        """Empty the write-ahead log, which contains deleted rows, unless another process is reading it."""
         truncate_log(_sqlite(connection))
 
     @contextmanager
@@ -113,7 +111,7 @@ def _open(path: Path | None, fix: str) -> Connection:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise to_write_error(error, path) from error
+            raise make_write_error(error, path) from error
     is_writable = folder is not None and os.access(folder, os.W_OK)
     if folder is not None and is_writable and (kind := find_network_file_system(folder)):
         raise StoreNotWritableError(
@@ -133,7 +131,7 @@ def _open(path: Path | None, fix: str) -> Connection:
             connection = copy
         _check_schema(connection, path, fix)
         if folder is not None and (is_writable or not is_kept):
-            import_former_files(folder, _sqlite(connection), is_kept=is_kept)
+            import_former_files(folder, _sqlite(connection), removes_files=is_kept)
     except BaseException:
         connection.close()
         raise
@@ -197,4 +195,4 @@ def _create_private(path: Path) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise to_write_error(error, path) from error
+        raise make_write_error(error, path) from error

@@ -17,7 +17,7 @@ import typer
 
 from ragblend.cli.ask import ask, chat, search
 from ragblend.cli.documents import ingest, precompute, remove
-from ragblend.cli.groups import HELP_WIDTH, SectionedHelpGroup, epilog, set_help_layout
+from ragblend.cli.groups import HELP_WIDTH, SectionedHelpGroup, examples_epilog, set_help_layout
 from ragblend.cli.interrupt import EXIT_INTERRUPTED, handle_interrupt
 from ragblend.cli.lab.analyze import analyze
 from ragblend.cli.lab.bench import bench_app
@@ -36,12 +36,12 @@ from ragblend.cli.printing import (
     print_result,
     progress_bars,
 )
-from ragblend.cli.session import quiet_libraries, terminal_log, use_one_thread
+from ragblend.cli.session import limit_torch_to_one_thread, make_terminal_handler, quiet_libraries
 from ragblend.cli.store import gc, pin, push, stats, unpin, verify
 from ragblend.cli.trust import init_key, sign
-from ragblend.config import Settings, with_flags
+from ragblend.config import Settings, arguments_to_flags
 from ragblend.errors import RagblendError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 
 app = typer.Typer(
     help="Prefill every RAG chunk once, keep its KV cache, and fuse the chunks' caches at query time.",
@@ -58,7 +58,7 @@ def doctor(settings: Settings, json_: JsonOption = False) -> None:
     from ragblend.operations.doctor import run_diagnostics
 
     checks = [
-        check._replace(finding=with_flags(check.finding), fix=with_flags(check.fix))
+        check._replace(finding=arguments_to_flags(check.finding), fix=arguments_to_flags(check.fix))
         for check in run_diagnostics(settings)
     ]
     marks = ["ok " if check.ok else "-  " if check.optional else "NO " for check in checks]
@@ -103,7 +103,7 @@ def serve(
     for argument in given.args:
         if hint := how_to_set_without_flag(argument, unflagged):
             raise UsageError(f"ragblend serve has no {argument.partition('=')[0]}; {hint}")
-    keys_file = None if keys is None else user_path(keys, "--api-keys-file")
+    keys_file = None if keys is None else expand_user_path(keys, "--api-keys-file")
     options = ServeOptions(settings, host, port, api_key, keys_file)
     if dry_run:
         print(build_server_command(options, given.args).display_command())
@@ -124,7 +124,7 @@ def demo(
     json_: JsonOption = False,
 ) -> None:
     """Ingest a small corpus with the embedded model and answer questions in all four modes."""
-    use_one_thread()
+    limit_torch_to_one_thread()
     quiet_libraries()
     from ragblend.demo.show import run_demo
 
@@ -139,7 +139,7 @@ for _command in (demo, ui, doctor, ingest, precompute, remove, ask, chat, search
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 for _command in (stats, verify, gc, pin, unpin, push, init_key, sign, calibrate, profile, plan, analyze):
     app.command()(_command)
-app.add_typer(bench_app, name="bench", epilog=epilog("bench"))
+app.add_typer(bench_app, name="bench", epilog=examples_epilog("bench"))
 set_help_layout(app)
 set_help_layout(bench_app, "bench ")
 
@@ -160,7 +160,7 @@ def root(
     ] = False,
 ) -> None:
     """Set up logging."""
-    handler = terminal_log(verbose)
+    handler = make_terminal_handler(verbose)
     handler.setFormatter(FlagFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
@@ -186,11 +186,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        from ragblend.files.directory import DISK_FULL_ERRNOS, to_write_error
+        from ragblend.files.directory import DISK_FULL_ERRNOS, make_write_error
 
         if error.errno not in DISK_FULL_ERRNOS:
             raise
-        print_error(to_write_error(error, Path(error.filename or ".")))
+        print_error(make_write_error(error, Path(error.filename or ".")))
         sys.exit(RagblendError.exit_code)
 
 

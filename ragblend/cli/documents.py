@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ragblend.cli.options import DocumentArgument, JsonOption, Workers, with_settings
-from ragblend.cli.printing import count_of, print_ingest, print_message, print_result, progress_bars
+from ragblend.cli.printing import plural, print_ingest, print_message, print_result, progress_bars
 from ragblend.cli.session import embedder_name, open_engine, open_settings_index, open_workers, wait_for_remote
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError
@@ -140,7 +140,7 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
     """
     from ragblend.ingestion.documents import (
         find_added_documents,
-        find_documents,
+        find_indexed_documents,
         remove_added_documents,
         remove_documents,
     )
@@ -151,9 +151,9 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
             num_chunks, num_kv = remove_added_documents(added, engine)
         else:
             with _open_index(document, settings, engine) as opened:
-                sources = find_documents(document, opened, include_unfinished=True)
+                sources = find_indexed_documents(document, opened, include_unfinished=True)
                 num_chunks, num_kv = remove_documents(sources, engine, opened)
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
-    text = f"{document}: {count_of(len(sources), 'document')}, {count_of(num_chunks, 'chunk')} and "
-    text += f"{count_of(num_kv, 'KV cache')} removed"
+    text = f"{document}: {plural(len(sources), 'document')}, {plural(num_chunks, 'chunk')} and "
+    text += f"{plural(num_kv, 'KV cache')} removed"
     print_result(facts, text, json_)

@@ -81,7 +81,7 @@ RARE_OPTIONS = {
 """Options that `--help` lists last: few users set them."""
 
 
-class TwoListCommand(TyperCommand):
+class CommandWithRareOptions(TyperCommand):
     """A command whose help lists common options first and the rare ones under a second heading."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -128,7 +128,7 @@ def _heading(name: str) -> str:
     return next((heading for heading, group in GROUPS.items() if name in group), "Commands")
 
 
-def epilog(name: str) -> str:
+def examples_epilog(name: str) -> str:
     """Return the examples that begin with the command `name` as an epilog that click does not rewrap."""
     lines = (line for group in GROUPS.values() for examples in group.values() for line in examples)
     return "\n".join(("\b", "Examples:", *(f"  ragblend {line}" for line in lines if line.startswith(name))))
@@ -139,4 +139,4 @@ def set_help_layout(app: Typer, prefix: str = "") -> None:
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.replace("_", "-")
-        command.cls, command.epilog = TwoListCommand, epilog(prefix + name)
+        command.cls, command.epilog = CommandWithRareOptions, examples_epilog(prefix + name)

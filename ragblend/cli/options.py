@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ragblend.cli.session import settings_for_demo, settings_from
-from ragblend.config import Settings, flag_name, setting_type, unflagged_settings, with_flags
+from ragblend.config import Settings, arguments_to_flags, flag_name, setting_type, unflagged_settings
 from ragblend.errors import RagblendError, UsageError
 from ragblend.option_fields import OptionSpec
 from ragblend.options import RATIO
@@ -36,7 +36,7 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
     def decorate(command: Command) -> Command:
         own = dict(inspect.signature(command, eval_str=True).parameters)
         del own["settings"]
-        flags = {name: Annotated[_type(name), flag(name)] for name in names.split()}
+        flags = {name: Annotated[_type(name), typer_option(name)] for name in names.split()}
         arguments = [each for each in own.values() if each.default is Parameter.empty and each.name not in flags]
         found = [
             *arguments,
@@ -55,7 +55,7 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
                 settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
                 command(settings=settings, **{name: value for name, value in given.items() if name in own})
             except RagblendError as error:
-                error.args = (with_flags(str(error)),)  # only this function knows the command's flags
+                error.args = (arguments_to_flags(str(error)),)  # only this function knows the command's flags
                 raise
             finally:
                 unflagged_settings.reset(token)
@@ -75,14 +75,12 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
 
 
 def how_to_set_without_flag(argument: str, unflagged: Sequence[str]) -> str:
-    """Return how to set a setting for which the command has no flag; "" if `argument` names none of its `unflagged`
-    settings.
-    """
+    """Return how to set a setting without a flag; "" if `argument` names none of the command's `unflagged` settings."""
     name = {flag_name(each): each for each in unflagged if flag_name(each)}.get(argument.partition("=")[0])
     return f"set RAGBLEND_{name.upper()}=..., or {name} in ragblend.toml" if name else ""
 
 
-def flag(name: str) -> Any:
+def typer_option(name: str) -> Any:
     """Return the typer option of a setting."""
     known: OptionSpec = Settings.__dataclass_fields__[name].metadata["option"]
     more: dict[str, Any] = {"parser": parse_ratio, "metavar": "SHARE|auto"} if _type(name) is Any else {}

@@ -31,7 +31,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from ragblend.config import with_flags
+from ragblend.config import arguments_to_flags
 from ragblend.options import DiskBudget
 from ragblend.redaction import redact
 
@@ -61,7 +61,7 @@ def print_notice(text: str) -> None:
 
 def print_message(text: str) -> None:
     """Print a message of the library on stderr, with flags in place of argument names."""
-    print_notice(with_flags(text))
+    print_notice(arguments_to_flags(text))
 
 
 def print_error(error: object) -> None:
@@ -83,7 +83,7 @@ class FlagFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line."""
-        return with_flags(super().format(record))
+        return arguments_to_flags(super().format(record))
 
 
 def print_result(facts: dict[str, Any], text: str, json_: bool) -> None:
@@ -113,23 +113,28 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
         where = f"store of {redact(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
     most = None if logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
     shown = functools.partial(join_names, most=most, flag="ragblend --verbose")
-    skipped = [f"{display_source(path)} {with_flags(reason.partition(';')[0])}" for path, reason in report.skipped]
+    skipped = [
+        f"{display_source(path)} {arguments_to_flags(reason.partition(';')[0])}" for path, reason in report.skipped
+    ]
     lines = [
-        f"{count_of(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
-        f"{count_of(report.num_chunks, 'chunk')}, {count_of(report.num_tokens, 'token')}",
+        f"{plural(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
+        f"{plural(report.num_chunks, 'chunk')}, {plural(report.num_tokens, 'token')}",
         *([f"gone: {shown(map(display_source, report.removed))}"] if report.removed else []),
         *(
-            [f"{count_of(report.num_removed_kv, 'KV cache')} of changed or removed documents removed"]
+            [f"{plural(report.num_removed_kv, 'KV cache')} of changed or removed documents removed"]
             if report.num_removed_kv
             else []
         ),
-        f"{count_of(report.num_new_kv, 'chunk')} prefilled in {report.prefill_s:.1f} s, "
+        f"{plural(report.num_new_kv, 'chunk')} prefilled in {report.prefill_s:.1f} s, "
         f"{report.num_known_kv} already stored"
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
         f"{where}, {per_token}",
-        *([f"{count_of(len(skipped), 'file')} skipped: {shown(skipped)}"] if skipped else []),
+        *([f"{plural(len(skipped), 'file')} skipped: {shown(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),
-        *(f"failed: {display_source(failure.path)}: {with_flags(failure.reason)}" for failure in report.failures),
+        *(
+            f"failed: {display_source(failure.path)}: {arguments_to_flags(failure.reason)}"
+            for failure in report.failures
+        ),
     ]
     print_result(report.as_dict(), "\n".join(lines), json_)
     if not json_:
@@ -189,7 +194,7 @@ def remote_line(facts: dict[str, Any]) -> str:
     if not facts["reachable"]:
         return f"remote {facts['url']}: not reachable; answers do not use it"
     held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
-    text = f"remote {facts['url']}: KV of {count_of(facts['num_stored_chunks'], 'chunk')}, {held}; "
+    text = f"remote {facts['url']}: KV of {plural(facts['num_stored_chunks'], 'chunk')}, {held}; "
     text += f"answers in {ping_ms:.1f} ms"
     lacks = f"\n  it lacks {facts['num_missing']} of the local chunks; send them: ragblend push --remote {facts['url']}"
     return text + (lacks if facts["num_missing"] else "")
@@ -218,10 +223,10 @@ def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "
     return f"{', '.join(every[:most])} and {len(every) - most} more ({flag} lists all)"
 
 
-def count_of(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """Return a number of things with their name.
 
-    >>> count_of(1, "document"), count_of(0, "document")
+    >>> plural(1, "document"), plural(0, "document")
     ('1 document', '0 documents')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -34,19 +34,19 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
     found = load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
     if found.model is not None and found.system is not None:
         return found
-    from ragblend.engine.load import remembered_defaults, remembered_model
+    from ragblend.engine.load import find_store_model, load_store_defaults
 
     with suppress(CorruptError, UsageError):  # commands that need them raise an error later
         if found.system is None:
-            found = replace(found, system=remembered_defaults(found.store).system)
+            found = replace(found, system=load_store_defaults(found.store).system)
         if found.model is None and not found.trust_remote_code:  # with it, the user must name the model
-            found = replace(found, model=remembered_model(found.store))
+            found = replace(found, model=find_store_model(found.store))
     return found
 
 
 def settings_for_demo(arguments: dict[str, Any]) -> Settings:
     """Ingest the demo's corpus. Return settings from a command's arguments and, for those not given, the demo's."""
-    use_one_thread()
+    limit_torch_to_one_thread()
     quiet_libraries()
     from ragblend.demo.show import demo_settings
 
@@ -55,7 +55,7 @@ def settings_for_demo(arguments: dict[str, Any]) -> Settings:
     return settings_from({**prepared, **{name: value for name, value in arguments.items() if value is not None}})
 
 
-def use_one_thread() -> None:
+def limit_torch_to_one_thread() -> None:
     """Limit torch to one thread: two threads of so small a model wait for each other on a busy machine."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -66,7 +66,7 @@ def set_num_threads(count: int | None) -> None:
         os.environ["OMP_NUM_THREADS"] = str(count)
 
 
-def terminal_log(verbose: bool) -> logging.Handler:
+def make_terminal_handler(verbose: bool) -> logging.Handler:
     """Return the handler that writes the log to stderr.
 
     Unless `verbose`, it drops records of other packages below ERROR: their warnings address programmers.
@@ -85,8 +85,7 @@ def quiet_libraries() -> None:
 
 
 def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
-    """Return the engine that the settings name. Raises NotFoundError if there is no store, unless `new_model` allows a
-    new one."""
+    """Return the settings' engine. Raises NotFoundError without a store, unless `new_model` allows a new one."""
     from ragblend.engine.load import load_engine
 
     if not new_model and not settings.is_served and not Path(settings.store).is_dir():
@@ -116,14 +115,14 @@ def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[Ra
     if workers is None:
         yield None
         return
-    from ragblend.engine.load import remembered_model
+    from ragblend.engine.load import find_store_model
     from ragblend.ingestion.ray_workers import RayWorkers
 
     # Ray reports dead workers on stdout, which is reserved for results.
     with (
         redirect_stdout(sys.stderr),
         RayWorkers(
-            settings.model or remembered_model(settings.store),
+            settings.model or find_store_model(settings.store),
             settings.store,
             count=workers.number,
             address="auto" if workers.on_cluster else None,
@@ -206,8 +205,7 @@ def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], N
 
 
 def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:
-    """Return the chunks that a question retrieves. Raises UsageError for an empty question, EmptyCorpusError for an
-    empty index."""
+    """Return the chunks that a question retrieves. Raises UsageError for "", EmptyCorpusError for an empty index."""
     if not question.strip():
         raise UsageError("the question is empty; write a question")
     if not index.num_chunks:

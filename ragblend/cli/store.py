@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
-from ragblend.cli.printing import count_of, join_names, limit_line, print_result, progress_bars, remote_line
+from ragblend.cli.printing import join_names, limit_line, plural, print_result, progress_bars, remote_line
 from ragblend.cli.session import open_engine, open_settings_index, remote_facts
-from ragblend.config import Settings, with_flags
+from ragblend.config import Settings, arguments_to_flags
 from ragblend.errors import NotFoundError
 
 EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
@@ -29,7 +29,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
         report = push_store(settings.store, tier, progress, kv_dir=settings.kv_dir)
     tier.close()
     text = (
-        f"{count_of(report.num_sent, 'chunk')} sent, {report.num_known} were there, {report.num_damaged} damaged here, "
+        f"{plural(report.num_sent, 'chunk')} sent, {report.num_known} were there, {report.num_damaged} damaged here, "
         f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
         + (f"\n{report.problem}" if report.problem else "")
     )
@@ -41,14 +41,14 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
 @with_settings("model store", unflagged="device dtype namespace system trust_remote_code")
 def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
     """Keep documents' KV: no budget evicts it until `unpin`. After another ingest their new chunks are kept, too."""
-    from ragblend.ingestion.documents import find_documents, pin_document
+    from ragblend.ingestion.documents import find_indexed_documents, pin_document
 
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
-        sources = find_documents(document, opened)
+        sources = find_indexed_documents(document, opened)
         pinned = [pin_document(source, engine, opened) for source in sources]
     num_chunks, num_stored = (sum(counts) for counts in zip(*pinned, strict=True))
     facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_stored": num_stored}
-    text = f"{document}: {count_of(len(sources), 'document')}, {count_of(num_chunks, 'chunk')} pinned, "
+    text = f"{document}: {plural(len(sources), 'document')}, {plural(num_chunks, 'chunk')} pinned, "
     text += f"KV of {num_stored} stored"
     print_result(facts, text, json_)
 
@@ -64,9 +64,7 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
     for source in sources:
         disk.unpin(source)
     text = (
-        f"{document}: {count_of(len(sources), 'document')} no longer pinned"
-        if sources
-        else f"{document} was not pinned"
+        f"{document}: {plural(len(sources), 'document')} no longer pinned" if sources else f"{document} was not pinned"
     )
     print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
@@ -109,7 +107,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
         "kv_dtypes": dict(dtypes),
-        "context": disk.read_context(),
+        "context": disk.read_context_policy(),
         "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
@@ -122,15 +120,15 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     lines = [f"store {settings.store}:"]
     if manifest is not None:
         lines[0] += (
-            f" {count_of(len(sources), 'document')}, {count_of(num_chunks, 'chunk')} of at most {manifest.chunker} of "
+            f" {plural(len(sources), 'document')}, {plural(num_chunks, 'chunk')} of at most {manifest.chunker} of "
             f"{manifest.tokenizer}, embedded by {manifest.embedder}"
         )
     lines += [
-        f"collection {name}: {count_of(counts['num_documents'], 'document')}, {count_of(counts['num_chunks'], 'chunk')}"
+        f"collection {name}: {plural(counts['num_documents'], 'document')}, {plural(counts['num_chunks'], 'chunk')}"
         for name, counts in collections.items()
     ]
     lines += [
-        f"KV of {count_of(len(entries), 'chunk')}, {count_of(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
+        f"KV of {plural(len(entries), 'chunk')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
@@ -149,10 +147,10 @@ def verify(
     json_: JsonOption = False,
 ) -> None:
     """Read and check every stored byte, also a remote tier's. Exits 4 if anything is still damaged or missing."""
-    from ragblend.operations.maintenance import verify_store
+    from ragblend.operations.maintenance import verify_and_quarantine
 
     with progress_bars() as progress:
-        report = verify_store(settings.store, progress=progress, kv_dir=settings.kv_dir)
+        report = verify_and_quarantine(settings.store, progress=progress, kv_dir=settings.kv_dir)
     if settings.remote is not None:
         from ragblend.engine.store.remote.tier import open_remote
         from ragblend.operations.signing import repair_remote, verify_remote
@@ -181,9 +179,11 @@ def verify(
     if report.missing:
         lines[0] += f", {len(report.missing)} missing"
     found = (report.damaged, report.missing, report.damaged_remote)
-    lines += [f"  {key}: {with_flags(reason)}" for entries in found for key, reason in entries.items()]
-    lines += [f"  {settings.store}/{place}: {with_flags(reason)}" for place, reason in report.damaged_files.items()]
-    lines += [f"  index: {with_flags(problem)}" for problem in report.index_problems]
+    lines += [f"  {key}: {arguments_to_flags(reason)}" for entries in found for key, reason in entries.items()]
+    lines += [
+        f"  {settings.store}/{place}: {arguments_to_flags(reason)}" for place, reason in report.damaged_files.items()
+    ]
+    lines += [f"  index: {arguments_to_flags(problem)}" for problem in report.index_problems]
     if report.num_without_kv:
         lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
     if report.outdated:
@@ -192,7 +192,7 @@ def verify(
             f"they are still used: {join_names(report.outdated, 5)}"
         )
     if repair:
-        lines += [f"{report.num_repaired} recomputed", *report.dropped, *map(with_flags, report.unrepaired)]
+        lines += [f"{report.num_repaired} recomputed", *report.dropped, *map(arguments_to_flags, report.unrepaired)]
     elif report.has_problems:
         lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
     print_result(report.as_dict(), "\n".join(lines), json_)
@@ -223,5 +223,5 @@ def gc(
     text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
     if orphans:
         gone = "would go" if dry_run else "gone"
-        text += f"; {count_of(len(result.texts), 'registered text')} and {count_of(len(result.pins), 'pin')} {gone}"
+        text += f"; {plural(len(result.texts), 'registered text')} and {plural(len(result.pins), 'pin')} {gone}"
     print_result({**result._asdict(), "dry_run": dry_run}, text, json_)

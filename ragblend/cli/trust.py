@@ -9,7 +9,7 @@ import typer
 from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import print_result, progress_bars
 from ragblend.config import Settings
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 
 EXIT_CORRUPT = 4
 
@@ -26,7 +26,7 @@ def init_key(
     """Make a key. KV stored afterwards is signed, and KV without its signature is not used."""
     from ragblend.engine.store.signing import KEY_VARIABLE, key_path, write_key
 
-    path = (key_path() if out is None else user_path(out, "--key-file")).absolute()
+    path = (key_path() if out is None else expand_user_path(out, "--key-file")).absolute()
     key = write_key(path)
     lines = [
         f"{path} holds a new key ({key.id}); only you can read the file",
@@ -49,14 +49,14 @@ def sign(
     json_: JsonOption = False,
 ) -> None:
     """Sign the entries that a store holds. Do so only if you trust everyone who could write to it until now."""
-    from ragblend.engine.store.signing import find_key, read_key
+    from ragblend.engine.store.signing import find_process_key, read_key
     from ragblend.errors import NotFoundError
     from ragblend.operations.signing import sign_store
 
-    key = find_key()
+    key = find_process_key()
     if key is None:
         raise NotFoundError("there is no store key to sign with; make one: ragblend init-key")
-    old = read_key(user_path(signed_with, "--old-key-file")) if signed_with is not None else None
+    old = read_key(expand_user_path(signed_with, "--old-key-file")) if signed_with is not None else None
     with progress_bars() as progress:
         report = sign_store(settings.store, key, signed_with=old, progress=progress, kv_dir=settings.kv_dir)
     lines = [

@@ -21,7 +21,7 @@ _MAX_HEADING_CHARS = 200
 _MAX_DEPTH = 6
 
 
-def locate(document: Document, chunks: Iterable[Chunk]) -> list[Chunk]:
+def add_pages_and_headings(document: Document, chunks: Iterable[Chunk]) -> list[Chunk]:
     """Return `chunks` of `document` with their pages and headings in their metadata.
 
     `page` is the page of the chunk's first character, and `page_end` that of its last if it differs: a number, or a

@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from ragblend.corpus.layout import Layout, find_row_ends
+from ragblend.corpus.layout import Layout, find_uniform_row_ends
 
 _NO_BLANK = re.compile(r"\S")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]»]*$")
@@ -25,7 +25,7 @@ _IN_ROW, _AFTER_HEADING, _AT_CODE_LINE, _AT_CODE_PARAGRAPH, _AT_WORD, _AT_LINE, 
 
 
 def start_of_word(text: str, ends: Sequence[int], index: int) -> int:
-    """Return the offset of the word that ends at `ends[index]`; the text's length after the last word."""
+    """Return the offset where the word begins that ends at `ends[index]`; the length of `text` after the last word."""
     found = _NO_BLANK.search(text, ends[index - 1] if index else 0)
     return found.start() if found else len(text)
 
@@ -49,19 +49,19 @@ def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> in
 
 
 def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int, layout: Layout) -> int:
-    """Return the index of the last of the strongest gaps in the second half of the chunk, so that only a text's last
-    chunk may be less than half full.
+    """Return the index in `ends` of the word at whose end a chunk is best cut: the last of the strongest gaps in its
+    second half. So only a text's last chunk may be less than half full.
 
-    In uniform rows of records the gap is the one whose next row has the lowest hash, from two fifths of the chunk on:
-    it stays the same when a row is inserted before it, and so do the chunks after it. If the second half has only gaps
-    that separate what belongs together, a better gap in the quarter before it is used.
+    Uniform rows of records are cut before the row with the lowest hash, from two fifths of the chunk on. A row that is
+    inserted before the cut then changes neither the cut nor the chunks after it. If all gaps of the second half
+    separate parts that belong together, a better gap in the quarter before it is used.
     """
     size = ends[last] - start
     middle = bisect_right(ends, start + size // 2, first, last)
     table = layout.tables.find(ends[last])
     is_short = table is not None and table[1] - table[0] < _MIN_CHUNKS * size
     may_be_rows = not is_short and not layout.code.overlaps(ends[middle], ends[last])
-    if may_be_rows and (rows := find_row_ends(text, start, start + round(_ROWS_FROM * size), ends[last])):
+    if may_be_rows and (rows := find_uniform_row_ends(text, start, start + round(_ROWS_FROM * size), ends[last])):
         return bisect_left(ends, min(rows, key=lambda row: (row.rank, -row.offset)).offset, first, last)
     best, strength = _strongest_gap(text, ends, middle, last, layout)
     if strength < _AT_WORD and middle > first:
@@ -75,8 +75,7 @@ def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: 
 
 
 def _strongest_gap(text: str, ends: Sequence[int], first: int, last: int, layout: Layout) -> tuple[int, int]:
-    """Return the last of the strongest gaps after the words from `first` to `last`, and its strength; (`last`, -1) for
-    none."""
+    """Return the last of the strongest gaps after the words `first` to `last`, and its strength, or (`last`, -1)."""
     best, strongest = last, -1
     word, word_start = first, start_of_word(text, ends, first)
     while word <= last:

@@ -33,7 +33,7 @@ from ragblend.corpus.readers.formats import (
     TEXT_SUFFIXES,
 )
 from ragblend.corpus.readers.records import stream_jsonl, stream_parquet
-from ragblend.corpus.readers.rejected import find_reason_to_pass_over
+from ragblend.corpus.readers.rejected import not_a_document_reason
 from ragblend.corpus.readers.text import read_text
 from ragblend.corpus.readers.types import Mark, ParsedRecords, UnreadableRecord
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
@@ -65,7 +65,7 @@ class Document:
 
 
 @dataclass(slots=True)
-class FileContents:
+class FileDocuments:
     """The documents of one file. `failure`: why some of its records could not be read; these are left out."""
 
     documents: Iterable[Document]
@@ -73,7 +73,7 @@ class FileContents:
     unread: tuple[str, ...] = ()  # sources of these records, or what their sources begin with before a full stop
     notes: dict[str, str] = field(default_factory=dict)  # sentence on an omission or a guess -> its first source
 
-    def may_be_unread(self, source: str) -> bool:
+    def is_unread_record(self, source: str) -> bool:
         """Return True if `source` belongs to a record that could not be read."""
         return any(source == start or source.startswith(f"{start}.") for start in self.unread)
 
@@ -82,7 +82,7 @@ class SourceFile(NamedTuple):
     """An opened file: the digest of its bytes (32 hex digits), and the function that reads its documents."""
 
     digest: str
-    read: Callable[[], FileContents]
+    read: Callable[[], FileDocuments]
 
 
 def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> SourceFile:
@@ -138,7 +138,7 @@ def open_file(path: str, max_file_mib: float, *, any_kind: bool = False) -> Iter
         raise UnreadableDocumentError(f"{error.strerror or error}; check its permissions") from error
 
 
-def read_documents(path: str, data: bytes, text_field: str = "") -> FileContents:
+def read_documents(path: str, data: bytes, text_field: str = "") -> FileDocuments:
     """Return the documents of file `path`, whose bytes are `data`.
 
     `text_field`: field that holds the text of CSV, JSON and Parquet records; "" lets the reader choose. Raises
@@ -149,7 +149,7 @@ def read_documents(path: str, data: bytes, text_field: str = "") -> FileContents
     if not data:
         raise NotADocumentError("is empty (0 bytes)")
     _check_kind(path, data[:_PEEK_BYTES])
-    contents = FileContents(())
+    contents = FileDocuments(())
     try:
         contents.documents = list(_to_documents(path, _find_reader(path, text_field)(data), contents))
     except NotADocumentError:
@@ -170,7 +170,7 @@ def _find_reader(path: str, text_field: str) -> Callable[[bytes], ParsedRecords]
 
 def _check_kind(path: str, head: bytes) -> None:
     """Raise NotADocumentError for archives, pictures, programs and other files without text."""
-    if reason := find_reason_to_pass_over(PurePath(path).name, head, has_reader=_is_known(path)):
+    if reason := not_a_document_reason(PurePath(path).name, head, has_reader=_is_known(path)):
         raise NotADocumentError(reason)
 
 
@@ -183,7 +183,7 @@ def _check_name(path: str) -> None:
 
 def _read_stream(
     stream: Callable[[BufferedReader, str, str], ParsedRecords], path: str, digest: str, text_field: str
-) -> FileContents:
+) -> FileDocuments:
     """Return the documents of a file that is read one record at a time."""
 
     def records() -> ParsedRecords:
@@ -191,12 +191,12 @@ def _read_stream(
             yield from stream(file, digest, text_field)
 
     _check_name(path)
-    contents = FileContents(())
+    contents = FileDocuments(())
     contents.documents = _to_documents(path, records(), contents)
     return contents
 
 
-def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> Iterator[Document]:
+def _to_documents(path: str, found: ParsedRecords, contents: FileDocuments) -> Iterator[Document]:
     """Yield the documents of the records in `found`; set the failures and notes of `contents`."""
     num_found = num_records = num_documents = 0
     bad: list[UnreadableRecord] = []
@@ -225,8 +225,7 @@ def _to_documents(path: str, found: ParsedRecords, contents: FileContents) -> It
 
 
 def has_visible_text(text: str) -> bool:
-    """Return True if `text` has a character that is neither space nor a control or format character (Unicode Cc and
-    Cf).
+    """Return True if `text` has a character other than spaces, control and format characters (Unicode Cc, Cf).
 
     >>> has_visible_text(" a"), has_visible_text(" \\n"), has_visible_text("\\u200b\\ufeff")
     (True, False, False)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.errors import CorruptError, NotFoundError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
 from ragblend.option_fields import check_unicode
 
@@ -109,12 +109,7 @@ class SentenceTransformerEmbedder:
         return np.ascontiguousarray(vectors, np.float32)
 
     def _windows(self, text: str) -> list[_TextWindow]:
-        """Return the text in as few windows as fit the model's limit, of about equal size, cut between words if
-        possible.
-
-        Measured on 512-token chunks of real text (data/results/embedding-windows.json): retrieval with windows of equal
-        size finds more than with overlapping windows, or with full windows and a short rest.
-        """
+        """Return the text in as few windows as fit the model's limit, of about equal size, cut between words."""
         limit = self.max_tokens
         # At most one token per byte plus two special ones, so short texts need no counting.
         if limit is None or len(text.encode()) + 2 <= limit:
@@ -296,7 +291,7 @@ class HashingEmbedder:
         self.name = "hashing"
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """Return the texts' vectors, [n, dim] float32 unit rows; without words, that of its characters."""
+        """Return the texts' vectors, [n, dim] float32 unit rows. A text without words gets that of its characters."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for vector, text in zip(vectors, texts, strict=True):
             check_unicode(text, "a text to embed")
@@ -357,4 +352,4 @@ def load_embedder(name: str | Path) -> Embedder:
             f"the embedder {str(name)!r} is a LangChain embedding, which cannot be loaded by its name; pass the "
             "embedding with which the index was made: ragblend.vectorstores.BlendVectorStore(FOLDER, embedding)"
         )
-    return SentenceTransformerEmbedder(user_path(name, "embedder"))
+    return SentenceTransformerEmbedder(expand_user_path(name, "embedder"))

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 from ragblend.corpus.gitignore import GitignoreRules
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import kind_of_file
 
 logger = logging.getLogger(__name__)
@@ -71,15 +71,16 @@ class FolderScan:
         return any(each in self._root_set for each in iter_path_and_parents(path))
 
     def is_below_unreadable(self, path: str) -> bool:
-        """Return True if a folder above the file could not be listed."""
+        """Return True if a folder above the file `path` could not be listed."""
         return any(each in self._unlisted for each in iter_path_and_parents(path))
 
     def is_hidden(self, path: str, top: str) -> bool:
-        """Return True if a file, found below `top`, is left out by `top` or by a named folder below it. Then it was
-        ingested under its own name or that of a folder further down."""
+        """Return True if the scan left out the file `path` but scanned a folder above it, `top` or one below `top`."""
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
-            each in self._root_set and is_in(each, top) for each in iter_path_and_parents(path) if each != path
+            each in self._root_set and is_same_or_below(each, top)
+            for each in iter_path_and_parents(path)
+            if each != path
         )
 
     @cached_property
@@ -133,7 +134,7 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str
 
 
 def _local(path: str | Path) -> str | Path:
-    return source_name(str(path)) if str(path).startswith(_FILE_URI) else user_path(path, "the path")
+    return resolve_source(str(path)) if str(path).startswith(_FILE_URI) else expand_user_path(path, "the path")
 
 
 def normal_path(path: str | Path) -> str:
@@ -178,7 +179,8 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     known = list(sources)
     if any(source == name for source, _ in known):
         return [name]
-    meant = dict.fromkeys((source_name(name), os.path.realpath(source_name(name))))  # `name` may be a link to the file
+    source = resolve_source(name)
+    meant = dict.fromkeys((source, os.path.realpath(source)))  # `name` may be a link to the file
     for wanted, spelled in ((spelled(path), spelled) for path in meant for spelled in (str, _normalize_unicode)):
         found = [source for source, _ in known if _RECORD.search(wanted) and spelled(source) == wanted]
         found = found or [source for source, file in known if wanted in (spelled(source), spelled(file))]
@@ -188,12 +190,12 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     return []
 
 
-def source_name(name: str) -> str:
+def resolve_source(name: str) -> str:
     """Return the source of the document `name`: an absolute path, or the URI that it is."""
     if name.startswith(_FILE_URI):
         _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # the part between is the host, this one
         return normal_path(unquote(slash + path))
-    return name if _URI.match(name) else normal_path(user_path(name, "the document"))
+    return name if _URI.match(name) else normal_path(expand_user_path(name, "the document"))
 
 
 def make_source(path: str, record: str = "") -> str:
@@ -215,7 +217,7 @@ def is_below(path: str, folder: str) -> bool:
     return path.startswith(folder.rstrip("/") + "/")
 
 
-def is_in(path: str, folder: str) -> bool:
+def is_same_or_below(path: str, folder: str) -> bool:
     """Return True if `path` is `folder` or lies below it."""
     return path == folder or is_below(path, folder)
 
@@ -323,14 +325,14 @@ def _reason_no_file(path: str) -> str:
 
 def _leads_to_folder_of(found: FolderScan, path: str) -> bool:
     """Return True for a link to a folder whose files are read under their own names."""
-    return os.path.isdir(path) and any(is_in(os.path.realpath(path), top) for top in found.roots)
+    return os.path.isdir(path) and any(is_same_or_below(os.path.realpath(path), top) for top in found.roots)
 
 
 def _drop_outside_links(found: FolderScan) -> None:
     """Drop links to files outside of the roots: a folder's writers may not be allowed to read those files."""
     for path in [each for each in found.files if each not in found.named_files and os.path.islink(each)]:
         target = os.path.realpath(path)
-        if not any(is_in(target, top) for top in found.roots):
+        if not any(is_same_or_below(target, top) for top in found.roots):
             found.outside.append(path)
             del found.files[path]
 

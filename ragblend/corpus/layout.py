@@ -45,7 +45,7 @@ class Spans:
         return number >= 0 and self._ends[number] > start
 
 
-class Table(NamedTuple):
+class TableSpan(NamedTuple):
     """Consecutive lines of cells. `header_end`: end of the header row, `start` if the table has none."""
 
     start: int
@@ -107,7 +107,7 @@ def _end_of_line(text: str, offset: int) -> int:
     return end if end >= 0 else len(text)
 
 
-def _find_tables(text: str) -> Iterator[Table]:
+def _find_tables(text: str) -> Iterator[TableSpan]:
     rows: list[tuple[int, int]] = []  # the first two rows of the current table, and its last
     place = text.find("|")
     while place >= 0:
@@ -124,17 +124,17 @@ def _find_tables(text: str) -> Iterator[Table]:
         yield _make_table(text, rows)
 
 
-def _make_table(text: str, rows: list[tuple[int, int]]) -> Table:
+def _make_table(text: str, rows: list[tuple[int, int]]) -> TableSpan:
     start, end = rows[0][0], rows[-1][1]
     if len(rows) < 2 or rows[0][1] - start > _MAX_HEADER_CHARS:
-        return Table(start, end, start)
+        return TableSpan(start, end, start)
     first, second = (
         text[row_start : min(row_end, row_start + 4 * _MAX_HEADER_CHARS)] for row_start, row_end in rows[:2]
     )
     cells, below = _split_cells(first), _split_cells(second)
     if all("--" in cell and not cell.strip("-: ") for cell in below):  # Markdown's rule
-        return Table(start, end, rows[1][1])
-    return Table(start, end, rows[0][1] if _is_header(cells, below) else start)
+        return TableSpan(start, end, rows[1][1])
+    return TableSpan(start, end, rows[0][1] if _is_header(cells, below) else start)
 
 
 def _split_cells(row: str) -> list[str]:
@@ -142,8 +142,7 @@ def _split_cells(row: str) -> list[str]:
 
 
 def _is_header(first: list[str], second: list[str]) -> bool:
-    """Return True if the first row of a table names its columns: words that differ from each other and from the second
-    row's.
+    """Return True if a table's first row names its columns: words unlike each other and those of the second row.
 
     A first cell with a digit is a date or a number, as in a log whose fields are separated like cells.
     """
@@ -172,16 +171,17 @@ _DIGITS = re.compile(r"\d+")
 _LIST_MARK = re.compile(r"\W*|0[.)]|\(0\)")
 
 
-def find_row_ends(text: str, start: int, middle: int, end: int) -> list[RowEnd]:
-    """Return the ends in [middle, end] of rows that begin like the row after them; none if the text is not uniform.
+def find_uniform_row_ends(text: str, start: int, first_end: int, last_end: int) -> list[RowEnd]:
+    """Return the ends, `first_end` to `last_end`, of rows that begin like the next row; [] for a text that is not
+    uniform.
 
     Rows are paragraphs (of a CSV file), else lines (of a table or a log) without blank lines between them. A text is
-    uniform if three in four rows begin like the next one, from `start` to two more times the size of [start, end).
+    uniform if, from `start` over three times the distance to `last_end`, three in four rows begin like the next one.
     """
-    size = end - start
-    piece = text[start : end + 2 * size]
+    size = last_end - start
+    piece = text[start : last_end + 2 * size]
     for separator in ("\n\n", "\n"):
-        if separator == "\n" and "\n\n" in text[middle:end]:
+        if separator == "\n" and "\n\n" in text[first_end:last_end]:
             break
         rows = list(_split_rows(piece, separator))
         shapes = [_shape(piece[row[0] : row[0] + _MAX_ROW_CHARS]) for row in rows]
@@ -190,7 +190,7 @@ def find_row_ends(text: str, start: int, middle: int, end: int) -> list[RowEnd]:
             return [
                 RowEnd(start + row[1], _rank(piece[following[0] : following[1]]))
                 for (row, following), is_similar in zip(pairwise(rows), similar, strict=True)
-                if is_similar and middle <= start + row[1] <= end
+                if is_similar and first_end <= start + row[1] <= last_end
             ]
     return []
 

@@ -19,7 +19,7 @@ from typing import Any
 from ragblend.corpus.documents import (
     MAX_FILE_MIB,
     Document,
-    FileContents,
+    FileDocuments,
     SourceFile,
     has_visible_text,
     normalize_text,
@@ -61,7 +61,7 @@ class FileReader:
     def version(self, path: str) -> str:
         """Return a name of this way to read the file: equal bytes and equal names give equal documents."""
         if self.loader is not None:
-            return f"loader {name_loader(self.loader)}"
+            return f"loader {get_loader_version(self.loader)}"
         return reader_version(path, self.text_field)
 
 
@@ -93,22 +93,22 @@ def import_loader(name: str) -> Loader:
     return found  # type: ignore[no-any-return]
 
 
-def name_loader(loader: Loader) -> str:
+def get_loader_version(loader: Loader) -> str:
     """Return a loader's `version` if it has one, else its module and name."""
     named = loader if hasattr(loader, "__qualname__") else type(loader)
     return str(getattr(loader, "version", "") or f"{named.__module__}:{named.__qualname__}")
 
 
-def load_file(loader: Loader, path: str) -> FileContents:
+def load_file(loader: Loader, path: str) -> FileDocuments:
     """Return the documents that `loader` returns for a file; their iterator raises its errors."""
-    return FileContents(_load_documents(loader, path))
+    return FileDocuments(_load_documents(loader, path))
 
 
 def _load_documents(loader: Loader, path: str) -> Iterator[Document]:
     texts = ((text, metadata) for text, metadata in _run_loader(loader, path) if has_visible_text(text))
     first = list(islice(texts, 2))
     if not first:
-        raise NotADocumentError(f"holds no text that the loader {name_loader(loader)} finds")
+        raise NotADocumentError(f"holds no text that the loader {get_loader_version(loader)} finds")
     if len(first) == 1:  # a single document needs no record number
         yield Document(first[0][0], make_source(path), first[0][1])
         return
@@ -126,7 +126,7 @@ def _run_loader(loader: Loader, path: str) -> Iterator[tuple[str, dict[str, Any]
         raise
     except Exception as error:  # a loader may raise any error
         raise UnreadableDocumentError(
-            f"cannot be read by the loader {name_loader(loader)} ({_describe(error)})"
+            f"cannot be read by the loader {get_loader_version(loader)} ({_describe(error)})"
         ) from error
 
 

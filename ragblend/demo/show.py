@@ -17,7 +17,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.ingestion.documents import remove_documents
 from ragblend.ingestion.report import IngestReport
@@ -53,7 +53,7 @@ class Demo:
 @contextmanager
 def open_demo(directory: str | Path, progress: Progress | None = None) -> Iterator[Demo]:
     """Write the sample corpus to `corpus` in `directory`, ingest it into that store, and yield both open."""
-    directory, corpus = user_path(directory, "--dir"), sample_corpus()
+    directory, corpus = expand_user_path(directory, "--dir"), sample_corpus()
     corpus.write(directory / CORPUS)
     files = [directory / CORPUS / record.filename for record in corpus.records]
     with (
@@ -102,7 +102,7 @@ def run_demo(
             rows = [ask_all_modes(demo, question)]
             show_answers(rows, say)
         else:
-            rows = [_ask_prepared(demo, item) for item in spread(demo.corpus.questions, NUM_QUESTIONS)]
+            rows = [_ask_prepared(demo, item) for item in pick_evenly(demo.corpus.questions, NUM_QUESTIONS)]
             show_answers(_sort_by_mode_difference(rows)[:NUM_SHOWN], say)
             show_totals(rows, say)
     return {"ingest": report.as_dict(), "questions": rows, "totals": summarize_modes(rows)}
@@ -121,13 +121,13 @@ def ask_all_modes(demo: Demo, question: str) -> dict[str, Any]:
     return {"question": question, "answer": "", "kind": "", "gold": [], "sources": _sources(hits), "modes": modes}
 
 
-def examples() -> list[Question]:
+def example_questions() -> list[Question]:
     """Return example questions: two that full reuse answers wrong, and one that it answers right."""
-    prepared = spread(sample_corpus().questions, NUM_QUESTIONS)
+    prepared = pick_evenly(sample_corpus().questions, NUM_QUESTIONS)
     return [next(question for question in prepared if question.kind == kind) for kind in EXAMPLE_KINDS]
 
 
-def spread(questions: Sequence[Question], count: int) -> list[Question]:
+def pick_evenly(questions: Sequence[Question], count: int) -> list[Question]:
     """Return `count` questions, evenly spaced; every kind is included, because the corpus is ordered by kind."""
     count = min(count, len(questions))
     return [questions[i * len(questions) // count] for i in range(count)]

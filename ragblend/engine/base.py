@@ -37,10 +37,10 @@ LEAST_QUOTE = 64
 """Least tokens of a run at the end of the user's turn that counts as a document; a shorter run is a quotation."""
 
 
-def turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
+def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
     """Return the position after the last user turn of a prompt: the start of `tail_ids`, if the prompt ends with them.
 
-    >>> turn_end([5, 6, 7, 1, 2], [1, 2]), turn_end([5, 6, 7], [1, 2])
+    >>> last_turn_end([5, 6, 7, 1, 2], [1, 2]), last_turn_end([5, 6, 7], [1, 2])
     (3, 3)
     """
     num_tail = len(tail_ids)
@@ -59,11 +59,11 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
     return "similar" if num_layers >= DEEP_MODEL_LAYERS else "none"
 
 
-def record_entries(store: KVStore) -> ChunkRegistry | None:
+def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
     """Make the store's disk tier record in its registry the chunks that each entry contains or was computed after.
 
     An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
-    registry; None without a disk tier, or if the tier records its entries already.
+    registry; None if the store has no disk tier, or if that tier records its entries already.
     """
     disk = store.disk_tier
     if disk is None or disk.on_put is not None:
@@ -125,8 +125,8 @@ class EngineBase:
         """Return True if the engine is not closed, and was loaded by this process and not by its parent."""
         return not self.closed and self._process == os.getpid()
 
-    def check_process(self) -> None:
-        """Raise RagblendError in a process that was forked from the one that loaded this engine: a call would hang."""
+    def check_not_forked(self) -> None:
+        """Raise RagblendError in a process that was forked from the engine's own, because a call would hang there."""
         if self._process != os.getpid():
             raise RagblendError(
                 f"the engine of {self.name} was loaded before this process was forked; the forked process has none of "
@@ -184,8 +184,7 @@ class EngineBase:
 
 
 class LocalEngine(EngineBase, ABC):
-    """An engine that has the tokenizer and the store: keys, chunks in prompts, ingestion. Prefills and answers in
-    subclasses.
+    """An engine that has tokenizer and store: keys, chunks in prompts, ingestion. Subclasses prefill and answer.
 
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; "inline" does not.
     `context`: the store's context policy (see `keys`); None: the policy that its disk tier has stored, or the default
@@ -205,11 +204,11 @@ class LocalEngine(EngineBase, ABC):
         super().__init__(on_miss=on_miss, **options)
         self.renderer = renderer
         self.store = store
-        self._entry_registry = record_entries(store)
+        self._entry_registry = record_entries_on_put(store)
         self.default_prefix_ids = renderer.prefix_ids(self.system, pins_date=True)
         if context is not None:
             CONTEXT.validate("context", context)
-        known = context or store.read_context()
+        known = context or store.read_context_policy()
         self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
@@ -229,7 +228,7 @@ class LocalEngine(EngineBase, ABC):
         at the end of the last user turn is a question that quotes a document. It is left out, unless the prompt names
         its chunk and contains it nowhere else.
         """
-        self.check_process()
+        self.check_not_forked()
         start_s = perf_counter()
         token_ids = self.renderer.render(prompt)
         named = {ids: chunk for chunk in prompt.chunks if (ids := self.renderer.chunk_ids(chunk.text))}
@@ -239,7 +238,7 @@ class LocalEngine(EngineBase, ABC):
             runs.sort(key=lambda run: run.start)
         runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
         tail_ids = self.renderer.tail_ids if prompt.is_chat else ()
-        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= turn_end(token_ids, tail_ids):
+        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, tail_ids):
             is_elsewhere = any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
             if is_elsewhere or runs[-1].chunk is None:
                 runs.pop()
@@ -258,14 +257,14 @@ class LocalEngine(EngineBase, ABC):
 
     def set_context_policy(self, policy: ContextPolicy) -> None:
         """Set the context policy for ingestion and lookup, and store it."""
-        self.store.put_context(CONTEXT.validate("context", policy))
+        self.store.put_context_policy(CONTEXT.validate("context", policy))
         self.context, self._knows_context = policy, True
 
     def likely_keys(self, chunks: Sequence[Part]) -> list[str]:
         """Return the cache keys that a prompt of these chunks is likely to use.
 
-        These are the first chunk alone and all chunks in the store's context policy; if that policy is a guess, also
-        all chunks alone.
+        These are the keys of the first chunk computed alone, and of every chunk in the variant of the store's context
+        policy. If the store has recorded no policy, the keys of all chunks computed alone are included.
         """
         named = [as_chunk(chunk) for chunk in chunks]
         first = [replace(chunk, context="none") for chunk in (named[:1] if self._knows_context else named)]
@@ -287,14 +286,11 @@ class LocalEngine(EngineBase, ABC):
         return self.store.contains(self.key_of(chunk_ids))
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the store has the chunk's KV after the default prefix, in the variant that its `context`
-        names.
-        """
+        """Return True if the store has the chunk's KV after the default prefix, in the variant of its `context`."""
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk after the default prefix and its ingestion context, and store its slice. Return the bytes
-        stored.
+        """Prefill one chunk after default prefix and ingestion context, and store its slice. Return the bytes stored.
 
         Returns 0 if it was stored already. Raises UsageError for a similar variant without `context_texts`.
         """
@@ -304,7 +300,7 @@ class LocalEngine(EngineBase, ABC):
 
     def add_known(self, chunks: Iterable[Part]) -> None:
         """Add chunks to those that are matched in prompts."""
-        self.check_process()
+        self.check_not_forked()
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
         for text in texts:
             check_unicode(text, "a chunk")
@@ -340,7 +336,7 @@ class LocalEngine(EngineBase, ABC):
     def _ingestion_context(self, chunk: Part) -> IngestionContext:
         """Return the ingestion context of the variant that a chunk names."""
         if isinstance(chunk, Chunk) and chunk.context == "similar":
-            return IngestionContext("similar", self.renderer.context_parts(chunk.context_texts))
+            return IngestionContext("similar", self.renderer.ids_with_separators(chunk.context_texts))
         return NO_CONTEXT
 
     # -- background work

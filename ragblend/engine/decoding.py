@@ -70,7 +70,7 @@ class LogitsProcessors:
         limited: Tensor = self._limits(torch.tensor([self._ids]), scaled[None])[0]
         return limited
 
-    def push(self, token: int) -> None:
+    def record_token(self, token: int) -> None:
         """Add a chosen token to those that penalties count."""
         self._ids.append(token)
 
@@ -113,16 +113,16 @@ class Sampler:
             ordered[ordered.cumsum(dim=-1) - ordered >= (self._options.top_p if shape is None else 1.0)] = 0
             token = int(ids[torch.multinomial(ordered, 1, generator=self._generator)])
         if shape is not None:
-            shape.push(token)
+            shape.record_token(token)
         if self.logprobs is not None:
             self.logprobs.append(_logprobs(logits, token, self._options.top_logprobs or 0))
         return token
 
     def record_forced(self, tokens: Sequence[int]) -> None:
-        """Add `tokens` that a grammar determined, without sampling. Their probability is 1."""
+        """Add `tokens` that a grammar forces, without sampling. Their probability is 1."""
         for token in tokens:
             if self._shape is not None:
-                self._shape.push(token)
+                self._shape.record_token(token)
             if self.logprobs is not None:
                 self.logprobs.append((token, 0.0, [(token, 0.0)] if self._options.top_logprobs else []))
 
@@ -155,7 +155,7 @@ class AnswerText:
         self.stopped = False  # True once a stop string has ended the text
 
     def push(self, token_id: int) -> str:
-        """Return the new text that can be shown after `token_id`; it may be "", and is "" after a stop string."""
+        """Return the new text that can be shown after `token_id`; "" if there is none yet, and after a stop string."""
         if self.stopped:
             return ""
         self._new_ids.append(token_id)
@@ -168,7 +168,7 @@ class AnswerText:
         return self._cut(text)
 
     def flush(self) -> str:
-        """Return the text that is still held back at the end of the answer; an unfinished character is U+FFFD."""
+        """Return the text that is still held back at the end of the answer. An unfinished character becomes U+FFFD."""
         text = self._cut(self._decode_new_ids()) if self._new_ids and not self.stopped else ""
         rest, self._held = text + self._held, ""
         return rest
@@ -182,7 +182,7 @@ class AnswerText:
         if not text:
             return ""
         self._shown_ids, self._new_ids = self._new_ids, []
-        text = text if self._has_begun else text.removeprefix(self._renderer.answer_lead)
+        text = text if self._has_begun else text.removeprefix(self._renderer.whitespace_before_answer)
         self._has_begun = True
         shown, self._held, self.stopped = cut_at_stop(self._held + text, self._stop)
         return shown

@@ -118,9 +118,8 @@ class Answer:
         self._steps = self._run()
 
     def advance(self, logits: Tensor | BaseException | None = None) -> None:
-        """Run up to the next decode step or the end. `logits` [vocabulary] are those of `step`, or the error of
-        computing them.
-        """
+        """Run to the next decode step or the end. `logits` [vocabulary]: those of `step`, or the error of computing
+        them."""
         if self.is_cancelled:
             self.end()
         if self.ended.is_set():
@@ -140,8 +139,8 @@ class Answer:
             self.end(error)
 
     @property
-    def is_paused(self) -> bool:
-        """Return True if the answer must not decode further until the caller has read more of it."""
+    def is_waiting_for_reader(self) -> bool:
+        """Return True if the answer must not decode further until its caller has read more of its text."""
         is_behind = self.is_streamed and self.pieces.qsize() >= MAX_UNREAD_PIECES
         return is_behind and not self.is_cancelled and not self._engine.closed
 
@@ -170,7 +169,7 @@ class Answer:
         self.start_s = perf_counter()
         prefilled = self.prefill()
         sampler = Sampler(request.options, request.prompt.token_ids)
-        guide = request.grammar.guide() if request.grammar is not None else None
+        guide = request.grammar.new_guide() if request.grammar is not None else None
         token = sampler.sample(prefilled.logits if guide is None else guide.mask_logits(prefilled.logits))
         result.report = report = prefilled.report
         report.match_s = request.prompt.match_s
@@ -178,7 +177,7 @@ class Answer:
         report.prompt_tokens = request.prompt.num_tokens
         report.num_chunks = len(report.chunks)
         report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
-        text = AnswerText(engine.renderer, request.options.stops)
+        text = AnswerText(engine.renderer, request.options.stop_strings)
         ends = engine.stop_ids
         limit = min(request.options.max_tokens, engine.context_length - request.prompt.num_tokens)
         decode_start_s = perf_counter()
@@ -187,7 +186,7 @@ class Answer:
                 if token in ends:
                     result.finish_reason = "stop"
                     break
-                tokens = [token] if guide is None else guide.accept_token(token, limit - len(result.token_ids))
+                tokens = [token] if guide is None else guide.accept_with_forced(token, limit - len(result.token_ids))
                 if len(tokens) > 1:
                     sampler.record_forced(tokens[1:])
                 shown = ""
@@ -236,9 +235,9 @@ CancelCheck = Callable[[Answer], bool]
 class GenerationStream:
     """An answer in progress. Iterating yields text; `result` is complete when the iteration ends.
 
-    The engine's loop decodes the answer from `start`, or the first `next`, on. If the stream is read, decoding pauses
-    while MAX_UNREAD_PIECES texts are unread. When the engine is closed, the answer ends at the next token with its text
-    so far, finish reason "cancelled" and no error.
+    The engine's loop begins to decode the answer at `start`, or at the first `next`. If the stream is iterated,
+    decoding pauses while MAX_UNREAD_PIECES texts are unread. When the engine is closed, the answer ends at the next
+    token with its text so far, finish reason "cancelled" and no error.
     """
 
     def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
@@ -263,7 +262,7 @@ class GenerationStream:
         return self
 
     def __next__(self) -> str:
-        self._engine.check_process()
+        self._engine.check_not_forked()
         if not self._is_started:
             self._answer.is_streamed = True
             self.start()
@@ -295,7 +294,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
     """
     fresh = [stream for stream in streams if not stream._is_started]
     for stream in fresh:
-        stream._engine.check_process()
+        stream._engine.check_not_forked()
         stream._answer.cancel_check = cancel_check
         stream._answer.prefill = stream._engine.prepare_prefill(stream.request)  # the loop does not wait for this
     for stream in fresh:

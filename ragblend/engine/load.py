@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UsageError
-from ragblend.files.places import user_path
-from ragblend.files.store_folder import open_store_folder
+from ragblend.files.places import expand_user_path
+from ragblend.files.store_folder import resolve_store_folder
 from ragblend.options import (
     MODEL_NAMES,
     TIER_NAMES,
@@ -19,7 +19,7 @@ from ragblend.options import (
     LoadOptions,
     ModelOptions,
     TierOptions,
-    is_url,
+    is_server_url,
 )
 from ragblend.redaction import has_secret, redact
 
@@ -91,10 +91,10 @@ def load_engine(
     asked = ModelOptions.from_keywords(**loading)
     settings = LoadOptions(**given)
     if isinstance(store, str | Path):
-        store = user_path(store, "store")
-    elif store is not None and not is_url(backend) and not (hasattr(store, "get") and hasattr(store, "put")):
+        store = expand_user_path(store, "store")
+    elif store is not None and not is_server_url(backend) and not (hasattr(store, "get") and hasattr(store, "put")):
         raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
-    if backend not in ("transformers", "vllm") and not is_url(backend):
+    if backend not in ("transformers", "vllm") and not is_server_url(backend):
         raise UsageError(
             f"backend is {redact(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
         )
@@ -107,12 +107,12 @@ def load_engine(
     if model is None:
         if asked.trust_remote_code:
             raise UsageError("trust_remote_code runs code of the model, and no model is given; name it: `model=...`")
-        model = None if is_url(backend) else remembered_model(store)
+        model = None if is_server_url(backend) else find_store_model(store)
     elif not isinstance(model, str | Path):
-        from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
+        from ragblend.engine.transformers.loaded_model import loaded_model_name, validate_loaded_model
 
         pair = validate_loaded_model(model)
-        model = pair_name(pair)
+        model = loaded_model_name(pair)
         if backend != "transformers":
             raise UsageError(
                 f"a loaded model runs in this process, but backend is {redact(backend)!r}; pass its name or path"
@@ -125,11 +125,11 @@ def load_engine(
             model=model, store=store, backend=backend, remote=remote, namespace=settings.namespace, **asked.non_defaults
         )
     if isinstance(store, Path):
-        store = open_store_folder(store)
+        store = resolve_store_folder(store)
         if settings.system is None:
-            shared["system"] = remembered_defaults(store).system
+            shared["system"] = load_store_defaults(store).system
             settings = replace(settings, system=shared["system"])
-    if is_url(backend):
+    if is_server_url(backend):
         return _load_client(model, store, backend, asked, settings, shared)
     assert model is not None
     if backend == "vllm":
@@ -137,27 +137,26 @@ def load_engine(
     return _load_transformers(model, pair, store, asked, settings, shared)
 
 
-def remembered_defaults(store: Any) -> StoreDefaults:
+def load_store_defaults(store: Any) -> StoreDefaults:
     """Return the defaults that the latest ingestion into the folder `store` wrote. Raises CorruptError if damaged."""
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.metadata import StoreDefaults
 
-    is_folder = isinstance(store, str | Path) and user_path(store, "store").is_dir()
+    is_folder = isinstance(store, str | Path) and expand_user_path(store, "store").is_dir()
     return DiskStore(store).read_defaults() if is_folder else StoreDefaults()
 
 
-def remembered_model(store: Any) -> str:
-    """Return the name of the model that the latest ingestion into the folder `store` used, else of the only model with
-    KV there.
+def find_store_model(store: Any) -> str:
+    """Return the name of the model that the latest ingestion into the folder `store` used, else of its only model.
 
     Raises UsageError if the store has KV of no model, or of several.
     """
     from ragblend.engine.store.disk import DiskStore
 
-    if named := remembered_defaults(store).model:
+    if named := load_store_defaults(store).model:
         return named
     names: list[str] = []
-    if isinstance(store, str | Path) and user_path(store, "store").is_dir():
+    if isinstance(store, str | Path) and expand_user_path(store, "store").is_dir():
         names = sorted({str(facts["model"]) for facts in DiskStore(store).models().values() if facts.get("model")})
     if len(names) == 1:
         return names[0]
@@ -177,7 +176,7 @@ def _command_flags(store: str | Path | None, **settings: Any) -> str:
 
     Returns "" for KV in memory, which no command can read, and for settings without a flag.
     """
-    if (store is None and not is_url(settings["backend"])) or not set(settings) <= _FLAGS:
+    if (store is None and not is_server_url(settings["backend"])) or not set(settings) <= _FLAGS:
         return ""
     defaults = {"backend": "transformers"}
     words: list[str] = []
@@ -259,7 +258,7 @@ def _load_client(
     shared: dict[str, Any],
 ) -> VllmClient:
     """Return an engine over the server at `url`. `model` None is the server's model."""
-    from ragblend.engine.vllm.client import Connection, VllmClient, server_facts
+    from ragblend.engine.vllm.client import Connection, VllmClient, request_server_facts
     from ragblend.prompt.render import Renderer
 
     more = ["vllm_options"] if settings.vllm_options else []
@@ -279,7 +278,7 @@ def _load_client(
     http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
     opened = Connection(url, **{name: value for name, value in http.items() if value is not None})
     try:
-        facts = server_facts(opened, model or "")
+        facts = request_server_facts(opened, model or "")
         if model not in (None, facts.model, facts.root):
             raise StoreMismatchError(
                 f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; pass `model={facts.model!r}`"
@@ -338,8 +337,8 @@ def _load_vllm(
 def register_model(
     path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool, catalog: str | None = None
 ) -> None:
-    """Record a model in the store at `path`: its name and the dtype and shapes of its KV, which `verify` reads; and in
-    the store's catalogue, where that is shared.
+    """Record a model in the store at `path`: its name, and the dtype and shapes of its KV, which `verify` reads. A
+    shared catalogue also records the model.
 
     Raises StoreMismatchError if the store has KV of other models only, unless `new_model` is True.
     """

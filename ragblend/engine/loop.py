@@ -81,7 +81,7 @@ class EngineLoop(Executor):
         for answer in answers:
             answer.end()
 
-    def wait_for_place(self) -> None:
+    def wait_for_capacity(self) -> None:
         """Wait until fewer than `max_num_seqs` answers wait for their prefill."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < self.max_num_seqs)
@@ -127,7 +127,7 @@ class EngineLoop(Executor):
         while True:
             with self._changed:
                 call = self._calls.popleft() if self._calls else None
-                ready = [answer for answer in self._running if not answer.is_paused][: self.max_num_seqs]
+                ready = [answer for answer in self._running if not answer.is_waiting_for_reader][: self.max_num_seqs]
                 num_free = min(self.max_num_seqs - len(ready), len(self._waiting))
                 starting = [self._waiting.popleft() for _ in range(num_free)]
                 self._is_running = bool(call or ready or starting)

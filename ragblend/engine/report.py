@@ -79,7 +79,7 @@ class BlendReport:
         return asdict(self)
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> BlendReport:
+    def from_dict(cls, values: Mapping[str, Any]) -> BlendReport:
         """Return the report that `as_dict` returned, also of another version. Unknown fields are left out."""
         report = cls(**_known(cls, values))
         report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in values.get("chunks", ())]
@@ -97,8 +97,9 @@ class BlendReport:
         return text
 
 
-def chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
-    """Return a report, initially a miss, for each chunk of which runs were found in the prompt."""
+def new_chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
+    """Return a report for each chunk matched in the prompt. It says that the chunk is a miss until a lookup fills
+    it."""
     runs = prompt.runs
     return [
         ChunkReport(runs[parts[0]].source, sum(runs[part].num_tokens for part in parts), hit=False)
@@ -106,8 +107,8 @@ def chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
     ]
 
 
-def join_runs(report: BlendReport, prompt: MatchedPrompt) -> None:
-    """Replace `report.chunks`, one per run of the prompt, by one per chunk, which joins those of the chunk's runs."""
+def merge_run_reports(report: BlendReport, prompt: MatchedPrompt) -> None:
+    """Replace the reports of runs in `report.chunks` by one per chunk, which sums up the chunk's runs in the prompt."""
     joined = []
     for parts in prompt.runs_by_chunk:
         runs = [report.chunks[part] for part in parts]

@@ -42,7 +42,7 @@ class ReuseDiagnostics:
         self.is_settled = False  # a chunk was reused, or all warnings were logged: later prompts are not examined
 
     def record_lookup(self, num_tokens: int, hits: Sequence[bool], *prefixes: tuple[int, ...]) -> None:
-        """Record a prompt in a mode that reuses chunks. `hits` has True for each of its chunks that was stored.
+        """Record the lookup of a prompt in a mode with reuse. `hits`: for each of its chunks, True if it was stored.
 
         `prefixes`: ids that the prompt begins with and after which chunks may be stored.
         """

@@ -74,7 +74,7 @@ class Shadow:
 
         def compare() -> ShadowReport:
             stream = repeat()
-            same = same_tokens(stream, answer)
+            same = yields_same_tokens(stream, answer)
             return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
 
         self.sample(compare, answer.report)
@@ -128,14 +128,14 @@ def compare_with_full(
         kept.append(prefilled.logits)
 
     full = replace(request, mode="full", conversation=None, options=options)
-    same = same_tokens(GenerationStream(engine, full, keep), answer)
+    same = yields_same_tokens(GenerationStream(engine, full, keep), answer)
     return ShadowReport(
         int(kept[0].argmax()) == int(logits.argmax()), first_token_kl(kept[0], logits), same if comparable else None
     )
 
 
-def same_tokens(stream: Stream, answer: Generation) -> bool:
-    """Return True if `stream` yields `answer`, token for token. Closes the stream at the first different token."""
+def yields_same_tokens(stream: Stream, answer: Generation) -> bool:
+    """Return True if `stream` yields the tokens of `answer`. Closes the stream at the first different token."""
     for _ in stream:
         if not _has_same_prefix(stream.result.token_ids, answer.token_ids):
             stream.close()

@@ -68,7 +68,7 @@ class Directory:
             if self._fsync:
                 _fsync_directory(path.parent)
         except BaseException as error:
-            unlink(temp)
+            try_remove_file(temp)
             if isinstance(error, OSError):
                 raise self.write_error(error, path, nbytes) from error
             raise
@@ -88,11 +88,11 @@ class Directory:
 
     def remove_stale_files(self) -> int:
         """Remove the files of `find_stale_files`; return their number."""
-        return sum(unlink(path) for path, _ in self.find_stale_files())
+        return sum(try_remove_file(path) for path, _ in self.find_stale_files())
 
     def write_error(self, error: OSError, path: Path, nbytes: int = 0) -> RagblendError:
         """Return the error to raise for `path`, which needs `nbytes` and could not be written."""
-        return to_write_error(error, path, nbytes, self.full_hint)
+        return make_write_error(error, path, nbytes, self.full_hint)
 
     def _make(self, path: Path) -> None:
         if not path.is_dir():
@@ -110,15 +110,15 @@ class Directory:
         return bool(self.root.stat().st_mode & stat.S_IWGRP)
 
 
-def unlink(path: Path) -> bool:
-    """Remove a file; return True if it was removed."""
+def try_remove_file(path: Path) -> bool:
+    """Remove a file if possible; return True if it was removed. Raises nothing."""
     with suppress(OSError):
         path.unlink()
         return True
     return False
 
 
-def to_write_error(
+def make_write_error(
     error: OSError, path: Path, nbytes: int = 0, full_hint: str = "", options: str = "`store`"
 ) -> RagblendError:
     """Return the error to raise for `path`, which needs `nbytes` and cannot be written.
@@ -128,7 +128,7 @@ def to_write_error(
     if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
         return StoreFullError(
-            f"{needs}: {explain_disk_full(error)}. {full_hint or 'Make room and run the command again'}"
+            f"{needs}: {disk_full_reason(error)}. {full_hint or 'Make room and run the command again'}"
         )
     return StoreNotWritableError(
         f"{path} cannot be written: {error.strerror or error}. Check the owner and the mount of {path.parent}, "
@@ -149,7 +149,7 @@ def remove_file(path: Path) -> bool:
     return True
 
 
-def explain_disk_full(error: OSError) -> str:
+def disk_full_reason(error: OSError) -> str:
     """Return the reason of a full-disk `error` (`DISK_FULL_ERRNOS`) as text."""
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -165,14 +165,14 @@ def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:
-        return explain_disk_full(OSError(errno.EFBIG, ""))
+        return disk_full_reason(OSError(errno.EFBIG, ""))
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"\0" * _PROBE_BYTES)
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
-        return explain_disk_full(error) if error.errno in DISK_FULL_ERRNOS else ""
+        return disk_full_reason(error) if error.errno in DISK_FULL_ERRNOS else ""
     return ""
 
 

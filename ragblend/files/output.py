@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ragblend.errors import UsageError
-from ragblend.files.directory import to_write_error
-from ragblend.files.places import user_path
+from ragblend.files.directory import make_write_error
+from ragblend.files.places import expand_user_path
 
 
 def check_output_path(place: str | os.PathLike[str], option: str, endings: Sequence[str] = ()) -> Path:
@@ -21,7 +21,7 @@ def check_output_path(place: str | os.PathLike[str], option: str, endings: Seque
     option: the name of the option with the path, for errors. endings: allowed file extensions. Raises UsageError for a
     folder or another extension, StoreNotWritableError if the path is not writable.
     """
-    path = user_path(place, option)
+    path = expand_user_path(place, option)
     if path.is_dir():
         raise UsageError(f"{option} is {place}, a folder, but a file is needed; name a file in it")
     if endings and path.suffix.lower() not in endings:
@@ -33,7 +33,7 @@ def check_output_path(place: str | os.PathLike[str], option: str, endings: Seque
     elif not os.access(nearest, os.W_OK):
         code = errno.EROFS if os.statvfs(nearest).f_flag & os.ST_RDONLY else errno.EACCES
     if code:
-        raise to_write_error(OSError(code, os.strerror(code)), path, options=f"{option} FILE")
+        raise make_write_error(OSError(code, os.strerror(code)), path, options=f"{option} FILE")
     return path
 
 
@@ -43,4 +43,4 @@ def write_output(path: Path, data: bytes, option: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     except OSError as error:
-        raise to_write_error(error, path, len(data), options=option) from error
+        raise make_write_error(error, path, len(data), options=option) from error

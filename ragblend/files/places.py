@@ -1,4 +1,4 @@
-"""`user_path`: checks and expands the paths of settings, options and arguments. Opens no file."""
+"""`expand_user_path`: checks and expands the paths of settings, options and arguments. Opens no file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _URL_OPTIONS = {
 }
 
 
-def user_path(place: str | os.PathLike[str], name: str) -> Path:
+def expand_user_path(place: str | os.PathLike[str], name: str) -> Path:
     """Return the path of a setting or argument with `~` and `~user` expanded. A relative path stays relative.
 
     name: the setting or argument, for errors. Raises UsageError for an empty path, for a URL (the error names the

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
-from ragblend.files.directory import probe_disk_full, to_write_error
+from ragblend.files.directory import make_write_error, probe_disk_full
 from ragblend.files.reading import check_regular_file
 
 LOCK_TIMEOUT_S = 30.0
@@ -92,7 +92,7 @@ def wrap_sqlite_errors(path: Path, fix: str) -> Iterator[None]:
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # sqlite3 cannot decode every message
         raise _to_ragblend_error(error, path, fix) from error
     except OSError as error:
-        raise to_write_error(error, path) from error
+        raise make_write_error(error, path) from error
 
 
 def _to_ragblend_error(error: sqlite3.DatabaseError | UnicodeDecodeError, path: Path, fix: str) -> RagblendError:

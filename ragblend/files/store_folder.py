@@ -21,8 +21,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from ragblend.errors import RagblendError
-from ragblend.files.directory import to_write_error
-from ragblend.files.places import user_path
+from ragblend.files.directory import make_write_error
+from ragblend.files.places import expand_user_path
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ _ENTRY_SUFFIXES = (".safetensors", ".damaged")
 _LOCK_TIMEOUT_S = 5.0  # for another process that has the database open
 
 
-def open_store_folder(path: str | os.PathLike[str], name: str = "store") -> Path:
+def resolve_store_folder(path: str | os.PathLike[str], name: str = "store") -> Path:
     """Return the absolute path of the store's folder at `path`, which need not exist. Migrates an earlier layout.
 
     The migration runs once and is logged. If `path` is the `kv` or `index` folder of the earlier layout, the folder
     above it is the store's. name: the argument that has the path, for errors. Raises UsageError for an invalid path,
     RagblendError if another process has the earlier version's database open.
     """
-    folder = user_path(path, name).absolute()
+    folder = expand_user_path(path, name).absolute()
     parent = folder.parent
     if folder.name in (KV_DIR, _FORMER_INDEX_DIR) and _was_part_of(folder, parent) and _migrate(parent):
         log.warning("%s is a part of the store %s, which is opened instead; change the setting to it", folder, parent)
@@ -93,7 +93,7 @@ def _migrate(folder: Path) -> bool:
             _move_former(folder)
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise to_write_error(error, folder) from error
+            raise make_write_error(error, folder) from error
         return False
     return True
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ragblend.errors import UsageError
-from ragblend.option_fields import Validator, int_between, known_names_only, nearest, option
+from ragblend.option_fields import Validator, int_between, nearest_name_hint, option, reject_unknown_names
 from ragblend.options import MODEL_NAMES, SECONDS, TOOLS, TRUE_OR_FALSE, GenerationOptions, LoadOptions
 
 MAX_ANSWERS = 128
@@ -34,7 +34,7 @@ ENGINE_OPTIONS = {*MODEL_NAMES, *(each.name for each in fields(LoadOptions))} - 
 """Arguments of `load_engine` that are no fields and are passed in `engine_options`."""
 
 
-@known_names_only
+@reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class CallOptions(GenerationOptions):
     """Options of one call. The model's fields and its `call_options` are the defaults."""
@@ -62,5 +62,5 @@ def reject_unknown(field: str, options: Mapping[str, Any] | None, known: Collect
     unknown = sorted(set(options or ()).difference(known))
     if unknown:
         choices = ", ".join(sorted(known))
-        near = nearest(unknown[0], known)
+        near = nearest_name_hint(unknown[0], known)
         raise UsageError(f"{field} has {', '.join(unknown)}{near}; choose from {choices}. Pass others as fields")

@@ -91,7 +91,7 @@ class ChatSession:
             return self.stream(chunks, question, **generation)
         return StreamedReply(self, asked, question, new, stream)
 
-    def add(self, asked: Message, question: str, chunks: Sequence[Chunk], answer: str) -> None:
+    def add_turn(self, asked: Message, question: str, chunks: Sequence[Chunk], answer: str) -> None:
         """Append a finished turn: the user's message of chunks and question, and the answer."""
         self._messages += [asked, Message("assistant", answer)]
         self._turns.append((question, answer))
@@ -111,4 +111,4 @@ class StreamedReply:
 
     def __iter__(self) -> Iterator[str]:
         yield from self._stream
-        self._session.add(*self._turn, self.result.text)
+        self._session.add_turn(*self._turn, self.result.text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.options import MODEL_NAMES, ModelOptions
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
 
 def resolve_store(store: Any) -> Any:
     """Return a directory's absolute path, the same from every working folder; any other store as it is."""
-    return str(user_path(store, "store").resolve()) if isinstance(store, str | Path) else store
+    return str(expand_user_path(store, "store").resolve()) if isinstance(store, str | Path) else store
 
 
 def close_at_exit(engine: Any) -> None:

@@ -44,14 +44,14 @@ from ragblend.frameworks.call_options import (
 )
 from ragblend.frameworks.engines import close_at_exit, resolve_store, share_engine
 from ragblend.frameworks.strict import ChunkNotReusedError, check_chunks
-from ragblend.option_fields import nearest, replace_aliases
+from ragblend.option_fields import nearest_name_hint, replace_aliases
 from ragblend.options import (
     RETRIES,
     GenerationOptions,
     Mode,
     ModelOptions,
     RatioChoice,
-    is_url,
+    is_server_url,
 )
 from ragblend.prompt.types import Chunk, Message, Prompt
 from ragblend.redaction import hide_secrets, redact
@@ -152,7 +152,9 @@ class BlendModel(BaseModel):
             if name in CALL_OPTIONS:
                 raise UsageError(f"{name} is an option of a call; for every call, pass call_options={{{name!r}: ...}}")
             if name not in known:
-                near = nearest(name, [*known, *ALSO_CALLED]) or nearest(name, [*ENGINE_OPTIONS, *CALL_OPTIONS])
+                near = nearest_name_hint(name, [*known, *ALSO_CALLED]) or nearest_name_hint(
+                    name, [*ENGINE_OPTIONS, *CALL_OPTIONS]
+                )
                 raise UsageError(f"{cls.__name__} has no option {name!r}{near}")
         return given
 
@@ -212,18 +214,18 @@ class BlendModel(BaseModel):
             placed = ModelOptions.from_keywords(dtype=self.dtype, device=self.device)
             self.dtype, self.device = placed.dtype, placed.device
             pair = None
-            if self.model is None and not is_url(self.backend):
-                from ragblend.engine.load import remembered_model
+            if self.model is None and not is_server_url(self.backend):
+                from ragblend.engine.load import find_store_model
 
-                self.model = remembered_model(self.store)
+                self.model = find_store_model(self.store)
             elif not isinstance(self.model, str | Path | None):
-                from ragblend.engine.transformers.loaded_model import pair_name, validate_loaded_model
+                from ragblend.engine.transformers.loaded_model import loaded_model_name, validate_loaded_model
 
                 pair = validate_loaded_model(self.model)
-                self.model = pair_name(pair)
+                self.model = loaded_model_name(pair)
             self.model = None if self.model is None else str(self.model)
             options = {name: getattr(self, name) for name in ("backend", "dtype", "device", "system", "namespace")}
-            if is_url(self.backend):
+            if is_server_url(self.backend):
                 options |= {"max_retries": self.max_retries}
                 options |= {"api_key": api_key.get_secret_value() or None} if api_key is not None else {}
             self.engine = share_engine(pair or self.model, self.store, **options, **(self.engine_options or {}))
@@ -281,7 +283,7 @@ class BlendModel(BaseModel):
             if self.system and messages[0].role != "system":
                 messages.insert(0, Message("system", self.system))
             prompt = Prompt.from_messages(messages, options.tools, chunks)
-        if options.strict and not is_url(self.backend):  # with a server, its report is checked after the answer
+        if options.strict and not is_server_url(self.backend):  # with a server, its report is checked after the answer
             check_chunks(self.engine, prompt)
         return Request(prompt, options)
 
@@ -296,7 +298,7 @@ class BlendModel(BaseModel):
             raise UsageError(f"model is {named!r}, but this object runs {self.model!r}; create another object for it")
         unknown = [name for name in call if name not in {*OPTION_NAMES, *IGNORED_OPTIONS, *LEGACY_TOOL_OPTIONS}]
         if unknown:
-            near = nearest(unknown[0], OPTION_NAMES)
+            near = nearest_name_hint(unknown[0], OPTION_NAMES)
             raise UsageError(
                 f"the call has {unknown[0]}=...{near}; the options of a call are {', '.join(OPTION_NAMES)}"
             )
@@ -330,7 +332,7 @@ class BlendModel(BaseModel):
             except PromptTooLongError as error:  # a server checks the length after the request has started
                 raise self._overflow_error(str(error)) from error
         report = stream.result.report
-        if request.options.strict and is_url(self.backend) and report.num_chunk_hits < max(1, report.num_chunks):
+        if request.options.strict and is_server_url(self.backend) and report.num_chunk_hits < max(1, report.num_chunks):
             raise ChunkNotReusedError(
                 f"the server reused {report.num_chunk_hits} of {report.num_chunks} known chunks in the prompt; send it "
                 "the documents (ragblend.precompute.precompute_documents), or call with strict=False"

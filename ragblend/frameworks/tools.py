@@ -27,7 +27,7 @@ def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, 
     asked = _parse_response_format(options.response_format) if options.response_format else options.structured_outputs
     if options.response_format and options.structured_outputs:
         raise UsageError("the call has response_format and structured_outputs; leave one of them out")
-    choice = tool_choice(options)
+    choice = resolve_tool_choice(options)
     if choice == "none":
         return asked
     if asked is not None and "json" not in asked:
@@ -42,7 +42,7 @@ def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, 
     return structural_tag(renderer.calls, options.tools, choice, parallel, schema)
 
 
-def tool_choice(options: CallOptions) -> str:
+def resolve_tool_choice(options: CallOptions) -> str:
     """Return "none", "auto", "required" or the name of a tool, for a choice in any framework's form.
 
     Raises UsageError for tools that are not functions, and for a choice that names no tool.
@@ -64,16 +64,16 @@ def tool_choice(options: CallOptions) -> str:
 
 def may_return_calls(options: CallOptions) -> bool:
     """Return True if the answer may contain calls."""
-    return bool(options.tools) and tool_choice(options) != "none"
+    return bool(options.tools) and resolve_tool_choice(options) != "none"
 
 
-def read_answer(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str, str]]]:
+def split_text_and_calls(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str, str]]]:
     """Return an answer's text, and its calls as ids, names and arguments (JSON, unless the answer was cut)."""
     content, calls = read_calls(text, form)
-    return content, [(new_id(), name, arguments) for name, arguments in calls]
+    return content, [(new_call_id(), name, arguments) for name, arguments in calls]
 
 
-def new_id() -> str:
+def new_call_id() -> str:
     """Return a new id for a call."""
     return f"call_{uuid4().hex[:24]}"
 

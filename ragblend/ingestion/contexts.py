@@ -43,7 +43,7 @@ def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> N
     """
     if requested is None and engine.context == engine.default_context == "none":
         return
-    policy, recorded = CONTEXT.validate("context", requested or engine.context), engine.store.read_context()
+    policy, recorded = CONTEXT.validate("context", requested or engine.context), engine.store.read_context_policy()
     if recorded not in (None, "none", policy):
         raise UsageError(
             f"the chunks of the store have the context {recorded!r}, not {policy!r}; change it for all chunks: "
@@ -135,7 +135,7 @@ def explain_unfit_text(text: str, engine: Engine) -> str:
 def _num_prefill_tokens(chunk: Chunk, context_texts: Sequence[str], engine: Engine) -> int:
     """Return the number of tokens of a chunk's prefill: prefix, `context_texts`, chunk, and two tokens for vLLM."""
     prefix_ids: Sequence[int] = getattr(engine, "default_prefix_ids", ())
-    parts = engine.renderer.context_parts(context_texts)
+    parts = engine.renderer.ids_with_separators(context_texts)
     return len(prefix_ids) + sum(map(len, parts)) + engine.renderer.count_tokens(chunk.text) + 2
 
 
@@ -150,7 +150,7 @@ def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine
     keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in kept_keys]
     num_removed, problem = 0, ""
     with closing(open_registry(engine.store)) as registry:
-        framework_keys = [] if engine.context == "similar" else registry.stored_variants()
+        framework_keys = [] if engine.context == "similar" else registry.stored_variant_keys()
         keys += framework_keys
         registry.remove_stored_entries(keys)
         for key in keys:

@@ -39,7 +39,7 @@ def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
     """
     disk = engine.store.disk_tier
     if disk is not None:
-        disk.clean()
+        disk.delete_temporary_files()
     orphaned = index.orphaned_texts()
     if not orphaned.last_number and not index.pending_deletions():
         return 0, ""
@@ -62,7 +62,7 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 
 def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Release the texts in the registry, and record their entries in place of the texts."""
-    released = registry.release(orphaned.texts, DocumentName(index.collection))
+    released = registry.remove_from_document(orphaned.texts, DocumentName(index.collection))
     for source in orphaned.sources:
         engine.store.unpin(source)
     places = _places(engine)
@@ -165,18 +165,16 @@ def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
 
 
 def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:
-    """Return True if similar variants may be stored: another process may have changed the policy after this engine
-    read it.
-    """
+    """Return True if similar variants may be stored, also by a process that has changed the policy since."""
     return engine.context == "similar" or registry.has_stored_variants()
 
 
 def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
-    """Delete the KV of texts, and KV that was computed after them, from every tier. Returns like `delete_old_texts`."""
+    """Delete the KV of texts, and KV computed after them, from every tier. Returns like `delete_texts_except`."""
     if not texts:
         return 0, ""
     keys = keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))
-    unseen = _find_unseen_remote_keys(registry.stored_variants(), engine, registry)
+    unseen = _find_unseen_remote_keys(registry.stored_variant_keys(), engine, registry)
     registry.remove_stored_entries(keys)
     registry.set_variants_stored([*keys, *unseen], is_stored=False)
     num_removed, problem = sum(map(engine.store.delete_local, keys)), ""
@@ -209,22 +207,22 @@ def find_orphaned_keys(
             yield header.key, reason
 
 
-def delete_old_texts(
+def delete_texts_except(
     texts_of: Mapping[DocumentName, Collection[str]], engine: Engine, registry: ChunkRegistry
 ) -> tuple[int, str]:
-    """Remove all texts but these from each document, and delete the KV of texts that no document then has.
+    """Remove all but the kept texts from each document, and delete the KV of texts that then belong to no document.
 
-    texts_of: the texts that each document keeps. Documents of other namespaces do not count. Return the number of
-    deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay recorded,
-    and the next call, once the tier answers, deletes them.
+    kept_texts: the texts that each document keeps. Documents of other namespaces do not count as owners. Return the
+    number of deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay
+    recorded, and the next call deletes them once the tier answers.
     """
     documents = IndexedDocuments(registry)
     if documents.pending_deletions() and all(tier.is_available() for tier in engine.store.remote_tiers):
         _run_deletions(documents, engine, registry)
-    released = registry.preview_release(texts_of)
+    released = registry.preview_orphaned_texts(texts_of)
     num_removed, problem = _delete_kv(released, engine, registry)
     for name, texts in texts_of.items():  # after the deletion, so that after a kill the same call finds the texts
-        registry.release(registry.texts_of(name).difference(map(str.strip, texts)), name)
+        registry.remove_from_document(registry.texts_of(name).difference(map(str.strip, texts)), name)
     registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in released)  # of this namespace only
     if released and _has_similar(engine, registry):  # another process may have stored a variant before the release
         num_late, late_problem = _delete_kv(released, engine, registry)

@@ -18,7 +18,7 @@ from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.deletion import delete_old_texts, delete_orphaned_kv, find_pending_sources
+from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except, find_pending_sources
 from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
 
 
@@ -34,7 +34,7 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     if is_document_server(engine):
         return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
     registry = open_registry(engine.store)
-    num_removed, problem = delete_old_texts(named, engine, registry)
+    num_removed, problem = delete_texts_except(named, engine, registry)
     for name in named:
         if registry.version_of(name):
             registry.set_version(name, "")
@@ -43,13 +43,13 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     return num_removed
 
 
-def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = False) -> list[str]:
+def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = False) -> list[str]:
     """Return the sources of the indexed documents of `name`, a file, folder or record; see `match_sources`.
 
     include_unfinished: also return removed documents whose KV is not completely deleted. Raises NotFoundError if no
     document matches.
     """
-    known = [(source, file) for file, sources in index.documents().items() for source in sources]
+    known = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
     found = match_sources(name, known)
     if include_unfinished:
         found += match_sources(name, [(source, source_path(source)) for source in sorted(find_pending_sources(index))])
@@ -60,21 +60,22 @@ def find_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = F
     return list(dict.fromkeys(found))
 
 
-def find_added_documents(name: str, engine: Engine) -> list[DocumentName]:
-    """Return the documents with the id `name` or COLLECTION/ID, or all documents of the collection `name`.
+def find_added_documents(id_or_collection: str, engine: Engine) -> list[DocumentName]:
+    """Return the documents with this id or COLLECTION/ID, or else all documents of this collection.
 
     Only documents in the engine's namespace that `precompute_documents`, a vector store or a client of a server added
     are searched. Returns [] for an unknown name. Raises UsageError for an id in several collections.
     """
     with closing(open_registry(engine.store)) as registry:
         known = [each for each in registry.documents() if each.id and each.namespace == engine.namespace]
-    if exact := [each for each in known if name == f"{each.collection}/{each.id}"]:
+    if exact := [each for each in known if id_or_collection == f"{each.collection}/{each.id}"]:
         return exact
-    by_id = [each for each in known if each.id == name]
+    by_id = [each for each in known if each.id == id_or_collection]
     if len(by_id) > 1:
         collections = ", ".join(repr(each.collection) for each in by_id)
-        raise UsageError(f"{name!r} is a document in the collections {collections}; name one: COLLECTION/{name}")
-    return by_id or [each for each in known if each.collection == name]
+        names = f"{id_or_collection!r} is a document in the collections {collections}"
+        raise UsageError(f"{names}; name one: COLLECTION/{id_or_collection}")
+    return by_id or [each for each in known if each.collection == id_or_collection]
 
 
 def remove_added_documents(documents: Iterable[DocumentName], engine: Engine) -> tuple[int, int]:

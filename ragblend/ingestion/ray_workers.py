@@ -23,9 +23,9 @@ from ragblend.catalog.registry import ChunkRegistry
 from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.ingestion.workers import prefill_here
-from ragblend.options import is_url
+from ragblend.options import is_server_url
 from ragblend.prompt.types import Chunk
 from ragblend.redaction import redact
 
@@ -72,7 +72,7 @@ class RayWorkers:
         if count < 1:
             raise UsageError(f"the number of workers is {count}; choose 1 or more (`count`)")
         backend = str(options.get("backend", "transformers"))
-        if is_url(backend):
+        if is_server_url(backend):
             raise UsageError(
                 f"the server at {redact(backend)} prefills in its own process; leave out the workers (`count`)"
             )
@@ -80,10 +80,10 @@ class RayWorkers:
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
             self._start_ray(address, ceil(count * num_cpus), num_gpus * count)
-        found = user_path(model, "model")
+        found = expand_user_path(model, "model")
         opening = EngineConfig(
             str(found.resolve()) if found.exists() else str(model),
-            str(user_path(store, "store").resolve()),
+            str(expand_user_path(store, "store").resolve()),
             # A worker never reads KV that it stored, so it needs no memory tier.
             {**options, "memory_gib": 0.0, "new_model": True},
         )

@@ -56,7 +56,7 @@ class RegisteredChunkFinder:
         missing = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
         return [Chunk(each.text, context="similar") for each in missing]
 
-    def mark_stored(self, chunks: Iterable[Chunk]) -> None:
+    def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
         """Record which similar variants among `chunks` are stored."""
         entries = [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]
         self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)

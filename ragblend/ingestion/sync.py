@@ -18,8 +18,8 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ragblend.catalog.index_rows import IngestedFile
-from ragblend.corpus.citations import locate
-from ragblend.corpus.documents import Document, FileContents
+from ragblend.corpus.citations import add_pages_and_headings
+from ragblend.corpus.documents import Document, FileDocuments
 from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.folder_scan import (
     BROKEN_LINK_REASON,
@@ -27,7 +27,7 @@ from ragblend.corpus.folder_scan import (
     FolderScan,
     ReadFailure,
     display_source,
-    is_in,
+    is_same_or_below,
 )
 from ragblend.corpus.loaders import DEFAULT_READER, FileReader
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
@@ -128,7 +128,7 @@ class _SyncPass:
         self._workers, self._reader = workers, reader
         skipped = [*(ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside), *scan.not_files]
         self.result = SyncResult(failures=list(scan.unreadable), skipped=skipped)
-        self._records, self._known = index.files(), index.documents()  # by path
+        self._records, self._known = index.files(), index.content_hashes_by_file()  # by path
         self._unread: set[str] = set()  # existing files that could not be read; their documents are kept
         self._empty: set[str] = set()  # files that were read and are no documents
         self._made_by: dict[str, str] = {}  # file by source
@@ -170,7 +170,7 @@ class _SyncPass:
         if (top := self._find_scan_root(record.path)) != record.top:
             self._finished.append((record._replace(top=top), []))
 
-    def _queue_changed(self, path: str, version: str, contents: FileContents) -> None:
+    def _queue_changed(self, path: str, version: str, contents: FileDocuments) -> None:
         old_hashes, sources = self._known.get(path, {}), []
         for document in contents.documents:
             source = document.source
@@ -180,12 +180,14 @@ class _SyncPass:
             if old_hashes.get(source) == document_version:
                 self.result.num_unchanged += 1
                 continue
-            chunks = locate(document, self.chunker.split(document))
+            chunks = add_pages_and_headings(document, self.chunker.split(document))
             log.info("%s: %d characters in %d chunks", display_source(source), len(document.text), len(chunks))
             self._waiting.append((document, document_version, chunks))
             self.result.num_updated += source in old_hashes
             self._flush_if_many()  # the documents of a file may be larger than memory
-        missing_sources = [source for source in old_hashes.keys() - set(sources) if not contents.may_be_unread(source)]
+        missing_sources = [
+            source for source in old_hashes.keys() - set(sources) if not contents.is_unread_record(source)
+        ]
         self.result.notes += (ReadFailure(source, sentence) for sentence, source in contents.notes.items())
         if contents.failure:
             self.result.failures.append(ReadFailure(path, contents.failure))
@@ -261,17 +263,15 @@ class _SyncPass:
     def _find_scan_root(self, path: str) -> str:
         """Return the path through which the file was ingested; after several ingestions the uppermost folder."""
         top, record = self.scan.files[path], self._records.get(path)
-        return record.top if record is not None and is_in(top, record.top) else top
+        return record.top if record is not None and is_same_or_below(top, record.top) else top
 
     def _make_file_version(self, path: str, digest: str) -> str:
         return f"{digest}:{self._reader.version(path)}:{self.chunker.version}"
 
 
 def find_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
-    """Return missing folders and files outside of `scan` that had the same bytes as new files, with their numbers.
-
-    A moved folder is such a case: its documents are in the index twice.
-    """
+    """Return the number of missing files outside of `scan` that had the same bytes as new files, by the path that their
+    ingestion named. After a folder was moved, its documents are in the index twice."""
     lost: dict[str, int] = {}
     for record in index.files().values() if result.new_versions else ():
         if record.version in result.new_versions and not scan.is_covered(record.path) and _is_deleted(record.path):

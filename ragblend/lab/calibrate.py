@@ -75,9 +75,9 @@ class CalibrationRun:
     held_out: HeldOut | None = None
 
     @property
-    def is_target_met(self) -> bool:
-        """True unless the agreement on held-out questions is below the target with 95 % confidence."""
-        return self.held_out is None or self.held_out.high >= self.calibration.target
+    def is_target_refuted(self) -> bool:
+        """True if the agreement on held-out questions is below the target with 95 % confidence."""
+        return self.held_out is not None and self.held_out.high < self.calibration.target
 
 
 def calibrate(
@@ -118,7 +118,7 @@ def calibrate(
             Prompt([hit.chunk for hit in found], text, fitter.system) for found, text in zip(hits, texts, strict=True)
         ]
 
-    curves = measure(fitter, prompts(fitted), names, grid, progress)
+    curves = measure_curves(fitter, prompts(fitted), names, grid, progress)
     calibration = Calibration(
         fitter.fingerprint,
         fitter.default_prefix_ids,
@@ -183,8 +183,7 @@ def split_questions(
 
 
 def min_questions(target: float) -> int:
-    """Return the number of questions that can establish `target` if all agree: the lower bound of n of n is n / (n +
-    3.84).
+    """Return how many questions establish `target` if all agree: the lower bound of n of n is n / (n + 3.84).
 
     >>> min_questions(0.9), min_questions(0.98)
     (35, 189)
@@ -215,7 +214,7 @@ def rule_names(rules: Sequence[str], num_layers: int) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: name != standard))
 
 
-def measure(
+def measure_curves(
     engine: TransformersEngine,
     prompts: Sequence[Prompt],
     rules: Sequence[str],
@@ -288,7 +287,7 @@ def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:
 
 
 def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_LAYER) -> RuleFit:
-    """Return the smallest ratio for which it and every larger ratio meet `target`; 1 if there is none below."""
+    """Return the fit of `rule`: the smallest ratio from which on all ratios meet `target`; 1 if no smaller one does."""
     meets = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
     place = meets.index(True) if True in meets else len(curve) - 1
     return RuleFit(rule, check_layer, curve[place].ratio, meets[place], curve)

@@ -101,7 +101,7 @@ def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[Engine
     """Answer `prompt` by blending and by full prefill, and compare both. `options` are those of the engine's `request`.
 
     Takes three prefills and two answers, and holds the KV of two prompts. Raises UsageError for a mode other than
-    "blend" and for a conversation, whose earlier turns are not in the prompt's KV as they were computed.
+    "blend", and for a conversation, because the KV of its earlier turns is not computed from the prompt.
     """
     if options.get("mode", "blend") != "blend" or options.get("conversation") is not None:
         raise UsageError("explain shows how one prompt is blended; leave mode and conversation out")
@@ -159,7 +159,7 @@ class Comparison:
         )
 
     def explanation(self) -> Explanation:
-        """Return the state of every token of the blended prompt. It and full prefill's must have been answered.
+        """Return the state of every token of the blended prompt. The modes "blend" and "full" must have been answered.
 
         Releases the KV of other modes; their `agreement` is not available afterwards.
         """

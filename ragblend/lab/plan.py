@@ -17,7 +17,7 @@ from ragblend.engine.tuning.loading_controller import (
     machine_profile_from,
 )
 from ragblend.errors import UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 
 GB = 10**9  # the unit in which devices are sold
@@ -104,25 +104,26 @@ SLIGHT = 0.1
 """Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md)."""
 
 
-def plan(profile: MachineProfile, storages: Sequence[Storage], need: WorkloadSpec) -> StoragePlan:
-    """Return all storages' estimates and the cheapest as fast as memory for `need`. Raises UsageError."""
+def plan(profile: MachineProfile, storages: Sequence[Storage], workload: WorkloadSpec) -> StoragePlan:
+    """Return the estimate of each storage, and the cheapest one that serves the `workload` as fast as memory does.
+    Raises UsageError for storages with equal names."""
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
         raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")
     ordered = sorted(storages, key=lambda storage: (storage.usd_per_gb_month, -storage.bytes_per_s, storage.name))
-    options = tuple(estimate_storage(profile, storage, need) for storage in ordered)
+    options = tuple(estimate_storage(profile, storage, workload) for storage in ordered)
     chosen = next((option.storage for option in options if option.pays and not option.adds_delay), None)
-    return StoragePlan(need, profile.full_s(need.num_tokens), options, chosen)
+    return StoragePlan(workload, profile.full_prefill_s(workload.num_tokens), options, chosen)
 
 
-def estimate_storage(profile: MachineProfile, storage: Storage, need: WorkloadSpec) -> StorageEstimate:
+def estimate_storage(profile: MachineProfile, storage: Storage, workload: WorkloadSpec) -> StorageEstimate:
     """Return the cost of one storage, and its effect on prompts of that kind."""
-    full_s = profile.full_s(need.num_tokens)
-    load_s = profile.load_s(storage.bytes_per_s, need.num_stored)
-    recompute_s = profile.recompute_s(need.ratio, need.num_tokens, need.num_stored)
-    saved_s = full_s - profile.blend_s(load_s, recompute_s, need.probes_before_selection)
-    chunk_gb = need.chunk_tokens * profile.bytes_per_token / GB
-    saved_per_chunk_s = saved_s / need.num_chunks
+    full_s = profile.full_prefill_s(workload.num_tokens)
+    load_s = profile.load_s(storage.bytes_per_s, workload.num_stored)
+    recompute_s = profile.recompute_s(workload.ratio, workload.num_tokens, workload.num_stored)
+    saved_s = full_s - profile.blend_s(load_s, recompute_s, workload.probes_before_selection)
+    chunk_gb = workload.chunk_tokens * profile.bytes_per_token / GB
+    saved_per_chunk_s = saved_s / workload.num_chunks
     pays = saved_s > 0
     month_usd = chunk_gb * storage.usd_per_gb_month
     return StorageEstimate(
@@ -130,17 +131,17 @@ def estimate_storage(profile: MachineProfile, storage: Storage, need: WorkloadSp
         load_s=load_s,
         recompute_s=recompute_s,
         ttft_s=full_s - saved_s,
-        adds_delay=load_s > recompute_s * (SLIGHT if need.probes_before_selection else 1.0) or not profile.overlaps,
+        adds_delay=load_s > recompute_s * (SLIGHT if workload.probes_before_selection else 1.0) or not profile.overlaps,
         hidden_ratio=largest_hidden_ratio(
-            need.ratio, profile.hiding_s(load_s, need.probes_before_selection), full_s, profile.shares
+            workload.ratio, profile.hidden_compute_s(load_s, workload.probes_before_selection), full_s, profile.shares
         ),
         pays=pays,
         gb_per_1000_chunks=1000 * chunk_gb,
         usd_per_1000_chunks_month=1000 * month_usd,
         saved_s=saved_s,
-        reuses_to_repay=math.ceil(profile.full_s(need.chunk_tokens) / saved_per_chunk_s) if pays else None,
-        reuses_per_month=month_usd / (saved_per_chunk_s / 3600 * need.usd_per_hour)
-        if pays and need.usd_per_hour
+        reuses_to_repay=math.ceil(profile.full_prefill_s(workload.chunk_tokens) / saved_per_chunk_s) if pays else None,
+        reuses_per_month=month_usd / (saved_per_chunk_s / 3600 * workload.usd_per_hour)
+        if pays and workload.usd_per_hour
         else None,
     )
 
@@ -176,7 +177,7 @@ def read_profile(place: str | Path) -> MachineProfile:
 
     Raises NotFoundError for a file that does not exist, UsageError for any other content.
     """
-    path = user_path(place, "--profile")
+    path = expand_user_path(place, "--profile")
     how = f"write it: ragblend profile --model MODEL --json > {path}"
     try:
         facts = json.loads(read_text(path, "--profile", how))

@@ -22,7 +22,7 @@ import torch
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.generation import EngineRequest
-from ragblend.engine.load import load_engine, remembered_model
+from ragblend.engine.load import find_store_model, load_engine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV, load_into_memory
@@ -66,8 +66,8 @@ class ProfileConfig:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Chunks per prompt at which full prefill is timed: one, half, and all."""
+    def chunk_counts(self) -> tuple[int, ...]:
+        """The numbers of chunks in the prompts that are timed: one, half, and all."""
         return tuple(sorted({1, (self.num_chunks + 1) // 2, self.num_chunks}))
 
 
@@ -116,12 +116,12 @@ def measure_machine(
 
 
 def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[MatchedPrompt]]:
-    """Return random chunks, and prompts of the first of them by `effort.lengths`; the last prompt has all."""
+    """Return random chunks, and prompts of the first of them by `effort.chunk_counts`; the last prompt has all."""
     draw = random.Random(0)
     chunks = [_ids(draw, effort.chunk_tokens, vocab_size) for _ in range(effort.num_chunks)]
     question = _ids(draw, QUESTION_TOKENS, vocab_size)
     prompts = []
-    for count in effort.lengths:
+    for count in effort.chunk_counts:
         ids, runs = [*prefix], list[ChunkRun]()
         for chunk in chunks[:count]:
             runs.append(ChunkRun(chunk, 0, len(ids), len(ids) + len(chunk)))
@@ -214,11 +214,11 @@ class _VllmSubject:
     def prefill_s(self, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float) -> float:
         """Return the seconds until the first token is sampled."""
         options = GenerationOptions(mode, rule, ratio, max_tokens=1)
-        request = VllmRequest(prompt.token_ids, BlendParams.of(options, self._engine.namespace), options)
+        request = VllmRequest(prompt.token_ids, BlendParams.from_options(options, self._engine.namespace), options)
         num_hits = 0
         self._engine.reset_prefix_cache()  # it keeps what a blend of this prompt left
         start_s = perf_counter()
-        for delta in self._engine.deltas(request):
+        for delta in self._engine.run_request(request):
             num_hits = delta.report.num_chunk_hits if delta.report is not None else num_hits
         seconds = perf_counter() - start_s
         if mode == "blend" and num_hits < len(prompt.runs):
@@ -236,12 +236,11 @@ class _VllmSubject:
 def open_vllm_for_profile(
     settings: Settings, effort: ProfileConfig, vllm_options: Mapping[str, Any] | None = None
 ) -> Iterator[VllmEngine]:
-    """Open vLLM in this process with the settings, over an empty store next to theirs whose memory tier holds the
-    chunks.
+    """Open vLLM in this process over an empty store, next to the settings' one, whose memory tier holds the chunks.
 
     `vllm_options` are vLLM's own; its context length is just enough for the prompts unless they set it.
     """
-    model = settings.model or remembered_model(settings.store)
+    model = settings.model or find_store_model(settings.store)
     checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto"))
     num_tokens = effort.num_chunks * effort.chunk_tokens
     length = min(checkpoint.context_length, num_tokens + QUESTION_TOKENS + _PREFIX_TOKENS)

@@ -13,7 +13,7 @@ from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentName
 from ragblend.engine.base import LEAST_QUOTE, LocalEngine
 from ragblend.errors import UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.frameworks.content import text_and_chunks
 from ragblend.lab.near_texts import NearText, find_near_texts
@@ -32,7 +32,7 @@ def read_prompt(path: str) -> Prompt:
     if path == STDIN:
         text = sys.stdin.buffer.read().decode("utf-8-sig", errors="replace")
     else:
-        text = read_text(user_path(path, "--prompt"), "the prompt", _EXPECTED)
+        text = read_text(expand_user_path(path, "--prompt"), "the prompt", _EXPECTED)
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -100,7 +100,7 @@ def _name_of(documents: Sequence[DocumentName]) -> str:
 
 def _reason(near: NearText, engine: LocalEngine, registry: ChunkRegistry) -> str:
     tokenizer = engine.renderer.fingerprint
-    owners = registry.owners_of_ids(near.text)
+    owners = registry.tokenizers_and_namespaces_of(near.text)
     namespaces = [namespace for owner, namespace in owners if owner == tokenizer]
     if engine.namespace in namespaces:
         same = (

@@ -32,12 +32,10 @@ def make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | N
     return [Document(text, metadata=metadata or {}) for text, metadata in pairs]
 
 
-def resolve_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> list[str]:
-    """Return the id of each document, "" for none: those of `ids`, without `ids` the documents' own.
-
-    Raises UsageError for another number of ids than documents.
-    """
-    names = as_ids(ids or [document.id for document in documents])
+def given_or_own_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> list[str]:
+    """Return `ids` if they are given, else each document's own id; "" for a document without one. Raises UsageError for
+    another number of ids than documents."""
+    names = normalize_ids(ids or [document.id for document in documents])
     if len(names) != len(documents):
         raise UsageError(
             f"ids has {len(names)} items for {len(documents)} documents; pass one for each document, None for a new id"
@@ -45,7 +43,7 @@ def resolve_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> lis
     return names
 
 
-def as_ids(ids: Sequence[Any]) -> list[str]:
+def normalize_ids(ids: Sequence[Any]) -> list[str]:
     """Return ids as strings: integers as their digits, None as "". Raises UsageError for one string and other types."""
     if isinstance(ids, str):
         raise UsageError(f"ids is one string, {ids!r}; pass a list of ids: [{ids!r}]")

@@ -60,8 +60,8 @@ class LongDocumentChain:
         for name, more in known.items():
             _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
-    def chain(self) -> Runnable[Any, dict[str, Any]]:
-        """Return the chain: answers from the windows -> the last answer -> the result."""
+    def build(self) -> Runnable[Any, dict[str, Any]]:
+        """Return the chain, which answers from the windows, then makes the last answer, then the result."""
         return (
             RunnableLambda(self._read, self._aread)
             | RunnablePassthrough.assign(message=RunnableLambda(self._final_answer))
@@ -87,8 +87,7 @@ class LongDocumentChain:
             answers = await model.abatch(prompts, config)
 
     def _rounds(self, question: str, windows: Sequence[DocumentWindow], tokens: dict[str, int]) -> _Rounds:
-        """Yield each batch of prompts with its model, and receive the answers. Return the state before the last
-        answer."""
+        """Yield each batch of prompts with its model, and receive the answers. Return the state before the last one."""
         answered: list[AIMessage] = []
         reports: list[dict[str, Any]] = []  # of prompts without a window
         last: Any
@@ -135,7 +134,7 @@ class LongDocumentChain:
             asked.append(self._fill_prompt(self.refine_prompt, input=question, answer=""))
         num_answers = 2 if self.combine == "refine" else 1  # the prompt contains the answer so far
         budget = min(self._remaining_tokens(text, num_answers) for text in asked)
-        windows = windows_of(texts, engine, budget, **self.sizes)
+        windows = make_windows(texts, engine, budget, **self.sizes)
         chunks = list(dict.fromkeys(chunk for window in windows for chunk in window.chunks))
         count = engine.renderer.count_tokens
         with self._prefilling:  # questions in one batch are usually about the same document
@@ -327,7 +326,7 @@ class DocumentWindow:
         return {"source": first.source, "start": first.start, "last_source": last.source, "end": last.end}
 
 
-def windows_of(
+def make_windows(
     texts: Iterable[tuple[str, str]],
     engine: Engine,
     budget: int,
@@ -360,19 +359,19 @@ def windows_of(
     chunks = [chunk for text, source in texts for chunk in split(SourceDocument(text, source), count, largest)]
     if not chunks:
         raise UsageError("the document is empty; pass one with text")
-    spans = spans_of([count(chunk.text) + num_separator for chunk in chunks], size, overlap)
+    spans = window_spans([count(chunk.text) + num_separator for chunk in chunks], size, overlap)
     return [DocumentWindow(tuple(chunks[start:end])) for start, end in spans]
 
 
-def spans_of(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[int, int]]:
+def window_spans(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[int, int]]:
     """Return [start, end) of each window over chunks of these sizes: as many chunks as `budget` allows.
 
     A window begins with chunks of the previous one that have at least `overlap` tokens together, if a further chunk
     then still fits.
 
-    >>> spans_of([3, 3, 3, 3, 3], budget=9, overlap=3)
+    >>> window_spans([3, 3, 3, 3, 3], budget=9, overlap=3)
     [(0, 3), (2, 5)]
-    >>> spans_of([3, 3, 3], budget=6, overlap=0), spans_of([5, 5, 5], budget=6, overlap=1)
+    >>> window_spans([3, 3, 3], budget=6, overlap=0), window_spans([5, 5, 5], budget=6, overlap=1)
     ([(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)])
     """
     spans: list[tuple[int, int]] = []
@@ -393,8 +392,7 @@ def spans_of(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[int,
 
 
 def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
-    """Return the tokens of chunks that fit into a prompt with `text` after them, and an answer. Raises UsageError if
-    none is left."""
+    """Return the tokens of chunks that fit into a prompt with `text` and an answer. Raises UsageError for none."""
     num_other = len(engine.renderer.render(Prompt(["."], text, system)))
     budget = engine.context_length - num_other - answer_tokens
     if budget < 1:

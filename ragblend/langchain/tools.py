@@ -23,7 +23,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel
 
 from ragblend.errors import UsageError
-from ragblend.frameworks.tools import new_id, read_answer
+from ragblend.frameworks.tools import new_call_id, split_text_and_calls
 from ragblend.prompt.tools import CallFormat, CallReader
 
 METHODS = ("json_schema", "function_calling", "json_mode")
@@ -138,7 +138,7 @@ def _is_complete(result: Sequence[Generation]) -> bool:
 
 def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
     """Return an AIMessage's content and calls from an answer with calls in `form`; a cut call is invalid."""
-    content, found = read_answer(text, form)
+    content, found = split_text_and_calls(text, form)
     calls: list[ToolCall] = []
     invalid: list[InvalidToolCall] = []
     for id, name, arguments in found:
@@ -160,7 +160,7 @@ def tool_chunks(reader: CallReader, pieces: Iterator[str]) -> Iterator[AIMessage
             call = ToolCallChunk(
                 name=found.name,
                 args=found.arguments,
-                id=new_id() if found.name is not None else None,
+                id=new_call_id() if found.name is not None else None,
                 index=found.number,
                 type="tool_call_chunk",
             )

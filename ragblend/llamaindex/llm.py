@@ -16,7 +16,7 @@ from ragblend.errors import UsageError
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import Block, reject_block, text_and_chunks
 from ragblend.frameworks.model import BlendModel, NamedMessage, Request
-from ragblend.frameworks.tools import may_return_calls, read_answer
+from ragblend.frameworks.tools import may_return_calls, split_text_and_calls
 from ragblend.prompt.tools import CallFormat, CallReader
 from ragblend.prompt.types import Chunk, Message, ToolCall
 
@@ -286,7 +286,7 @@ def _named_message(message: ChatMessage) -> NamedMessage:
 
 def _blocks(text: str, form: CallFormat) -> list[TextBlock | ToolCallBlock]:
     """Return an answer's text and its complete calls."""
-    content, calls = read_answer(text, form)
+    content, calls = split_text_and_calls(text, form)
     blocks: list[TextBlock | ToolCallBlock] = [TextBlock(text=content)] if content else []
     for id, name, arguments in calls:
         with suppress(ValueError, RecursionError):

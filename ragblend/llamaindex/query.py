@@ -104,7 +104,8 @@ class BlendSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """Answer `query` from `nodes`."""
+        """Return the answer to `query` from `nodes`, in one prompt. `additional_source_nodes` only add to its
+        sources."""
         own = self._own_arguments(nodes)
         response = super().synthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
         return _with_facts(response, own["facts"])
@@ -116,7 +117,7 @@ class BlendSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """Answer `query` from `nodes`."""
+        """Return the result of `synthesize` without blocking the event loop."""
         own = self._own_arguments(nodes)
         response = await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
         return _with_facts(response, own["facts"])
@@ -324,10 +325,10 @@ class BlendIngestion(TransformComponent):
     """Last step of an IngestionPipeline: precomputes the KV of its nodes, and returns them unchanged.
 
     Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the stored one with its id:
-    KV and texts that only the stored one had are deleted. Further nodes of the stored version are added to it, also
-    from another batch or splitter. A pipeline does not report deletions; `delete_ref_doc` deletes a document and its
-    KV. Pipelines over different documents with equal ids need a `collection` each. Nodes that cannot be prefilled are
-    logged with their id, and returned like the others.
+    KV and texts that only the stored one had are deleted. Nodes of an unchanged document are added to the stored ones,
+    also if they come in a later batch or from another splitter. A pipeline does not report deletions; `delete_ref_doc`
+    deletes a document and its KV. Pipelines over different documents with equal ids need a `collection` each. Nodes
+    that cannot be prefilled are logged with their id, and returned like the others.
 
     The pipeline's cache never skips this step; stored KV costs one lookup. A pipeline with a docstore passes only
     changed documents, so fill a new store once with `precompute_documents`.

@@ -123,12 +123,12 @@ def _check_writable(settings: Settings, optional: bool) -> DiagnosticResult:
 
 
 def _check_server(settings: Settings) -> DiagnosticResult:
-    from ragblend.engine.vllm.client import Connection, server_facts
+    from ragblend.engine.vllm.client import Connection, request_server_facts
 
     fix = "run ragblend serve MODEL --store DIR on the machine of this address"
     connection = Connection(settings.backend, max_retries=0)
     try:
-        facts = server_facts(connection)
+        facts = request_server_facts(connection)
     except RagblendError as error:
         return DiagnosticResult("server", False, str(error), fix)
     finally:
@@ -160,7 +160,7 @@ def _check_device() -> DiagnosticResult:
 
 def _check_model(settings: Settings) -> DiagnosticResult:
     from ragblend.engine.transformers.checkpoints import find_model
-    from ragblend.engine.transformers.model import inspect_model
+    from ragblend.engine.transformers.model import describe_fusable_model
 
     if settings.model is None:
         finding = f"no model is named, and the store {settings.store} has none"
@@ -169,7 +169,9 @@ def _check_model(settings: Settings) -> DiagnosticResult:
         )
     try:
         path = find_model(settings.model)
-        return DiagnosticResult("model", True, f"{settings.model}: {inspect_model(path, settings.trust_remote_code)}")
+        return DiagnosticResult(
+            "model", True, f"{settings.model}: {describe_fusable_model(path, settings.trust_remote_code)}"
+        )
     except RagblendError as error:
         return DiagnosticResult("model", False, str(error), "choose another --model, or --model demo")
 
@@ -231,10 +233,10 @@ def _check_free_space(settings: Settings) -> DiagnosticResult:
 
 def _check_store_key() -> DiagnosticResult:
     """Check that a key is configured, with which entries are signed."""
-    from ragblend.engine.store.signing import find_key, key_origin
+    from ragblend.engine.store.signing import find_process_key, key_origin
 
     try:
-        key = find_key()
+        key = find_process_key()
     except RagblendError as error:
         return DiagnosticResult("store key", False, str(error), "ragblend init-key")
     if key is None:

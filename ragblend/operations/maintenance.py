@@ -81,14 +81,14 @@ class VerifyReport:
         return facts
 
 
-def verify_store(
+def verify_and_quarantine(
     store: str | Path,
     index: str | Path | None = None,
     progress: Progress = ignore_progress,
     *,
     kv_dir: str | None = None,
 ) -> VerifyReport:
-    """Read every stored byte and check the index. Damaged entries are moved to quarantine, so they are never used.
+    """Read every stored byte and check the index. Damaged entries are moved to quarantine, so that they are never used.
 
     index: the folder of the documents, if it is not `store`. kv_dir: the folder of the entries, if configured.
     """
@@ -161,7 +161,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     """
     disk = engine.store.disk_tier
     if disk is not None:
-        disk.clean()
+        disk.delete_temporary_files()
     if report.index_problems:
         index.remove_damaged_rows()
         index.rebuild()
@@ -320,7 +320,7 @@ def collect_garbage(
             kept.update(text.strip() for text in opened.texts_since(used.generation))
             kept.update(registry.texts_of_named_documents(), registry.texts_after(used.last_text))
             texts = tuple(text for text in registry.texts() if text not in kept)
-            registry.remove(texts)
+            registry.delete_texts(texts)
             registry.remove_ids_without_text()
             registry.remove_entry_chunks(orphans)
             pins = _stray_pins(disk, opened, set(disk.keys()))
@@ -397,7 +397,7 @@ class _EntrySummary:
         for text in set(index.texts()) if self._after else ():
             if variants := self._after.get(renderer.chunk_ids(text)):
                 near = index.similar_texts(text, NUM_SIMILAR, lambda each: renderer.chunk_ids(each) in self.ids)
-                nearest = tuple(map(hash, renderer.context_parts(reversed(near))))
+                nearest = tuple(map(hash, renderer.ids_with_separators(reversed(near))))
                 for key, after in variants.items():
                     if after != nearest[-len(after) :]:
                         yield key
@@ -428,8 +428,8 @@ def push_store(
     if not status.reachable:
         raise BackendUnreachableError(status.problem)
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
-    disk.clean()
-    remote.clean()
+    disk.delete_temporary_files()
+    remote.delete_temporary_files()
     known, keys = set(remote.keys()), list(disk.keys())
     report = PushReport()
     for done, key in enumerate(keys, start=1):

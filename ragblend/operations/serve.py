@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.registry import register_shared_model
 from ragblend.config import Settings
-from ragblend.engine.load import register_model, remembered_model
+from ragblend.engine.load import find_store_model, register_model
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.metadata import prefix_name
 from ragblend.engine.store.remote.tier import open_remote
@@ -94,7 +94,7 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     if settings.remote is not None:
         open_remote(settings.remote)  # reports an invalid URL here, not in one of vLLM's processes
     urls = {name: str(tiers.pop(name)) for name in ("remote", "catalog") if tiers[name] is not None}
-    model = settings.model or remembered_model(settings.store)
+    model = settings.model or find_store_model(settings.store)
     # vLLM gets the directory of the revision. For a directory it would ignore --revision.
     revision, flags = split_flag(flags, "--revision")
     checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto", revision=revision))
@@ -139,7 +139,7 @@ def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
     models: Mapping[str, Mapping[str, Any]] = {}
     if path.is_dir():
         disk = DiskStore(path)
-        disk.read_context()
+        disk.read_context_policy()
         models = disk.models()
     own = models.get(checkpoint.fingerprint)
     if not is_writable and (own is None or "kv_shapes" not in own):

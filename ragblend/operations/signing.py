@@ -51,7 +51,7 @@ def sign_store(
     report = SignReport()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
     report.num_notes = new.sign_metadata_files(old)
-    load_expected_specs(old)
+    set_expected_specs(old)
     paths = list(old.paths())
     for done, path in enumerate(paths, start=1):
         if new.contains(path.stem):
@@ -59,7 +59,7 @@ def sign_store(
         else:
             try:
                 times = path.stat()
-                new.put(old.read_at(path))
+                new.put(old.read_entry_file(path))
                 with suppress(OSError):  # keeps the entry's time of last use
                     os.utime(path.with_suffix(ENTRY_SUFFIX), ns=(times.st_atime_ns, times.st_mtime_ns))
                 report.num_signed += 1
@@ -71,7 +71,7 @@ def sign_store(
     return report
 
 
-def load_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
+def set_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
     """Set the expected KV shapes of `disk` and `others` from the models recorded in `disk`.
 
     The stores then reject entries with other shapes.
@@ -91,7 +91,7 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
     status = remote.status()
     if not status.reachable:
         raise BackendUnreachableError(status.problem)
-    load_expected_specs(DiskStore(store, create=False), remote)
+    set_expected_specs(DiskStore(store, create=False), remote)
     return {result.key: result.reason for result in remote.verify() if not result.ok}
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
-from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, arrangements, as_turn, is_markup
+from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, is_markup, turn_arrangements
 from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, without_tools
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
@@ -32,7 +32,7 @@ _CHARACTER_TOKENS = 4  # most tokens of one character: its bytes in UTF-8
 _CACHED_CHUNKS = 16_384  # texts, each with four bytes a token
 
 
-class Rendered(NamedTuple):
+class RenderedText(NamedTuple):
     """Text, its token ids and, for each id, the characters of the text that it encodes: [start, end)."""
 
     text: str
@@ -110,7 +110,7 @@ class Renderer:
         if prompt.uses_tools and not self.knows_tools:
             prompt = without_tools(prompt)
         refusal: UsageError | None = None
-        for messages in arrangements(prompt):
+        for messages in turn_arrangements(prompt):
             try:
                 return self._render([as_turn(message) for message in messages], prompt.tools).ids
             except UsageError as error:
@@ -174,7 +174,7 @@ class Renderer:
 
     def _find_prefix_ids(self, system: str | None) -> tuple[int, ...]:
         turns = [] if system is None else [Message("system", system)]
-        for messages in arrangements(Prompt.from_messages([*turns, ("user", _PROBE)])):
+        for messages in turn_arrangements(Prompt.from_messages([*turns, ("user", _PROBE)])):
             try:
                 rendered = self._render([as_turn(message) for message in messages])
             except UsageError:
@@ -196,7 +196,7 @@ class Renderer:
         first = rendered.text.index(_HEAD) + len(_HEAD)
         return rendered.ids_within(first, len(rendered.text[: rendered.text.index(second)].rstrip(" ")))
 
-    def context_parts(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    def ids_with_separators(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return, for each chunk that another is computed after, its ids and those of the separator."""
         return tuple(self.chunk_ids(text) + self.separator_ids for text in texts)
 
@@ -214,15 +214,15 @@ class Renderer:
     # --- answers ---
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of an answer's ids, without control tokens and without `answer_lead`."""
-        return self.plain_text(token_ids).removeprefix(self.answer_lead)
+        """Return the text of an answer's ids, without control tokens and without `whitespace_before_answer`."""
+        return self.plain_text(token_ids).removeprefix(self.whitespace_before_answer)
 
     def plain_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, without control tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True)) if token_ids else ""
 
     @cached_property
-    def answer_lead(self) -> str:
+    def whitespace_before_answer(self) -> str:
         """Return the whitespace that the template writes before an answer; "" if none. `decode` removes it."""
         turns = [{"role": "user", "content": "x"}]
         try:
@@ -252,8 +252,8 @@ class Renderer:
     def _raw_text(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False)) if token_ids else ""
 
-    def literal(self, text: str) -> list[str | int]:
-        """Return the pieces of `text` in a template: plain text, and the ids of its control tokens."""
+    def split_control_tokens(self, text: str) -> list[str | int]:
+        """Split `text` into plain text (str) and the ids of its control tokens (int), in order."""
         pieces: list[str | int] = []
         start = 0
         for found in self._control.finditer(text):
@@ -278,7 +278,7 @@ class Renderer:
         """Return `calls` as they appear in the text of an answer, without control tokens."""
 
         def show(text: str) -> str:
-            return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.literal(text))
+            return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.split_control_tokens(text))
 
         return self.calls.without_control_tokens(show)
 
@@ -294,12 +294,12 @@ class Renderer:
 
     # --- the template ---
 
-    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
+    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedText:
         written = "\n".join(_texts_in([*turns, *tools]))
         if not self._control.search(written):
             text = self._apply_template(turns, tools)
             encoding = self.backend.encode(text, add_special_tokens=False)
-            return Rendered(text, encoding.ids, encoding.offsets)
+            return RenderedText(text, encoding.ids, encoding.offsets)
         word = _unused_word(written)
         found: list[str] = []
         text = self._apply_template(self._protect(turns, word, found), self._protect(tools, word, found))
@@ -345,7 +345,7 @@ class Renderer:
             return [self._protect(item, word, found) for item in value]
         return value
 
-    def _encode_protected(self, text: str, word: str, found: Sequence[str]) -> Rendered:
+    def _encode_protected(self, text: str, word: str, found: Sequence[str]) -> RenderedText:
         """Return the ids of `text`, in which each placeholder is replaced by its control token as ordinary text."""
         placeholder = re.compile(rf"{word}(\d+)end")
         ids: list[int] = []
@@ -366,7 +366,7 @@ class Renderer:
                 ids += [self._original_ids.get(each, each) for each in encoding.ids[num_lead:]]
                 spans += [(first + shift, last + shift) for first, last in encoding.offsets[num_lead:]]
                 whole += plain
-        return Rendered(whole, ids, spans)
+        return RenderedText(whole, ids, spans)
 
     @cached_property
     def _control_with_space(self) -> re.Pattern[str]:

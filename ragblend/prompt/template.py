@@ -64,11 +64,11 @@ def _parsed_arguments(arguments: str) -> Any:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
-    """Yield the turns, and then the forms that a template may accept if it rejects them.
+def turn_arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
+    """Yield the prompt's turns, then other arrangements of them, which a template may accept if it rejects the turns.
 
-    With calls, their ids become nine letters and digits (Mistral). Without, adjacent turns of one role are merged
-    (Gemma, Mistral), and then the system text is moved to the start of the first user turn.
+    If the prompt has tool calls, their ids become nine letters and digits (Mistral). If it has none, adjacent turns of
+    one role are merged (Gemma, Mistral), and then the system text is moved to the start of the first user turn.
     """
     if any(message.calls or message.role == "tool" for message in prompt.messages):
         named = _with_tool_names(prompt.messages)

@@ -64,7 +64,8 @@ HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_ca
 
 
 def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Sequence[str]) -> CallFormat | None:
-    """Return the format in which a template rendered one call, and two, with these `names`, and `slots` as arguments.
+    """Return the call format of a template, from its text of one call and of two calls of the tools `names`, whose
+    arguments are the `slots`.
 
     Returns None if the texts do not have that form. `two` None: the template rejects two calls.
 

@@ -296,9 +296,8 @@ class MatchedPrompt:
 
     @property
     def runs_by_chunk(self) -> list[list[int]]:
-        """Return for each chunk the indices of its runs, in prompt order. A run that continues the chunk of the run
-        before it belongs to the same chunk.
-        """
+        """Return for each matched chunk the indices of its runs, in prompt order. Adjacent runs of one chunk are
+        grouped if the second one continues the first."""
         found: list[list[int]] = []
         for index, run in enumerate(self.runs):
             before = self.runs[index - 1] if index else None

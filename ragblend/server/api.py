@@ -110,7 +110,7 @@ def install_routes(app: Any) -> Readiness:
 def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None:
     """Add the routes of documents to `app`, and start storing the documents that are waiting."""
     from ragblend.engine.vllm.front_end import FrontEndEngine
-    from ragblend.server.documents import Documents
+    from ragblend.server.documents import DocumentIngester
     from ragblend.server.routes import documents_router
 
     loop, client = asyncio.get_running_loop(), app.state.engine_client
@@ -128,7 +128,7 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None
         )
 
     config = served.config
-    documents = Documents(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
+    documents = DocumentIngester(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
 
@@ -137,7 +137,9 @@ class ServerResources:
     """Store, model and tokenizer of a vLLM server, for its HTTP front end."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self.config = config = ConnectorConfig.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.config = config = ConnectorConfig.from_extra_config(
+            vllm_config.kv_transfer_config.kv_connector_extra_config
+        )
         self._model = vllm_config.model_config
         self.store = config.open_tiers()
         self._fingerprint = model_fingerprint(self._model)
@@ -149,7 +151,7 @@ class ServerResources:
 
     def _stored_context(self) -> ContextPolicy | None:
         try:
-            return self.store.read_context()
+            return self.store.read_context_policy()
         except CorruptError as error:  # the file was valid when the server started
             log.warning("%s", error)
             return None
@@ -174,7 +176,7 @@ class ServerResources:
         except RagblendError:
             return {}
         forms = {"calls": asdict(renderer.calls), "calls_shown": asdict(renderer.calls_shown)}
-        return {"answer_lead": renderer.answer_lead, "knows_tools": renderer.knows_tools, **forms}
+        return {"answer_lead": renderer.whitespace_before_answer, "knows_tools": renderer.knows_tools, **forms}
 
     @cached_property
     def renderer(self) -> Renderer:

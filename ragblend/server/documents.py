@@ -70,7 +70,7 @@ class _BusyError(BackendUnreachableError):
     """Another process is storing or removing documents."""
 
 
-class Documents:
+class DocumentIngester:
     """Documents sent to the servers that share the store folder `root` or the `catalog`. `start` begins to store them.
 
     `make_engine` returns the engine for a namespace. `describe` returns an error's message for clients.
@@ -144,14 +144,12 @@ class Documents:
                 self._num_removing -= 1
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
-        """Return a `requests.Summary` of a namespace's documents: of one collection, of one ingestion, or for None of
-        all.
-        """
+        """Return a `requests.IngestionSummary` of a namespace, for one collection or ingestion, or for all if None."""
         storing, done, total = self._progress
         if storing != namespace:  # clients do not learn about other namespaces
             done = total = 0
         return {
-            "collections": self._table.summarize(namespace, collection, ingestion),
+            "collections": self._table.status_counts(namespace, collection, ingestion),
             "reasons": self._table.documents_with_reason(namespace, collection, ingestion, MAX_REASONS),
             "batch": {"num_done": done, "num_chunks": total},
         }
@@ -189,9 +187,9 @@ class Documents:
         try:
             with self._alone(0.0):
                 if self._leases is None:
-                    batch = self._table.waiting(_BATCH, _BATCH_CHARS)
+                    batch = self._table.next_waiting(_BATCH, _BATCH_CHARS)
                 else:
-                    batch = self._table.waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.leased_by_others())
+                    batch = self._table.next_waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.leased_by_others())
                 if not batch:
                     return False
                 with self._leased([row.lease_name for row in batch]) as leased:
@@ -228,7 +226,7 @@ class Documents:
         except Exception as error:
             if len(rows) == 1:
                 log.warning("the document %r of the collection %r is not stored: %s", first.id, first.collection, error)
-                self._table.finish(first, StoredCounts(), self._describe(error), is_stored=False)
+                self._table.record_outcome(first, StoredCounts(), self._describe(error), is_stored=False)
                 return
             for row in rows:
                 self._store([row])
@@ -243,15 +241,13 @@ class Documents:
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
-            self._table.finish(row, StoredCounts(*counts), reason, is_stored=is_stored)
+            self._table.record_outcome(row, StoredCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
         self._progress = (namespace, done, total or 0)
 
     def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Prefill chunks in sequence, with pauses while requests generate. Yield the bytes stored for each (a
-        `workers.Prefill`).
-        """
+        """Prefill chunks in turn, with pauses while requests generate. Yield the bytes stored for each."""
         is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()

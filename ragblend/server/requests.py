@@ -107,7 +107,7 @@ class DeletionInput(_Strict):
         return self
 
 
-class Accepted(BaseModel):
+class AcceptedDocuments(BaseModel):
     """Response to a POST whose documents were recorded. GET with this `ingestion` returns their progress."""
 
     ingestion: str
@@ -124,8 +124,8 @@ class StoredCounts(BaseModel):
     new_kv_bytes: int
 
 
-class CollectionCounts(StoredCounts):
-    """Numbers of stored, pending and failed documents, and of those that are still waiting to be stored."""
+class DocumentCounts(StoredCounts):
+    """Numbers of stored, pending and failed documents. A stored document that was sent again is stored and waiting."""
 
     num_stored: int
     num_pending: int
@@ -142,13 +142,13 @@ class DocumentReason(BaseModel):
     reason: str
 
 
-class Summary(BaseModel):
+class IngestionSummary(BaseModel):
     """Documents of a namespace, by collection. `reasons` has at most 1,000 entries.
 
     `batch`: progress of the current batch, if it belongs to the namespace: chunks prefilled, and chunks in all.
     """
 
-    collections: dict[str, CollectionCounts]
+    collections: dict[str, DocumentCounts]
     reasons: list[DocumentReason]
     batch: dict[Literal["num_done", "num_chunks"], int]
 
@@ -162,7 +162,7 @@ class DocumentStatus(StoredCounts, DocumentReason):
     num_kv: int
 
 
-class Removed(BaseModel):
+class RemovalCounts(BaseModel):
     """Numbers of deleted documents, and of deleted entries, which no other document needs."""
 
     num_documents: int
@@ -175,8 +175,7 @@ _COLLECTION: TypeAdapter[str] = TypeAdapter(Collection)
 def read_documents(body: bytes, content_type: str, collection: str | None) -> list[SentDocument]:
     """Return the documents of a POST body: one JSON object, or JSON lines with one document per line.
 
-    `collection` is that of JSON lines; a JSON object contains its own. Raises UsageError with the position of the
-    error.
+    `collection` is for JSON lines; a JSON object contains its own. Raises UsageError with the error's position.
     """
     if "ndjson" in content_type or "jsonl" in content_type or "json-lines" in content_type:
         named = _validated(lambda: _COLLECTION.validate_python(collection or "default"), "the collection")

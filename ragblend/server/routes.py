@@ -22,16 +22,16 @@ from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH, ForbiddenError
 from ragblend.engine.vllm.auth_gate import current_grant
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
-from ragblend.server.documents import Documents
+from ragblend.server.documents import DocumentIngester
 from ragblend.server.requests import (
     MAX_BODY_BYTES,
-    Accepted,
+    AcceptedDocuments,
     DeletionInput,
     DocumentInput,
     DocumentsInput,
     DocumentStatus,
-    Removed,
-    Summary,
+    IngestionSummary,
+    RemovalCounts,
     read_deletion,
     read_documents,
 )
@@ -65,7 +65,7 @@ def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
     return respond
 
 
-def documents_router(documents: Documents, respond: Respond) -> APIRouter:
+def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter:
     """Return a FastAPI router with the routes of `documents`."""
 
     async def respond_to_body(request: Request, answer: Callable[[bytes], dict[str, Any]], status: int) -> Response:
@@ -110,10 +110,12 @@ def documents_router(documents: Documents, respond: Respond) -> APIRouter:
 
     router = APIRouter(prefix=DOCUMENTS_PATH, tags=["ragblend"])
     posted, deleted = _body_of(DocumentsInput), _body_of(DeletionInput)
-    router.add_api_route("", add, methods=["POST"], status_code=202, response_model=Accepted, openapi_extra=posted)
-    router.add_api_route("", summarize, methods=["GET"], response_model=Summary)
+    router.add_api_route(
+        "", add, methods=["POST"], status_code=202, response_model=AcceptedDocuments, openapi_extra=posted
+    )
+    router.add_api_route("", summarize, methods=["GET"], response_model=IngestionSummary)
     router.add_api_route("/{document_id:path}", get, methods=["GET"], response_model=DocumentStatus)
-    router.add_api_route("", remove, methods=["DELETE"], response_model=Removed, openapi_extra=deleted)
+    router.add_api_route("", remove, methods=["DELETE"], response_model=RemovalCounts, openapi_extra=deleted)
     return router
 
 

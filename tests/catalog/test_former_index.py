@@ -46,7 +46,11 @@ def change(path: Path, statement: str) -> None:
 
 
 def assert_whole(index: ChunkIndex) -> None:
-    assert index.documents() == {"/d/a.md": {"/d/a.md": "1"}, "/d/b.md": {"/d/b.md": "3"}, "": {"langchain/7": "h"}}
+    assert index.content_hashes_by_file() == {
+        "/d/a.md": {"/d/a.md": "1"},
+        "/d/b.md": {"/d/b.md": "3"},
+        "": {"langchain/7": "h"},
+    }
     assert index.files() == {f"/d/{name}.md": IngestedFile(f"/d/{name}.md", f"v{name}", "/d") for name in "ab"}
     assert index.sources("precomputed") == ["/d/a.md"]
     assert [chunk.text for chunk in index.chunks()] == [DARK, ROCK, GREY, DARK]

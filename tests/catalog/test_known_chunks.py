@@ -106,7 +106,7 @@ def test_namespaces_and_tokenizers_are_apart(any_place: str | Path | None) -> No
         assert [f"text {other}" in each for other in range(4)] == [other == number for other in range(4)]
     known[0].remove("the same text")
     assert [len(chunks_found(each, 8)) for each in known] == [1, 2, 2, 2]
-    registry.remove(["the same text"])  # deletes the ids of all tokenizers and namespaces
+    registry.delete_texts(["the same text"])  # deletes the ids of all tokenizers and namespaces
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 
@@ -176,5 +176,5 @@ def test_a_run_names_a_document_of_its_own_namespace(kept_place: str | Path) -> 
         known = KnownChunks(registry, "t", namespace)
         add(known, range(4))
         assert [run.document for run in known.find_runs(prompt)] == expected
-    registry.release(["text 1"], second)
+    registry.remove_from_document(["text 1"], second)
     assert [run.document for run in KnownChunks(registry, "t", "").find_runs(prompt)] == ["a.txt", "", "", ""]

@@ -75,7 +75,7 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
         lambda: other.add(["a"]),
         lambda: other.add_ids([("a", IDS)], "t", ""),
         lambda: other.record_entry_chunks("0" * 32, [IDS], ""),
-        lambda: one.release(["a"]),
+        lambda: one.remove_from_document(["a"]),
     ):
         change()
         versions.append(one.change_counter())

@@ -36,7 +36,7 @@ def test_add_counts_new_texts_and_compares_them_stripped(registry: ChunkRegistry
 
 def test_remove_forgets(registry: ChunkRegistry) -> None:
     registry.add([LONG, "short"])
-    assert registry.remove([LONG, "unknown"]) == 1
+    assert registry.delete_texts([LONG, "unknown"]) == 1
     assert LONG not in registry
     assert list(registry.texts()) == ["short"]
     assert registry.add([LONG]) == 1
@@ -46,22 +46,22 @@ def test_remove_forgets(registry: ChunkRegistry) -> None:
 def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry: ChunkRegistry) -> None:
     registry.add([LONG, "both", "index"])
     registry.add([LONG, " both\n", "doc"], DOC)
-    assert registry.preview_release({DOC: [LONG, "both", "doc"]}) == []
+    assert registry.preview_orphaned_texts({DOC: [LONG, "both", "doc"]}) == []
     assert registry.texts_of(DOC) == {LONG, "both", "doc"}
-    assert registry.release([LONG, "index", "unknown"]) == ["index", "unknown"]
+    assert registry.remove_from_document([LONG, "index", "unknown"]) == ["index", "unknown"]
     assert set(registry.texts()) == {LONG, "both", "doc"}
-    assert registry.preview_release({DOC: [" doc"]}) == [LONG]
-    assert registry.release([LONG, "doc"], DOC) == [LONG, "doc"]
-    assert registry.remove(["both"]) == 1
-    assert registry.release(["both"]) == ["both"]
+    assert registry.preview_orphaned_texts({DOC: [" doc"]}) == [LONG]
+    assert registry.remove_from_document([LONG, "doc"], DOC) == [LONG, "doc"]
+    assert registry.delete_texts(["both"]) == 1
+    assert registry.remove_from_document(["both"]) == ["both"]
     assert len(registry) == 0
 
 
 def test_a_text_that_two_documents_release_together_is_previewed(registry: ChunkRegistry) -> None:
     registry.add([LONG], FIRST)
     registry.add([LONG], SECOND)
-    assert registry.preview_release({FIRST: []}) == []
-    assert registry.preview_release({FIRST: [], SECOND: []}) == [LONG]
+    assert registry.preview_orphaned_texts({FIRST: []}) == []
+    assert registry.preview_orphaned_texts({FIRST: [], SECOND: []}) == [LONG]
 
 
 def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(registry: ChunkRegistry) -> None:
@@ -70,8 +70,10 @@ def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(reg
         registry.add([LONG, "short"], name)
         registry.add_ids([(LONG, range(9)), ("short", range(8))], "t", name.namespace)
     registry.add(["short"], DocumentName("index:1"))
-    assert registry.preview_release({mine: []}) == [LONG], "whose KV in this namespace is deleted; an index has all"
-    assert registry.release([LONG, "short"], mine) == []
+    assert registry.preview_orphaned_texts({mine: []}) == [LONG], (
+        "whose KV in this namespace is deleted; an index has all"
+    )
+    assert registry.remove_from_document([LONG, "short"], mine) == []
     assert registry.texts_of(other) == {LONG, "short"}
     assert [registry.has_ids(LONG, "t", namespace) for namespace in ("mine", "other")] == [False, True]
     assert registry.has_ids("short", "t", "mine")
@@ -94,7 +96,7 @@ def test_another_connection_sees_additions_and_removals_at_once(kept_place: str 
     one.add(["first text of the first registry"])
     assert len(other) == 1
     other.add(["second text, of the other one"])
-    one.remove(["first text of the first registry"])
+    one.delete_texts(["first text of the first registry"])
     assert list(one.texts()) == list(other.texts()) == ["second text, of the other one"]
 
 

@@ -61,14 +61,14 @@ def check(operations: list[tuple[str, DocumentName, list[str], int]], new: Abstr
             elif operation == "remove":
                 for name in DOCUMENTS:
                     owned[name] -= {*texts}
-                assert registry.remove(texts) == len({*texts} & before)
+                assert registry.delete_texts(texts) == len({*texts} & before)
             else:
                 kept = {*texts} & owned[document] if operation == "replace" else owned[document] - {*texts}
                 released = owned[document] - kept
                 owned[document] = kept
                 orphans = released - set().union(*owned.values())
-                assert {*registry.preview_release({document: kept})} == orphans
-                assert {*registry.release(released, document)} == orphans
+                assert {*registry.preview_orphaned_texts({document: kept})} == orphans
+                assert {*registry.remove_from_document(released, document)} == orphans
             registry.add_ids([(text, range(number)) for text in texts if text in registry], "t", "")
             other = registries[1 - which]
             everything = set().union(*owned.values())

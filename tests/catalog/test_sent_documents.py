@@ -27,7 +27,7 @@ def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog:
         assert found is not None
         facts = (found["status"], found["num_tokens"], found["new_kv_bytes"], found["metadata"])
         assert facts == ("stored", 7, 4096, {"author": "A"})
-        assert [(each.namespace, each.id, each.body) for each in table.waiting(10, 1000)] == [
+        assert [(each.namespace, each.id, each.body) for each in table.next_waiting(10, 1000)] == [
             ("tenant", "1", {"chunks": ["Chalk is soft."]})
         ]
     assert (
@@ -40,21 +40,21 @@ def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_se
         send(table, "1", "2")
         send(table, "3", namespace="tenant")
         send(table, "1", text="of another version")
-        assert [each.id for each in table.waiting(10, 1000)] == ["2", "1"]
-        assert [each.id for each in table.waiting(1, 1000)] == ["2"]
-        assert [each.id for each in table.waiting(10, 1)] == ["2"], "the first however long it is"
+        assert [each.id for each in table.next_waiting(10, 1000)] == ["2", "1"]
+        assert [each.id for each in table.next_waiting(1, 1000)] == ["2"]
+        assert [each.id for each in table.next_waiting(10, 1)] == ["2"], "the first however long it is"
 
 
 def test_what_was_sent_again_meanwhile_is_not_finished(kept_place: str | Path) -> None:
     with SentDocumentTable(kept_place) as table, SentDocumentTable(kept_place) as other:
         send(table, "1")
-        (first,) = table.waiting(10, 1000)
+        (first,) = table.next_waiting(10, 1000)
         send(other, "1")
-        table.finish(first, StoredCounts(1), "", is_stored=True)
-        assert table.summarize("", None, None)["notes"]["num_pending"] == 1
-        (again,) = other.waiting(10, 1000)
-        other.finish(again, StoredCounts(2), "", is_stored=True)
-        summary = table.summarize("", "notes", None)["notes"]
+        table.record_outcome(first, StoredCounts(1), "", is_stored=True)
+        assert table.status_counts("", None, None)["notes"]["num_pending"] == 1
+        (again,) = other.next_waiting(10, 1000)
+        other.record_outcome(again, StoredCounts(2), "", is_stored=True)
+        summary = table.status_counts("", "notes", None)["notes"]
         assert (summary["num_stored"], summary["num_waiting"], summary["num_chunks"]) == (1, 0, 2)
 
 
@@ -62,7 +62,7 @@ def test_a_removed_document_is_neither_waiting_nor_in_the_file(kept_place: str |
     with SentDocumentTable(kept_place) as table:
         send(table, "1", "2", text="a secret")
         table.begin_removal("", "notes", ["1"])
-        assert [each.id for each in table.waiting(10, 1000)] == ["2"]
+        assert [each.id for each in table.next_waiting(10, 1000)] == ["2"]
         assert [each["id"] for each in table.documents_with_reason("", None, None, 10)] == ["1"]
         assert table.remove("", "notes", ["1", "2", "unknown"]) == 2
         assert table.ids("", "notes") == []

@@ -24,7 +24,7 @@ from servers import RedisServer, running_redis
 from ragblend import __version__, load_engine, open_index
 from ragblend.cli import app as cli
 from ragblend.cli.options import parse_workers
-from ragblend.cli.session import terminal_log
+from ragblend.cli.session import make_terminal_handler
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UsageError
 from ragblend.precompute import precompute_documents
@@ -64,7 +64,7 @@ def test_warnings_of_other_packages_are_written_with_verbose_only(
     logger: str, level: int, quiet: bool, verbose: bool
 ) -> None:
     record = logging.LogRecord(logger, level, "file.py", 1, "a line", None, None)
-    assert bool(terminal_log(verbose).filter(record)) == (quiet or verbose)
+    assert bool(make_terminal_handler(verbose).filter(record)) == (quiet or verbose)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.chunker import adapt_splitter, split
-from ragblend.corpus.citations import citation_facts, describe_source, locate
+from ragblend.corpus.citations import add_pages_and_headings, citation_facts, describe_source
 from ragblend.corpus.documents import Document
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.corpus.folder_scan import ReadFailure, scan_folders
@@ -49,7 +49,7 @@ def chunk_of(text: str, document: Document = HANDBOOK) -> Chunk:
 
 
 def facts_of(text: str) -> dict[str, Any]:
-    return dict(locate(HANDBOOK, [chunk_of(text)])[0].metadata)
+    return dict(add_pages_and_headings(HANDBOOK, [chunk_of(text)])[0].metadata)
 
 
 def test_a_chunk_has_its_pages_and_the_headings_above_its_beginning() -> None:
@@ -73,28 +73,28 @@ def test_a_page_that_ends_with_the_chunk_is_the_last_one() -> None:
 
 def test_text_before_the_first_mark_has_neither_and_a_document_without_marks_keeps_its_chunks() -> None:
     later = replace(HANDBOOK, marks=MARKS[3:])
-    assert locate(later, [chunk_of("Thirty days")])[0].metadata == {"title": "Handbook"}
+    assert add_pages_and_headings(later, [chunk_of("Thirty days")])[0].metadata == {"title": "Handbook"}
     bare, chunks = replace(HANDBOOK, marks=()), [chunk_of("Pay")]
-    assert locate(bare, chunks) == chunks
+    assert add_pages_and_headings(bare, chunks) == chunks
 
 
 def test_text_position_and_metadata_of_a_splitter_are_kept() -> None:
     said = replace(chunk_of("Pay"), metadata={"page": 3, "headings": ["its own"]})
-    (found,) = locate(HANDBOOK, [said])
+    (found,) = add_pages_and_headings(HANDBOOK, [said])
     assert (found, found.metadata) == (said, {"page": 3, "headings": ["its own"]})
     rewritten = Chunk("PAY", HANDBOOK.source, PLACES["Pay"], PLACES["Pay"], {"verbatim": False})
-    (found,) = locate(HANDBOOK, [rewritten])
+    (found,) = add_pages_and_headings(HANDBOOK, [rewritten])
     assert found.metadata == {"page": 12, "headings": ["Staff", "Pay"], "verbatim": False}
     assert (found.text, found.id) == ("PAY", rewritten.id)
 
 
 def test_metadata_stay_small_for_any_headings() -> None:
     marks = tuple(Mark(n, "heading", f"{n} " + "very long\n" * 1000, n + 1) for n in range(40))
-    (found,) = locate(Document("x" * 60, "a", marks=marks), [Chunk("x", "a", 50)])
+    (found,) = add_pages_and_headings(Document("x" * 60, "a", marks=marks), [Chunk("x", "a", 50)])
     assert len(found.metadata["headings"]) == 6
     assert all(len(heading) <= 200 and "\n" not in heading for heading in found.metadata["headings"])
     pages = (Mark(0, "page", "9" * 10_000),)
-    (found,) = locate(Document("x", "a", marks=pages), [Chunk("x", "a")])
+    (found,) = add_pages_and_headings(Document("x", "a", marks=pages), [Chunk("x", "a")])
     assert len(json.dumps(dict(found.metadata))) < 300
 
 
@@ -112,7 +112,9 @@ def test_every_chunk_gets_what_a_slow_walk_over_the_marks_finds(
 ) -> None:
     marks = sorted(marks, key=lambda mark: mark.offset)
     chunks = [Chunk("x" * max(end - start, 0), "a", start, max(start, end)) for start, end in spans]
-    for chunk, found in zip(chunks, locate(Document("x" * 40, "a", marks=tuple(marks)), chunks), strict=True):
+    for chunk, found in zip(
+        chunks, add_pages_and_headings(Document("x" * 40, "a", marks=tuple(marks)), chunks), strict=True
+    ):
         path: dict[int, str] = {}
         for mark in marks:
             if mark.kind == "heading" and mark.offset <= chunk.start:
@@ -134,7 +136,7 @@ def test_many_marks_and_chunks_take_linear_time() -> None:
     marks = tuple(Mark(n, "heading" if n % 2 else "page", str(n), n % 6 + 1) for n in range(num))
     document = Document("x" * num, "a", marks=marks)
     start_s = perf_counter()
-    located = locate(document, [Chunk("x", "a", n) for n in range(num)])
+    located = add_pages_and_headings(document, [Chunk("x", "a", n) for n in range(num)])
     assert perf_counter() - start_s < 5
     assert located[-1].metadata["page"] == num - 2
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.corpus.layout import Layout, find_row_ends
+from ragblend.corpus.layout import Layout, find_uniform_row_ends
 from ragblend.corpus.readers.types import Mark
 
 
@@ -81,7 +81,7 @@ def test_tables_in_code_are_code() -> None:
 
 
 def ends_of(text: str) -> list[str]:
-    return [text[: row.offset].rpartition("\n")[2] for row in find_row_ends(text, 0, 0, len(text))]
+    return [text[: row.offset].rpartition("\n")[2] for row in find_uniform_row_ends(text, 0, 0, len(text))]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_lists_and_prose_are_no_rows(text: str) -> None:
 
 def test_a_row_has_the_rank_of_the_row_after_it_at_any_position() -> None:
     rows = [f"key: {n}" for n in range(9)]
-    first = {row.offset: row.rank for row in find_row_ends("\n".join(rows), 0, 0, 60)}
-    later = {row.offset: row.rank for row in find_row_ends("\n".join(["key: new", *rows]), 0, 0, 60)}
+    first = {row.offset: row.rank for row in find_uniform_row_ends("\n".join(rows), 0, 0, 60)}
+    later = {row.offset: row.rank for row in find_uniform_row_ends("\n".join(["key: new", *rows]), 0, 0, 60)}
     shift = len("key: new\n")
     assert len(first) > 5
     assert {offset: later[offset + shift] for offset in first if offset + shift in later}.items() <= first.items()
@@ -130,7 +130,7 @@ def test_hostile_texts_take_linear_time(unit: str) -> None:
     marks = [Mark(5, "heading", "x", 1)] * 1000 + [Mark(offset, "heading", "x", 1) for offset in range(0, 200_000, 7)]
     start_s = perf_counter()
     layout = Layout(text, marks)
-    find_row_ends(text, 0, 0, 100_000)
+    find_uniform_row_ends(text, 0, 0, 100_000)
     assert layout.find_header(100_000) is None or layout.tables
     assert perf_counter() - start_s < 10  # a second at most on a free machine; quadratic takes minutes
 

@@ -12,7 +12,7 @@ from commands import CommandRunner
 
 from ragblend.chunker import Document, split
 from ragblend.corpus.folder_scan import scan_folders
-from ragblend.corpus.loaders import DEFAULT_READER, FileReader, Loader, import_loader, name_loader
+from ragblend.corpus.loaders import DEFAULT_READER, FileReader, Loader, get_loader_version, import_loader
 from ragblend.errors import NotADocumentError, UnreadableDocumentError, UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.sync import ChunkerConfig, SyncResult, sync_index
@@ -129,7 +129,7 @@ def test_a_loader_is_imported_from_the_working_folder(tmp_path: Path, monkeypatc
     before = list(sys.path)
     loader = import_loader("my_notes_loader:Notes.read")
     assert loader("a") == "text of a"
-    assert name_loader(loader) == "my_notes_loader:Notes.read"
+    assert get_loader_version(loader) == "my_notes_loader:Notes.read"
     assert sys.path == before
 
 
@@ -155,8 +155,8 @@ def test_the_version_of_a_loader_is_its_attribute_or_else_its_name() -> None:
         def __call__(self, path: str) -> str:
             return path
 
-    assert (name_loader(Ocr("de")), name_loader(Ocr("en"))) == ("ocr de", "ocr en")
-    assert name_loader(lines_of) == "test_loaders:lines_of"
+    assert (get_loader_version(Ocr("de")), get_loader_version(Ocr("en"))) == ("ocr de", "ocr en")
+    assert get_loader_version(lines_of) == "test_loaders:lines_of"
 
 
 # --- ingestion ---

@@ -19,7 +19,7 @@ from ragblend.prompt.render import Renderer
 def test_a_stream_of_tokens_reads_as_the_whole_answer(text: str, renderer: Renderer) -> None:
     ids, stream = renderer.text_ids(text), AnswerText(renderer)
     pieces = [stream.push(token) for token in ids]
-    assert "".join([*pieces, stream.flush()]) == text.removeprefix(renderer.answer_lead)
+    assert "".join([*pieces, stream.flush()]) == text.removeprefix(renderer.whitespace_before_answer)
     assert all(renderer.decode(ids[: end + 1]).startswith("".join(pieces[: end + 1])) for end in range(len(ids)))
 
 
@@ -68,7 +68,7 @@ def test_an_answer_is_shown_without_control_tokens_and_the_space_that_the_templa
     renderer: Renderer,
 ) -> None:
     ids = [*renderer.text_ids(" the chunk"), *renderer.stop_ids()]
-    assert renderer.answer_lead == " "
+    assert renderer.whitespace_before_answer == " "
     assert renderer.decode(ids) == "the chunk"
     stream = AnswerText(renderer)
     assert "".join(stream.push(token) for token in ids) == "the chunk"

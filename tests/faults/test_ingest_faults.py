@@ -17,7 +17,7 @@ from ragblend import Prompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
-from ragblend.operations.maintenance import verify_store
+from ragblend.operations.maintenance import verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
@@ -51,7 +51,7 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
             assert all(engine.is_stored(chunk) for chunk in index.chunks())
             assert index.find_problems() == []
     assert report.num_new_kv + report.num_known_kv == report.num_chunks > 200
-    verified = verify_store(tmp_path / "kv")
+    verified = verify_and_quarantine(tmp_path / "kv")
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
     counted(f"{NUM_KILLS} kill -9 during ingestion; all {report.num_chunks} chunks there after one more run")
 

@@ -38,7 +38,7 @@ from ragblend.errors import RagblendError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
 from ragblend.ingestion.documents import pin_document
-from ragblend.operations.maintenance import repair_store, verify_store
+from ragblend.operations.maintenance import repair_store, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.render import Renderer
 
@@ -134,7 +134,7 @@ def contents(work: Path) -> dict[str, Any]:
             "models": disk.models(),
             "calibrations": {path.name: path.read_bytes() for path in work.glob(KINDS["calibration"])},
             "machines": {path.name: path.read_bytes() for path in work.glob(KINDS["machine"])},
-            "documents": index.documents(),
+            "documents": index.content_hashes_by_file(),
             "files": index.files(),
             "facts": replace(index.manifest, generation=0),
             "chunks": [(chunk, dict(chunk.metadata)) for chunk in sorted(index.chunks(), key=lambda each: each.id)],
@@ -244,7 +244,7 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
 def repair(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: bool, counts: Counter[str]) -> None:
     """Do what the message says: repair; if the catalogue is lost, or rows of it, ingest again."""
     try:
-        report = verify_store(work / "kv")
+        report = verify_and_quarantine(work / "kv")
         is_row_lost = CATALOG_FILE in report.damaged_files
         if with_command:
             code = run_command("verify", "--repair", *place)
@@ -253,7 +253,7 @@ def repair(work: Path, engine: Engine, place: tuple[str, ...], *, with_command: 
                 if is_row_lost:
                     bring_in(work, engine)
                 return
-            report = verify_store(work / "kv")
+            report = verify_and_quarantine(work / "kv")
         with closing(open_engine_index(work / "kv", engine, create=False)) as index:
             repair_store(report, engine, index)
         if any(place.startswith("models/") for place in report.damaged_files):

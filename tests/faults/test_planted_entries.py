@@ -17,7 +17,7 @@ from forgery import FORGERIES, PLANTS, Victim, remove
 from servers import point_s3_at, running_redis, running_s3
 from tiny_prompts import CHUNKS
 
-from ragblend.engine.store.base import VerifyResult
+from ragblend.engine.store.base import EntryCheck
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
@@ -95,7 +95,7 @@ class Tier:
         if self._values is not None:
             self._values.delete(key)
 
-    def verify(self, key: StoreKey | None, expecting: TieredStore) -> list[VerifyResult]:
+    def verify(self, key: StoreKey | None, expecting: TieredStore) -> list[EntryCheck]:
         """What `verify` says with fresh eyes that know the model's shapes."""
         store = self.remote(key) if self.url else DiskStore(self.root, fsync=False, store_key=key)
         shapes = expecting.tiers[1]._requirements.specs  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.documents import delete_precomputed
-from ragblend.operations.maintenance import verify_store
+from ragblend.operations.maintenance import verify_and_quarantine
 from ragblend.options import ContextPolicy
 from ragblend.precompute import ingest, open_engine_index, precompute_documents
 from ragblend.prompt.types import Chunk
@@ -157,7 +157,7 @@ class Everything:
             for part in header.context_ids:
                 assert any(part[: len(each)] == each for each in ids), "computed after a text that is gone"
         for machine in self.machines:
-            report = verify_store(machine.root)
+            report = verify_and_quarantine(machine.root)
             assert not report.has_problems, report
             assert len(self.machines) > 1 or not report.num_without_kv
 

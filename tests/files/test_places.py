@@ -15,7 +15,7 @@ from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.frameworks.engines import share_engine
 from ragblend.index import open_index
 from ragblend.lab.bench.common.configs import LoadConfig
@@ -36,7 +36,7 @@ READERS = {
     "settings' file": lambda place: load_settings({"store": place}),
     "load_engine": lambda place: load_engine("demo", place),
     "share_engine": lambda place: share_engine("demo", place),
-    "vLLM's connector": lambda place: ConnectorConfig.read({"store": place}),
+    "vLLM's connector": lambda place: ConnectorConfig.from_extra_config({"store": place}),
     "ingest": lambda place: scan_folders([place]),
     "model": find_model,
     "bench --store": lambda place: LoadConfig(store=place),
@@ -70,7 +70,7 @@ def test_a_tilde_in_settings_and_names_of_documents_is_the_home(home):
     (home / "docs").mkdir()
     (home / "docs" / "a.md").write_text("text")
     assert Settings(store="~/kv").store == str(home / "kv")
-    assert ConnectorConfig.read({"store": "~/kv"}).store == str(home / "kv")
+    assert ConnectorConfig.from_extra_config({"store": "~/kv"}).store == str(home / "kv")
     assert list(scan_folders(["~/docs"]).files) == [str(home / "docs" / "a.md")]
     assert match_sources("~/docs/a.md", [(f"{home}/docs/a.md", f"{home}/docs/a.md")]) == [f"{home}/docs/a.md"]
 
@@ -98,14 +98,14 @@ def test_what_is_no_path_is_an_error_and_makes_no_folder(home, opened, place):
 )  # fmt: skip
 def test_a_url_is_answered_with_the_option_that_takes_it(name, url, fix):
     with pytest.raises(UsageError, match=f"{name} is .*, a URL, .*{fix}"):
-        user_path(url, name)
+        expand_user_path(url, name)
 
 
 def test_a_file_that_is_really_named_so_is_read(home):
     for name in ("~$report.docx", "$price.md"):
         Path(name).write_text("text")
-        assert user_path(name, "the path") == Path(name)
-    assert user_path("./s3:/x", "store") == Path("s3:/x")
+        assert expand_user_path(name, "the path") == Path(name)
+    assert expand_user_path("./s3:/x", "store") == Path("s3:/x")
 
 
 def test_what_is_opened_by_a_relative_path_stays_where_it_is(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from ragblend.errors import RagblendError
 from ragblend.files import store_folder
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE
 from ragblend.index import open_index
-from ragblend.operations.maintenance import verify_store
+from ragblend.operations.maintenance import verify_and_quarantine
 from ragblend.precompute import ingest
 from ragblend.prompt.types import Chunk
 
@@ -39,13 +39,13 @@ def assert_whole(folder: Path) -> None:
     assert sorted(disk.keys()) == KEYS
     assert all(disk.contains(key) for key in KEYS)
     assert [facts["model"] for facts in disk.models().values()] == ["demo"]
-    assert disk.read_context() == "similar"
+    assert disk.read_context_policy() == "similar"
     with open_registry(disk) as registry:
         assert TEXT in registry
-        assert len(registry.stored_variants()) == 2
+        assert len(registry.stored_variant_keys()) == 2
     with open_index(folder) as index:
         assert index.search("roof garden", 1)[0].chunk.text == TEXT
-    report = verify_store(folder)
+    report = verify_and_quarantine(folder)
     assert (report.has_problems, report.orphans, report.checked) == (
         False,
         0,
@@ -168,4 +168,4 @@ def test_entries_elsewhere_can_be_lost_and_nothing_else(tmp_path: Path, caplog) 
         open_registry(open_store(tmp_path / "store", **{"kv_dir": place["kv_dir"]})) as registry,
     ):
         assert TEXT in registry
-    assert not verify_store(tmp_path / "store", kv_dir=place["kv_dir"]).has_problems
+    assert not verify_and_quarantine(tmp_path / "store", kv_dir=place["kv_dir"]).has_problems

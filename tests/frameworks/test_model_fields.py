@@ -76,7 +76,7 @@ def test_call_options_are_defaults_of_every_call(kind: Any, tiny_engine: Callabl
 
 def test_one_stop_text_is_a_list_of_it(tiny_engine: Callable[..., TransformersEngine]) -> None:
     chat = ChatBlend(engine=tiny_engine(), stop="end")  # type: ignore[arg-type]
-    assert chat._options({}).stops == ("end",)
+    assert chat._options({}).stop_strings == ("end",)
     assert chat._get_ls_params()["ls_stop"] == ["end"]
 
 

@@ -21,7 +21,7 @@ from ragblend.index import open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.ingestion.documents import pin_document, remove_documents
-from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_store
+from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -72,24 +72,24 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
     url = f"file://{tmp_path}/shared"
     with load_engine(deep_model, tmp_path / "deep", remote=url, on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 8
-        assert engine.store.read_context() == "similar"
+        assert engine.store.read_context_policy() == "similar"
         assert contexts_of(engine) == ["none", "similar", "similar"]
     with load_engine(deep_model, tmp_path / "replica", remote=url, on_miss="inline") as engine:
         assert contexts_of(engine) == ["none", "similar", "similar"]  # read from the store
     with load_engine(deep_model, tmp_path / "none", context="none", on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 4
-        assert engine.store.read_context() == "none"
+        assert engine.store.read_context_policy() == "none"
     with load_engine(deep_model, tmp_path / "none", on_miss="inline") as engine:
         assert contexts_of(engine) == ["none"] * 3
         assert {engine.key(text) for text in prompt.chunks} == set(engine.likely_keys(prompt.chunks))
         with open_engine_index(docs.parent / "kv", engine, create=False) as index:
             assert precompute_index(engine, index).num_new_kv == 0, "the context none was requested"
             assert precompute_index(engine, index, context="similar").num_new_kv == 4
-        assert engine.store.read_context() == "similar"
+        assert engine.store.read_context_policy() == "similar"
     with open_index(docs.parent / "kv") as index:
         index.clear()
     engine = opened()
-    assert (bring_in(docs, engine).num_new_kv, engine.store.read_context()) == (4, None)
+    assert (bring_in(docs, engine).num_new_kv, engine.store.read_context_policy()) == (4, None)
 
 
 def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs, opened):
@@ -106,7 +106,7 @@ def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs,
 def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened):
     engine = opened()
     bring_in(docs, engine)
-    assert engine.store.read_context() is None
+    assert engine.store.read_context_policy() is None
     assert bring_in(docs, engine, context="similar").num_new_kv == 4  # a second version of what is there
     with pytest.raises(UsageError, match="precompute --context none"):
         bring_in(docs, engine, context="none")
@@ -119,7 +119,7 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
             assert set(engine.store.keys()) == wanted
             pinned = engine.store.disk_tier.pins()[str(docs / "fox.txt")]
             assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants([Chunk(TEXTS["fox"])], policy)}
-            assert (engine.context, engine.store.read_context()) == (policy, policy)
+            assert (engine.context, engine.store.read_context_policy()) == (policy, policy)
 
 
 def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, opened, tmp_path):
@@ -218,7 +218,7 @@ def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
     before = {path.name: path.read_bytes() for path in store.glob("kv/??/*")}
     place = next(store.glob(f"kv/??/{keys['bell']}*"))
     place.write_bytes(place.read_bytes()[:-1] + b"?")
-    report = verify_store(store, index)
+    report = verify_and_quarantine(store, index)
     assert (list(report.damaged), report.orphans, report.num_without_kv) == ([keys["bell"]], 0, 0)
     with opened() as engine, open_engine_index(index, engine, create=False) as found:
         assert repair_store(report, engine, found) == 1
@@ -238,18 +238,18 @@ def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
 def test_verify_lists_variants_whose_chunk_has_other_neighbours_by_now(docs, opened, tmp_path):
     with opened() as engine:
         bring_in(docs, engine, context="similar")
-        assert verify_store(tmp_path / "kv").outdated == []
+        assert verify_and_quarantine(tmp_path / "kv").outdated == []
         (docs / "new.txt").write_text(f"{TEXTS['fox']} {TEXTS['fox']}")
         bring_in(docs, engine)
         before = {name: neighbours_of(engine, tmp_path / "kv", name) for name in TEXTS}
-        report = verify_store(tmp_path / "kv")
+        report = verify_and_quarantine(tmp_path / "kv")
         assert report.outdated == sorted(engine.key(similar(name)) for name, (was, now) in before.items() if was != now)
         assert engine.key(similar("fox")) in report.outdated
         assert not report.has_problems
         for name in TEXTS:
             engine.forget(similar(name))
         bring_in(docs, engine)
-    assert verify_store(tmp_path / "kv").outdated == []
+    assert verify_and_quarantine(tmp_path / "kv").outdated == []
 
 
 def neighbours_of(engine: TransformersEngine, folder: Path, name: str) -> tuple[Any, Any]:
@@ -257,14 +257,14 @@ def neighbours_of(engine: TransformersEngine, folder: Path, name: str) -> tuple[
     header = DiskStore(folder).header(engine.key(similar(name)))
     with open_index(folder) as index:
         near = index.similar_texts(TEXTS[name], 2)
-    return tuple(header.context_ids), engine.renderer.context_parts(reversed(near))
+    return tuple(header.context_ids), engine.renderer.ids_with_separators(reversed(near))
 
 
 def test_repair_counts_again(docs, opened, tmp_path):
     with opened() as engine:
         bring_in(docs, engine)
         engine.forget(Chunk(TEXTS["fox"]))
-        (report := verify_store(tmp_path / "kv")).damaged["a"] = "a"
+        (report := verify_and_quarantine(tmp_path / "kv")).damaged["a"] = "a"
         assert report.num_without_kv == 1
         with open_engine_index(tmp_path / "kv", engine, create=False) as index:
             assert repair_store(report, engine, index) == 1
@@ -284,4 +284,4 @@ def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, c
     assert run_command("verify", "--repair", *place) == 0
     assert not note.exists()
     assert run_command("precompute", "--context", "similar", *place) == 0
-    assert DiskStore(tmp_path / "kv").read_context() == "similar"
+    assert DiskStore(tmp_path / "kv").read_context_policy() == "similar"

@@ -15,7 +15,7 @@ from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError
 from ragblend.ingestion.documents import delete_precomputed
-from ragblend.operations.maintenance import verify_store
+from ragblend.operations.maintenance import verify_and_quarantine
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 
@@ -66,7 +66,7 @@ def test_what_one_removes_or_replaces_leaves_the_disk_of_a_running_and_of_a_late
     assert on_disk(ended) == {"a", "b", "c"}
     wait_until(lambda: on_disk(program("ended")) == {"c"}, 60, "the next program deletes them")
     assert in_remote(one) == on_disk(one) == {"c"}
-    assert not verify_store(tmp_path / "running").has_problems
+    assert not verify_and_quarantine(tmp_path / "running").has_problems
     store(running, **TEXTS)  # its own documents
     for engine in (one, running):
         engine.store.apply_deletions()

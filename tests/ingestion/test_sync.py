@@ -27,9 +27,9 @@ from ragblend.errors import (
     RagblendError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.documents import find_documents, pin_document, remove_documents
+from ragblend.ingestion.documents import find_indexed_documents, pin_document, remove_documents
 from ragblend.ingestion.report import IngestReport
-from ragblend.operations.maintenance import collect_garbage, verify_store
+from ragblend.operations.maintenance import collect_garbage, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index, precompute_documents
 
 FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "James Bell plays chess."
@@ -238,7 +238,7 @@ def test_documents_from_elsewhere_stay(corpus):
     assert corpus.ingest().removed == []
     assert corpus.index.num_documents == 5
     assert not any("ragblend remove" in line for line in corpus.said), "deleted, not moved"
-    remove_documents(find_documents(f"{corpus.root}/lost", corpus.index), corpus.engine, corpus.index)
+    remove_documents(find_indexed_documents(f"{corpus.root}/lost", corpus.index), corpus.engine, corpus.index)
     assert corpus.index.num_documents == 4
 
 
@@ -425,7 +425,7 @@ def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus
     monkeypatch.chdir(corpus.root)
     assert corpus.ingest("papers").num_new_kv == 0
     assert any("2 of these files were in docs" in line and "ragblend remove docs" in line for line in corpus.said)
-    remove_documents(find_documents("docs", corpus.index), corpus.engine, corpus.index)
+    remove_documents(find_indexed_documents("docs", corpus.index), corpus.engine, corpus.index)
     assert corpus.texts() == {FOX, KERN}
     assert corpus.index.num_documents == 2
 
@@ -458,7 +458,7 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     orphans = [corpus.engine.key(chunk) for chunk in chunks]
     corpus.engine.store.pin("gone.txt", orphans[:1])
     corpus.engine.store.pin("by hand", before[:1])
-    assert verify_store(corpus.root / "kv", corpus.root / "index").orphans == 3
+    assert verify_and_quarantine(corpus.root / "kv", corpus.root / "index").orphans == 3
     for dry_run in (True, False):
         garbage = collect_garbage(corpus.root / "kv", corpus.root / "index", dry_run=dry_run)
         assert sorted(garbage.evicted) == sorted(orphans)

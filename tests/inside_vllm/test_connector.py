@@ -17,10 +17,10 @@ pytestmark = pytest.mark.smoke
 
 
 def test_settings_are_read_from_json_values():
-    config = ConnectorConfig.read({"store": "kv", "prefix_ids": [1, 2], "ratio": 0.2, "rule": "random"})
+    config = ConnectorConfig.from_extra_config({"store": "kv", "prefix_ids": [1, 2], "ratio": 0.2, "rule": "random"})
     assert config.prefix_ids == (1, 2)
     assert config.ratio == 0.2
-    assert ConnectorConfig.read({"ratio": "auto"}).ratio == "auto"
+    assert ConnectorConfig.from_extra_config({"ratio": "auto"}).ratio == "auto"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_settings_are_read_from_json_values():
 )
 def test_a_wrong_setting_is_named(extra, named):
     with pytest.raises(UsageError, match=named):
-        ConnectorConfig.read(extra)
+        ConnectorConfig.from_extra_config(extra)
 
 
 def test_reports_of_several_ranks_become_one():

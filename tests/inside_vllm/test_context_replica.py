@@ -54,4 +54,4 @@ def test_a_replica_with_an_empty_disk_finds_versions(
         make_known(tmp_path / "second", replica.renderer, TEXTS)  # as a catalogue that both share would do
         report = replica.generate(Prompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
         assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]
-        assert (replica.context, replica.store.read_context()) == ("similar", None)
+        assert (replica.context, replica.store.read_context_policy()) == ("similar", None)

@@ -58,7 +58,7 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
     with open_engine_index(index, vllm, create=False) as opened:
         precompute_index(vllm, opened, policy)
         root = next(tier.root for tier in vllm.store.tiers if isinstance(tier, DiskStore))
-        assert vllm.store.read_context() == policy
+        assert vllm.store.read_context_policy() == policy
         with load_engine(model, tmp_path / "kv", dtype="float32", on_miss="inline") as ours:
             precompute_index(ours, opened, policy)
             theirs = {header.key: header for header in DiskStore(root).headers()}

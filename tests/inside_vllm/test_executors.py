@@ -26,7 +26,7 @@ from test_blend import CHUNKS, PREFIX, QUESTION, blend_params, labelled_prompt
 
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.machine import serving_facts, write_profile
+from ragblend.engine.tuning.machine import vllm_machine_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.loading import MemoryTierDelta
 from ragblend.options import ModelOptions
@@ -68,7 +68,7 @@ def assert_close(output: Any, reference: Continued) -> None:
 def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = find_checkpoint(str(checkpoint("llama")), ModelOptions(dtype="float32"))
-    write_profile(tmp_path / "two", machine(found, 2.0, serving_facts(None, 2)))
+    write_profile(tmp_path / "two", machine(found, 2.0, vllm_machine_facts(None, 2)))
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "skip_tokenizer_init": True}
     with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
         assert_exact(llm, stock)

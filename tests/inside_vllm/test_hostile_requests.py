@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from hostile_bodies import DELETED, GENERATED, JSON, LINES, POSTED, Hostile
 
 from ragblend.server import routes
-from ragblend.server.documents import Documents
+from ragblend.server.documents import DocumentIngester
 from ragblend.server.routes import documents_router, make_request_handler
 
 pytestmark = pytest.mark.smoke
@@ -46,7 +46,7 @@ class Site:
     """The routes over documents that are kept in a folder; no engine is made, because nothing is stored."""
 
     def __init__(self, root: Path) -> None:
-        self.documents = Documents(root, make_engine=lambda namespace: 1 // 0)
+        self.documents = DocumentIngester(root, make_engine=lambda namespace: 1 // 0)
         app = FastAPI()
         app.include_router(documents_router(self.documents, make_request_handler(str)))
         self.http = TestClient(app, raise_server_exceptions=False)

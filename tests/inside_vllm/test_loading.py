@@ -18,7 +18,7 @@ from harness import connector_worker, machine, recorded_selections
 from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
-from ragblend.engine.tuning.machine import machine_facts, serving_facts, write_profile
+from ragblend.engine.tuning.machine import machine_facts, vllm_machine_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.precompute import precompute_documents
 
@@ -37,7 +37,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         with load_engine("demo", store, on_miss="inline") as first:
             precompute_documents(CHUNKS, first)
-            for hardware in (machine_facts(), serving_facts(None)):
+            for hardware in (machine_facts(), vllm_machine_facts(None)):
                 write_profile(store, machine(find_checkpoint("demo"), SLOW, hardware))
         with (
             load_engine("demo", store, on_miss="inline") as reference,

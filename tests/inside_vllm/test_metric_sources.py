@@ -165,8 +165,8 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
 
 def test_log_lines_look_as_vllms_do() -> None:
     script = (
-        "import logging, vllm.logger; from ragblend.engine.vllm.plugin import log_as_vllm\n"
-        "log_as_vllm(); log_as_vllm(); vllm.logger._configure_vllm_root_logger()\n"
+        "import logging, vllm.logger; from ragblend.engine.vllm.plugin import use_vllm_logger\n"
+        "use_vllm_logger(); use_vllm_logger(); vllm.logger._configure_vllm_root_logger()\n"
         "logging.getLogger('ragblend.engine.vllm.scheduler').warning('is full')"
     )
     left_out = ("VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING")

@@ -10,7 +10,7 @@ import pytest
 from commands import run_command
 
 from ragblend.engine.tuning.loading_controller import machine_profile_from
-from ragblend.engine.tuning.machine import machine_facts, read_machine_profile, serving_facts
+from ragblend.engine.tuning.machine import machine_facts, read_machine_profile, vllm_machine_facts
 from ragblend.engine.vllm.launch import find_checkpoint
 
 
@@ -26,7 +26,7 @@ def test_vllm_is_profiled_and_planned_with(
     assert run_command("profile", "--num-chunks", "4", "--chunk-tokens", "60", "--repeats", "1", *options, *place) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     checkpoint = find_checkpoint("demo")
-    assert found["hardware"] == serving_facts(None)
+    assert found["hardware"] == vllm_machine_facts(None)
     assert found["fingerprint"] == checkpoint.fingerprint
     assert (found["num_layers"], found["bytes_per_token"]) == (checkpoint.num_layers, checkpoint.bytes_per_token)
     lengths = [tokens for tokens, _ in found["prefill_s"]]
@@ -36,7 +36,7 @@ def test_vllm_is_profiled_and_planned_with(
     assert not list(store.rglob("*.safetensors"))  # nor anything else of what was measured on
     assert [path.name for path in store.iterdir()] == ["machines"]
 
-    kept = read_machine_profile(store, checkpoint.fingerprint, serving_facts(None))
+    kept = read_machine_profile(store, checkpoint.fingerprint, vllm_machine_facts(None))
     assert kept is not None
     assert kept == machine_profile_from(found)
     assert read_machine_profile(store, checkpoint.fingerprint, machine_facts()) is None

@@ -25,7 +25,7 @@ from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
-from ragblend.engine.tuning.machine import serving_facts, write_profile
+from ragblend.engine.tuning.machine import vllm_machine_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import RagblendError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
@@ -66,7 +66,7 @@ def url(remote: str, home: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
-        write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, serving_facts(None)))
+        write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, vllm_machine_facts(None)))
     with served_demo(
         home,
         "--max-model-len",

@@ -83,8 +83,8 @@ def test_requests_that_arrive_together_share_passes_and_choose_what_they_choose_
     with engine(checkpoint("llama"), store, skip_tokenizer_init=True) as llm:
         connector_worker()._pass_rows = 300
         layers = connector_worker().layers
-        run_together, sizes = layers.run_together, []
-        layers.run_together = lambda runs: sizes.append(len(runs)) or run_together(runs)
+        run_layer_together, sizes = layers.run_layer_together, []
+        layers.run_layer_together = lambda runs: sizes.append(len(runs)) or run_layer_together(runs)
         with recorded_selections() as together:
             outputs = ask_all(llm, requests, 6)
         assert max(sizes) > 2
@@ -263,7 +263,7 @@ def test_a_pass_that_fails_is_computed_by_vllm_for_all_who_shared_it(serving):
     prompts = [prompt_of(STORED[:4], question) for question in range(3)]
     plain, free = [tokens(ask(llm, ids)) for ids in prompts], free_blocks(llm)
     layers = connector_worker().layers
-    layers.run_together = lambda runs: [layers.run_layer(*run) for run in runs] if len(runs) == 1 else 1 / 0
+    layers.run_layer_together = lambda runs: [layers.run_layer(*run) for run in runs] if len(runs) == 1 else 1 / 0
     asked = [(ids, {"mode": "blend", "ratio": 0.1}) for ids in prompts]
     outputs = ask_all(llm, asked)
     # A job whose KV was read late, as on a busy machine, has a separate pass, which does not fail.

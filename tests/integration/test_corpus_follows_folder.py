@@ -21,8 +21,8 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.documents import find_documents, pin_document, remove_documents
-from ragblend.operations.maintenance import collect_garbage, verify_store
+from ragblend.ingestion.documents import find_indexed_documents, pin_document, remove_documents
+from ragblend.operations.maintenance import collect_garbage, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
@@ -177,7 +177,9 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
         answers.append((places, answer.token_ids, answer.report.num_reused_tokens))
     return {
         "chunks": {source: list(index.chunks(source)) for source in sorted(index.sources())},
-        "hashes": {source: hashed for found in index.documents().values() for source, hashed in found.items()},
+        "hashes": {
+            source: hashed for found in index.content_hashes_by_file().values() for source, hashed in found.items()
+        },
         "precomputed": sorted(index.sources("precomputed")),
         "files": {path: note.version for path, note in index.files().items()},
         "leftovers": index.orphaned_texts().last_number,
@@ -207,7 +209,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
             if rng.random() < 0.2:
                 pin_document(rng.choice(index.sources()), engine, index)
             if rng.random() < 0.05:
-                remove_documents(find_documents(rng.choice(index.sources()), index), engine, index)
+                remove_documents(find_indexed_documents(rng.choice(index.sources()), index), engine, index)
             if rng.random() < 0.2:
                 ingest_somewhere(folder, engine, index, monkeypatch)
                 num_runs += 1
@@ -234,7 +236,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         for layer in range(mine.header.num_layers):
             for one, other in zip(mine.layer(layer), theirs.layer(layer), strict=True):
                 torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    verified = verify_store(tmp_path / "kv", tmp_path / "index")
+    verified = verify_and_quarantine(tmp_path / "kv", tmp_path / "index")
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
     garbage = collect_garbage(tmp_path / "kv", tmp_path / "index")
     assert (garbage.evicted, garbage.texts, garbage.pins) == ((), (), ())

@@ -20,7 +20,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import Configuration
-from ragblend.lab.quality.study import QualityRecord, measure, summarize
+from ragblend.lab.quality.study import QualityRecord, measure_prompt, summarize
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2"
 GGUF = MODEL.with_suffix(".gguf")
@@ -52,7 +52,7 @@ def records(engine: TransformersEngine, prompts: Sequence[Prompt]) -> dict[Confi
     chosen = [REUSE, *(Configuration("blend", rule, ratio) for rule, ratio in rules)]
     cases = load_cases(ASKED)
     measured = [
-        measure(engine, prompt, case, chosen, 16, {"none": stored_chunks(prompt, "none", None)})[0]
+        measure_prompt(engine, prompt, case, chosen, 16, {"none": stored_chunks(prompt, "none", None)})[0]
         for prompt, case in zip(prompts, cases, strict=True)
     ]
     return {each: [record[each] for record in measured] for each in chosen}

@@ -19,7 +19,7 @@ from scipy.stats import binomtest
 from tokenizers import Tokenizer
 
 from ragblend import Prompt, load_engine
-from ragblend.cli.lab.calibrate import lines_of
+from ragblend.cli.lab.calibrate import calibration_lines
 from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import questions_about, sample_corpus
 from ragblend.demo.show import CHUNK_TOKENS, EMBEDDER, RETRIEVAL
@@ -46,7 +46,7 @@ from ragblend.lab.calibrate import (
     fit_all,
     fit_ratio,
     generate_questions,
-    measure,
+    measure_curves,
     min_questions,
     read_questions,
     rule_names,
@@ -229,7 +229,7 @@ def test_the_prediction_holds_on_held_out_questions_of_the_demos_corpus(found: C
     held = found.held_out
     assert held is not None
     assert held.num_questions == 24
-    assert found.is_target_met
+    assert not found.is_target_refuted
     best = found.calibration.fits[0]
     assert held.agreement >= found.calibration.target
     assert best.meets_target
@@ -260,7 +260,7 @@ def test_what_is_measured_is_what_a_calibrated_engine_does(
     prompts = [Prompt([hit.chunk for hit in index.search(q, **RETRIEVAL)], q) for q in questions[:3]]
     best = found.calibration.fits[0]
     for prompt in prompts:
-        (made,) = measure(
+        (made,) = measure_curves(
             engine, [prompt], [best.rule], (0.0, best.ratio, 1.0), lambda stage, done, total: None
         ).values()
         full = engine.prefill(engine.request(prompt, mode="full")).logits
@@ -406,11 +406,11 @@ def calibration(ratio: float = 0.1, meets: bool = True) -> CalibrationRun:
 
 
 def test_what_the_command_prints_is_stable() -> None:
-    assert "\n".join(lines_of(calibration())) == GOLDEN
-    assert any("only ratio 1" in line for line in lines_of(calibration(1.0)))
-    assert any("no ratio meets" in line for line in lines_of(calibration(1.0, meets=False)))
+    assert "\n".join(calibration_lines(calibration())) == GOLDEN
+    assert any("only ratio 1" in line for line in calibration_lines(calibration(1.0)))
+    assert any("no ratio meets" in line for line in calibration_lines(calibration(1.0, meets=False)))
     missed = replace(calibration(), held_out=HeldOut(100, 0.8, 0.711, 0.867, 0.0052))
-    assert any("BELOW the target" in line for line in lines_of(missed))
+    assert any("BELOW the target" in line for line in calibration_lines(missed))
 
 
 GOLDEN = """\

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from ragblend.engine.generation import Conversation
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.layers import cache_argument
+from ragblend.engine.transformers.layers import cache_argument_name
 from ragblend.errors import UsageError
 from ragblend.lab.explain import STATES, Comparison, Explanation, explain
 from ragblend.lab.explain_page import render_html
@@ -76,11 +76,11 @@ def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_mode
     full, alone = DynamicCache(), DynamicCache()
     ids = [*prefix, *run.chunk_ids]
     with torch.no_grad():
-        model(torch.tensor([matched.token_ids]), **{cache_argument(model): full})
+        model(torch.tensor([matched.token_ids]), **{cache_argument_name(model): full})
         # RoPE depends on distances only, so shifting prefix and chunk together changes neither values nor attention.
         shift = run.start - len(prefix)
         positions = torch.arange(len(ids))[None] + shift
-        model(torch.tensor([ids]), position_ids=positions, **{cache_argument(model): alone})
+        model(torch.tensor([ids]), position_ids=positions, **{cache_argument_name(model): alone})
     for place, token in enumerate(explanation.segments[5].tokens):
         per_layer = []
         for ours, theirs in zip(alone.layers, full.layers, strict=True):

@@ -191,7 +191,7 @@ def test_bad_calls(llm: BlendLLM) -> None:
 async def test_synthesizer_names_the_nodes_as_chunks_and_keeps_sources(
     llm: BlendLLM, nodes: list[NodeWithScore]
 ) -> None:
-    open_registry(llm.engine.store).remove(TEXTS)  # the synthesizer names the nodes
+    open_registry(llm.engine.store).delete_texts(TEXTS)  # the synthesizer names the nodes
     synthesizer = BlendSynthesizer(llm)
     response: Any = synthesizer.synthesize(QUESTION, nodes)
     assert response.response == answer(llm)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ragblend import load_engine
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
-from ragblend.operations.maintenance import drop_unreadable_files, verify_store
+from ragblend.operations.maintenance import drop_unreadable_files, verify_and_quarantine
 
 
 def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(
     with closing(sqlite3.connect(store / "catalog.sqlite", isolation_level=None)) as file:
         file.execute("PRAGMA writable_schema = 1")
         file.execute("DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'")
-    report = verify_store(store, kv_dir=kv_dir)
+    report = verify_and_quarantine(store, kv_dir=kv_dir)
     assert list(report.damaged_files) == ["catalog.sqlite"]
     drop_unreadable_files(report, store, kv_dir=kv_dir)
     disk = DiskStore(store, kv_dir=kv_dir)

@@ -15,7 +15,7 @@ from ragblend.config import Settings
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.launch import CONNECTOR_MODULE, kv_memory_bytes, plugin_problem
+from ragblend.engine.vllm.launch import CONNECTOR_MODULE, cpu_paged_kv_bytes, plugin_problem
 from ragblend.engine.vllm.lookup import ChunkLookup
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
 from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command, serve
@@ -103,7 +103,7 @@ def test_the_ids_of_a_long_system_text_are_in_the_store_and_not_in_the_command(
     ((_, command, _),) = started
     assert tuple(command) == planned.command
     assert len(" ".join(command)) < 2500
-    config = ConnectorConfig.read(extra(planned.command))
+    config = ConnectorConfig.from_extra_config(extra(planned.command))
     lookup = ChunkLookup(DiskStore(Path(config.store)), config, planned.checkpoint.fingerprint, 5)
     lookup.close()
     assert lookup.prefix_ids == planned.prefix_ids
@@ -166,7 +166,7 @@ def test_vllm_does_not_take_all_memory_of_a_machine_without_a_gpu(tmp_path: Path
     checkpoint = vllm_launch.find_checkpoint("demo")
     assert checkpoint.bytes_per_token == 5 * 2 * 4 * 32 * 4
     monkeypatch.setattr(vllm_launch, "has_cuda", lambda: True)
-    assert kv_memory_bytes(checkpoint) is None
+    assert cpu_paged_kv_bytes(checkpoint) is None
 
 
 def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None:
@@ -188,12 +188,12 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_lin
     assert "pass-word" not in made.display_command()
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
-    read = ConnectorConfig.read(config)  # as vLLM's processes read it
+    read = ConnectorConfig.from_extra_config(config)  # as vLLM's processes read it
     assert (read.remote, read.catalog) == (url, catalog)
     error = BackendUnreachableError("the catalogue postgresql://***@db/kv does not answer")
     assert read.message_for_clients(error) == "the catalogue CATALOG does not answer"
     without = launch(store=str(tmp_path))
-    assert ConnectorConfig.read(extra(without.command)).remote is None
+    assert ConnectorConfig.from_extra_config(extra(without.command)).remote is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import load_into_memory
 from ragblend.engine.store.open import open_store
-from ragblend.engine.store.signing import StoreKey, find_key, read_key, write_key
+from ragblend.engine.store.signing import StoreKey, find_process_key, read_key, write_key
 from ragblend.engine.transformers import checkpoints
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 
@@ -51,7 +51,7 @@ def test_a_key_is_made_once_is_the_users_alone_and_is_never_shown(run: CommandRu
     path = Path(json.loads(out)["path"])
     assert (code, path) == (0, tmp_path / "config" / "ragblend" / "store.key")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    key = find_key()
+    key = find_process_key()
     assert key is not None
     secret = path.read_text().strip()
     assert json.loads(out)["id"] == key.id
@@ -86,9 +86,9 @@ def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(
     run: CommandRunner, monkeypatch: Any
 ) -> None:
     run("init-key")
-    own = find_key()
+    own = find_process_key()
     monkeypatch.setenv("RAGBLEND_STORE_KEY", "correct horse battery staple")
-    said = find_key()
+    said = find_process_key()
     assert said is not None
     assert said != own
     assert said == StoreKey.parse("correct horse battery staple")
@@ -99,14 +99,14 @@ def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(
 ) -> None:
     made = write_key(tmp_path / "k.key")
     Path("ragblend.toml").write_text('store_key_file = "k.key"\n')
-    assert find_key() is None
+    assert find_process_key() is None
     own = tmp_path / "config" / "ragblend" / "config.toml"
     own.parent.mkdir(parents=True)
     own.write_text(f'store_key_file = "{tmp_path}/k.key"\n')
-    assert find_key() == made
+    assert find_process_key() == made
     monkeypatch.setenv("RAGBLEND_STORE_KEY_FILE", str(tmp_path / "gone.key"))
     with pytest.raises(NotFoundError, match="init-key --key-file"):  # never "no key"
-        find_key()
+        find_process_key()
 
 
 def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run: CommandRunner) -> None:
@@ -135,7 +135,7 @@ def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: Co
     kv = load_into_memory(plain.get(keys[0]))  # type: ignore[arg-type]
     (Path("s") / "kv" / keys[0][:2] / f"{keys[0]}.safetensors").write_bytes(encode_chunk(kv))
     run("init-key")
-    assert find_key() != old
+    assert find_process_key() != old
     report = run.facts("sign", "--store", "s", "--old-key-file", "old.key", code=4)
     assert (report["num_signed"], list(report["refused_keys"])) == (len(keys) - 1, keys[:1])
 

@@ -153,7 +153,7 @@ def test_what_a_template_writes_around_chunks_and_answers(name: str, byte_level:
     assert text_of(renderer, renderer.prefix_ids("S", pins_date=True)) == with_system
     assert text_of(renderer, renderer.separator_ids) == separator
     assert text_of(renderer, renderer.tail_ids) == tail
-    assert renderer.answer_lead == lead
+    assert renderer.whitespace_before_answer == lead
     assert renderer.decode([*renderer.text_ids(f"{lead}It is."), *renderer.stop_ids()]) == "It is."
 
 
@@ -271,8 +271,8 @@ def test_a_tokenizer_that_is_written_in_python_is_refused() -> None:
 def test_the_text_of_a_template_is_split_at_its_control_tokens(byte_level: dict[str, Renderer]) -> None:
     renderer = byte_level["chatml"]
     (end,) = renderer._tokenizer.convert_tokens_to_ids(["<|end|>"])
-    assert renderer.literal("a<|end|><|end|>b") == ["a", end, end, "b"]
-    assert renderer.literal("") == []
+    assert renderer.split_control_tokens("a<|end|><|end|>b") == ["a", end, end, "b"]
+    assert renderer.split_control_tokens("") == []
 
 
 @pytest.mark.parametrize("path", [WEIGHTS, SMOLLM2], ids=["demo", "smollm2"])

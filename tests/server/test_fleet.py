@@ -22,7 +22,7 @@ from ragblend.catalog.leases import Leases
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError
-from ragblend.server.documents import Documents
+from ragblend.server.documents import DocumentIngester
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ class Replica(Server):
             self.engines[namespace] = engine
             return engine
 
-        self.documents = Documents(self.root, make_engine, catalog=catalog)
+        self.documents = DocumentIngester(self.root, make_engine, catalog=catalog)
 
     def matched(self, *texts: str) -> list[bool]:
         """Whether each is matched in prompts; one that a prompt names is found in the replica's own store as well."""

@@ -23,7 +23,7 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server.documents import Documents
+from ragblend.server.documents import DocumentIngester
 from ragblend.server.requests import read_documents
 
 A, B, C = (
@@ -52,7 +52,7 @@ class Server:
             self.engines[namespace] = engine
             return engine
 
-        self.documents = Documents(root, make_engine)
+        self.documents = DocumentIngester(root, make_engine)
 
     def engine(self, namespace: str = "") -> TransformersEngine:
         engine: Any = self.documents._engine(namespace)
@@ -235,7 +235,7 @@ def test_a_store_without_room_reports_nothing_as_stored(tmp_path: Path) -> None:
     with load_engine("demo", tmp_path / "kv") as probe:
         gib = 1.5 * probe.renderer.count_tokens(A) * probe.bytes_per_token / 2**30
     options: Any = {"disk_gib": gib, "memory_gib": 0.0}
-    documents = Documents(tmp_path / "kv", lambda _: load_engine("demo", tmp_path / "kv", **options))
+    documents = DocumentIngester(tmp_path / "kv", lambda _: load_engine("demo", tmp_path / "kv", **options))
     documents.start()
     ingestion = documents.add(
         "", [_sent({"id": str(number), "chunks": [f"{number} {A}"]}, "kb") for number in range(4)]
@@ -309,7 +309,7 @@ def test_killed_it_reports_nothing_that_is_not_there_and_goes_on(tmp_path: Path,
         assert process.stdout.readline() == b"sent\n"
         wait_until(lambda: len(list(DiskStore(root).keys())) >= num_stored, 120, "some are stored")
         process.kill()
-    table = Documents(root, lambda namespace: load_engine("demo", root, namespace=namespace, context="similar"))
+    table = DocumentIngester(root, lambda namespace: load_engine("demo", root, namespace=namespace, context="similar"))
     engine = table._engine("")
     stored = [each for each in ["old", *map(str, range(100))] if table.get("", "kb", each)["status"] == "stored"]
     assert table.summary("", "kb", None)["collections"]["kb"]["num_pending"] == 101 - len(stored)
@@ -366,7 +366,7 @@ def test_while_others_generate_chunks_come_with_rests(tmp_path: Path) -> None:
         made[0].until_s = time.monotonic() + 3.2
         return made[0]
 
-    documents = Documents(tmp_path / "kv", make_engine)
+    documents = DocumentIngester(tmp_path / "kv", make_engine)
     documents.start()
     chunks: Callable[[int], list[str]] = lambda count: [f"{number}. {A}" for number in range(count)]  # noqa: E731
     ingestion = documents.add("", [_sent({"id": "a", "chunks": chunks(30)}, "kb")])

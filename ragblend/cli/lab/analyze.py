@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.cli.options import JsonOption, PlotOption, with_settings
-from ragblend.cli.printing import count_of, join_names, print_notice, print_result, progress_bars
+from ragblend.cli.printing import join_names, plural, print_notice, print_result, progress_bars
 from ragblend.config import Settings
 from ragblend.errors import UsageError
 
@@ -61,7 +61,7 @@ def analyze(
 
     place = check_plot(plot)
     from ragblend.lab.traffic.analysis import analyze as run
-    from ragblend.lab.traffic.cost_model import hint, verdict
+    from ragblend.lab.traffic.cost_model import blending_verdict, precompute_hint
 
     tokens = _tokens_of(model, settings)
     config = _config(settings, model, profile, ratio)
@@ -70,20 +70,22 @@ def analyze(
     facts |= {
         "schema_version": SCHEMA_VERSION,
         "ratio": config.blend.ratio,
-        "verdict": verdict(facts),
-        "hint": hint(facts["first_use_share"]),
+        "verdict": blending_verdict(facts),
+        "hint": precompute_hint(facts["first_use_share"]),
     }
     if place is not None:
         plot_analysis(facts, place)
         print_notice(f"plot in {place}")
-    print_result(facts, "\n".join([*lines_of(facts), "", *filter(None, (facts["hint"], facts["verdict"]))]), json_)
+    print_result(
+        facts, "\n".join([*analysis_lines(facts), "", *filter(None, (facts["hint"], facts["verdict"]))]), json_
+    )
 
 
 def _tokens_of(model: str | None, settings: Settings) -> Tokens:
-    from ragblend.lab.traffic.tokens import Estimate, ModelTokens
+    from ragblend.lab.traffic.tokens import EstimatedTokens, ModelTokens
 
     if model is None:
-        return Estimate()
+        return EstimatedTokens()
     from ragblend.engine.transformers.model import load_tokenizer
 
     tokenizer, _ = load_tokenizer(model, settings.model_options)
@@ -112,12 +114,12 @@ def _config(settings: Settings, model: str | None, profile: str | None, ratio: f
 # -- printing
 
 
-def lines_of(found: Mapping[str, Any]) -> list[str]:
+def analysis_lines(found: Mapping[str, Any]) -> list[str]:
     """Return the text for an analysis's facts."""
     estimated = found["tokens_are_estimated"]
     by = "estimated from the characters; --model counts them" if estimated else f"by {found['tokens_by']}"
     lines = [
-        f"{count_of(found['num_requests'], 'request')} of {count_of(len(found['traces']), 'file')}, "
+        f"{plural(found['num_requests'], 'request')} of {plural(len(found['traces']), 'file')}, "
         f"{found['num_tokens']} prompt tokens ({by})",
     ]
     if found["num_skipped"]:

@@ -25,7 +25,7 @@ from ragblend.lab.bench.common.configs import (
     QualityConfig,
     ThroughputConfig,
     TtftConfig,
-    get_options,
+    get_typer_options,
 )
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ bench_app = typer.Typer(
 )
 
 
-def options_of(config: type[BenchConfig]) -> list[Parameter]:
+def typer_parameters_of(config: type[BenchConfig]) -> list[Parameter]:
     """Return one keyword parameter for typer per field of `config`."""
     found: list[Parameter] = []
     defaults: dict[str, Any] = {each.name: each.default for each in fields(config)}
-    for name, (kind, option) in get_options(config).items():
+    for name, (kind, option) in get_typer_options(config).items():
         default = defaults[name] if defaults[name] is not MISSING else None
         if _is_list(kind) or get_origin(kind) is Mapping:
             kind = str | None
@@ -58,7 +58,7 @@ C = TypeVar("C", bound=BenchConfig)
 def config_from(config: type[C], values: Mapping[str, Any]) -> C:
     """Return a `config` with the values that the command line gave for its options."""
     given = {}
-    for name, (kind, _) in get_options(config).items():
+    for name, (kind, _) in get_typer_options(config).items():
         value = values[name]
         if _is_list(kind) and value is not None:
             value = tuple(split_numbers(value) if "float" in str(kind) else split_names(value))
@@ -76,7 +76,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
+def add_benchmark_command(config: type[BenchConfig], help: str, *more: Parameter) -> None:
     """Add a benchmark's command. It runs `BENCHMARK` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
     name = config.__name__.removesuffix("Config").lower()
 
@@ -92,7 +92,7 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
         if json_:
             print_json(facts)
 
-    parameters = [*options_of(config), *more, _parameter("json_", JsonOption, False)]
+    parameters = [*typer_parameters_of(config), *more, _parameter("json_", JsonOption, False)]
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # read by typer
     command.__annotations__ = {}
     bench_app.command(name, help=help)(command)
@@ -101,12 +101,12 @@ def add(config: type[BenchConfig], help: str, *more: Parameter) -> None:
 _MODULES = {"quality": "quality.study"}
 _PLOT = _parameter("plot", PlotOption, None)
 
-add(
+add_benchmark_command(
     TtftConfig,
     "Measure time to first token in the four modes: medians of lookup + load + fusion + first token after a warm-up.",
     _PLOT,
 )  # fmt: skip
-add(
+add_benchmark_command(
     ThroughputConfig,
     """Measure requests per second at equal TTFT in vLLM: blend, full, prefix caching; Poisson arrivals, rising rates.
 
@@ -115,16 +115,16 @@ add(
     """,
     _PLOT,
 )  # fmt: skip
-add(
+add_benchmark_command(
     LoadConfig,
     "Measure blend from disk and from memory, page cache dropped, on both sides of T_load = T_recompute.",
     _PLOT,
 )  # fmt: skip
-add(
+add_benchmark_command(
     IngestConfig,
     "Measure ingestion to disk and prefill of the same chunks, then ingestion of stored chunks.",
 )  # fmt: skip
-add(
+add_benchmark_command(
     QualityConfig,
     """Measure, on your model and questions, how close answers from fused KV are to full prefill's, and how good.
 

@@ -15,7 +15,7 @@ from ragblend.cli.printing import print_notice, print_result, progress_bars
 from ragblend.cli.session import open_engine, open_settings_index
 from ragblend.config import Settings
 from ragblend.errors import EmptyCorpusError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.redaction import redact
 
@@ -91,13 +91,13 @@ def calibrate(
             progress=progress,
             **grid,
         )
-    facts = facts_of(found, engine.name, questions)
+    facts = calibration_facts(found, engine.name, questions)
     if place is not None:
         from ragblend.lab.plots import plot_calibration
 
         plot_calibration(facts, place)
         print_notice(f"plot in {place}")
-    print_result(facts, "\n".join(lines_of(found)), json_)
+    print_result(facts, "\n".join(calibration_lines(found)), json_)
 
 
 def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> list[str]:
@@ -105,7 +105,10 @@ def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> 
     from ragblend.lab.calibrate import generate_questions, read_questions
 
     if named is not None:
-        path, fix = user_path(named, "--questions"), "write one question per line there, or leave --questions out"
+        path, fix = (
+            expand_user_path(named, "--questions"),
+            "write one question per line there, or leave --questions out",
+        )
         found = read_questions(read_text(path, "--questions", fix))
         if not found:
             raise UsageError(f"--questions: {path} holds no question; {fix}")
@@ -123,7 +126,7 @@ def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> 
 # -- printing
 
 
-def facts_of(run: CalibrationRun, model: str, questions: str | None) -> dict[str, Any]:
+def calibration_facts(run: CalibrationRun, model: str, questions: str | None) -> dict[str, Any]:
     """Return the calibration as JSON values, with a description of the machine."""
     from ragblend.lab.bench.common.hardware import hardware_card
 
@@ -142,7 +145,7 @@ def facts_of(run: CalibrationRun, model: str, questions: str | None) -> dict[str
         "predicted_agreement": {
             name: getattr(calibration.fits[0].point, name) for name in ("agreement", "low", "high")
         },
-        "held_out": asdict(held) | {"is_kept": run.is_target_met} if held is not None else None,
+        "held_out": asdict(held) | {"is_kept": not run.is_target_refuted} if held is not None else None,
         "num_prefills": run.num_prefills,
         "elapsed_s": round(run.elapsed_s, 1),
         "cpu_s": round(run.cpu_s, 1),
@@ -151,7 +154,7 @@ def facts_of(run: CalibrationRun, model: str, questions: str | None) -> dict[str
     }
 
 
-def lines_of(run: CalibrationRun) -> list[str]:
+def calibration_lines(run: CalibrationRun) -> list[str]:
     """Return the text for a calibration: the chosen ratio, the curve of each rule and the check on other questions."""
     calibration, best = run.calibration, run.calibration.fits[0]
     lines = [
@@ -169,7 +172,7 @@ def lines_of(run: CalibrationRun) -> list[str]:
     lines += ["", "<: the fitted ratio; charged: share of full prefill's work on chunk tokens; at 32: with 32 layers"]
     if run.held_out is not None:
         held = run.held_out
-        verdict = "the target is met" if run.is_target_met else "BELOW the target"
+        verdict = "BELOW the target" if run.is_target_refuted else "the target is met"
         lines += [
             "",
             f"held out: of {held.num_questions} other questions {_share(held)} agree, KL {held.kl:.2g}; {verdict}",

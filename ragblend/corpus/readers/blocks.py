@@ -34,7 +34,7 @@ class TextBlocks:
 
     def add_heading(self, words: str, level: int) -> None:
         """Append a heading as a Markdown line, with its mark. A blank one is left out."""
-        words = one_line(words)
+        words = collapse_whitespace(words)
         if words:
             level = min(max(level, 1), MAX_HEADING_LEVEL)
             self.mark_heading(words, level)
@@ -72,10 +72,10 @@ class TextBlocks:
         self._new_pages.clear()
 
 
-def one_line(text: str) -> str:
+def collapse_whitespace(text: str) -> str:
     """Return `text` with every run of white space as one space, as in a heading or a table's cell.
 
-    >>> one_line(" Wood\\n Duck ")
+    >>> collapse_whitespace(" Wood\\n Duck ")
     'Wood Duck'
     """
     return _SPACES.sub(" ", text).strip()
@@ -87,11 +87,11 @@ def table_row(cells: Sequence[str]) -> str:
     >>> table_row(["M8", "", "40\\nNm", ""])
     'M8 |  | 40 Nm'
     """
-    return " | ".join(map(one_line, cells)).rstrip(" |")
+    return " | ".join(map(collapse_whitespace, cells)).rstrip(" |")
 
 
 def check_table_depth(num_open: int) -> None:
-    """Raise UnreadableDocumentError if a table begins inside too many others, because each joins its text again."""
+    """Raise UnreadableDocumentError if a table is nested in too many tables: each level copies the text again."""
     if num_open >= _MAX_NESTED_TABLES:
         raise UnreadableDocumentError(
             f"has tables inside each other, more than the {_MAX_NESTED_TABLES} levels that are read; save it as PDF"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import TextBlocks, one_line
+from ragblend.corpus.readers.blocks import TextBlocks, collapse_whitespace
 from ragblend.corpus.readers.html import read_html
 from ragblend.corpus.readers.office_xml import attribute, child, local_name, outermost, parse_part, resolve_part
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
@@ -115,11 +115,11 @@ def _contents_entries(root: Element, folder: str) -> Iterator[tuple[str, str]]:
     for element in outermost(root, "navLabel", "content", "a"):
         name = local_name(element)
         if name == "navLabel":
-            title = one_line("".join(element.itertext()))
+            title = collapse_whitespace("".join(element.itertext()))
         elif name == "content" and attribute(element, "src"):
             yield resolve_part(folder, attribute(element, "src")), title
         elif name == "a" and attribute(element, "href"):
-            yield resolve_part(folder, attribute(element, "href")), one_line("".join(element.itertext()))
+            yield resolve_part(folder, attribute(element, "href")), collapse_whitespace("".join(element.itertext()))
 
 
 def _read_metadata(package: Element) -> dict[str, str]:
@@ -128,5 +128,5 @@ def _read_metadata(package: Element) -> dict[str, str]:
     for element in metadata if metadata is not None else ():
         name = {"title": "title", "creator": "author", "language": "language"}.get(local_name(element))
         if name and element.text and element.text.strip():
-            found.setdefault(name, one_line(element.text))
+            found.setdefault(name, collapse_whitespace(element.text))
     return found

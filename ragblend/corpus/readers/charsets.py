@@ -62,8 +62,7 @@ def find_codec(label: str) -> str:
 
 
 def rank_charsets(data: bytes) -> list[str]:
-    """Return the codecs of the charsets that bytes other than UTF-8 may be in, the likeliest first, by a sample of the
-    bytes.
+    """Return the codecs of the charsets that bytes other than UTF-8 may be in, likeliest first, by a sample of them.
 
     >>> rank_charsets("Die Größe ist gültig für 5 €".encode("cp1252"))[0]
     'cp1252'

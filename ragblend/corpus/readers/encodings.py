@@ -1,6 +1,7 @@
 """Decodes files: finds the encoding of a file's bytes, and rejects files that are not text.
 
-`decode` accepts UTF-8 and the encodings of byte order marks; `decode_text` also a declared charset, and detects others.
+`decode_by_bom_or_utf8` accepts UTF-8 and the encodings of byte order marks. `decode_text` also accepts a declared
+charset, and detects others.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ def detect_bom_encoding(data: bytes) -> str | None:
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
 
 
-class DecodedText(NamedTuple):
+class TextWithNotes(NamedTuple):
     """A text, with sentences about its encoding: that it was guessed, or that some bytes could not be decoded."""
 
     text: str
     notes: tuple[str, ...] = ()
 
 
-def decode(data: bytes) -> str:
+def decode_by_bom_or_utf8(data: bytes) -> str:
     """Return the text of `data`: by its byte order mark, else as UTF-8. Raises UnreadableDocumentError."""
     marked = detect_bom_encoding(data)
     if marked is None and b"\0" in data:
         raise UnreadableDocumentError(BINARY_REASON)
     text = decode_as(data, marked or "utf-8-sig")
-    check_sample(text[:SAMPLE_CHARS])
+    check_is_text(text[:SAMPLE_CHARS])
     return text
 
 
-def decode_text(data: bytes, declared: str = "") -> DecodedText:
-    """Return the text of `data`: by its byte order mark, as `declared`, as UTF-8, as UTF-16, or in the likeliest
+def decode_text(data: bytes, declared: str = "") -> TextWithNotes:
+    """Return the text of `data`: by its byte order mark, as `declared`, as UTF-8, as UTF-16, or by the likeliest
     charset.
 
     A declared charset that does not fit the bytes is ignored. Raises UnreadableDocumentError for bytes that are not
@@ -64,11 +65,11 @@ def decode_text(data: bytes, declared: str = "") -> DecodedText:
         return _decode_utf16(data)
     codec = "" if data.startswith(codecs.BOM_UTF8) else find_codec(declared)
     decoded = _decode_known(data, codec) or _decode_guessed(data)
-    check_sample(decoded.text[:SAMPLE_CHARS])
+    check_is_text(decoded.text[:SAMPLE_CHARS])
     return decoded
 
 
-def _decode_marked(data: bytes, encoding: str) -> DecodedText:
+def _decode_marked(data: bytes, encoding: str) -> TextWithNotes:
     """Return the text of a file with a byte order mark; a character that the end of the file cuts becomes U+FFFD."""
     text = data.decode(encoding, "replace")
     num_bad = text.count("\ufffd")
@@ -77,7 +78,7 @@ def _decode_marked(data: bytes, encoding: str) -> DecodedText:
             f"begins with the byte order mark of {encoding} and is no such text; if it is text in another encoding, "
             "convert it: iconv -f ENCODING -t UTF-8 FILE"
         )
-    return DecodedText(text, (_broken_note(num_bad, encoding),) if num_bad else ())
+    return TextWithNotes(text, (_broken_note(num_bad, encoding),) if num_bad else ())
 
 
 def is_binary(head: bytes) -> bool:
@@ -99,7 +100,7 @@ def _detect_utf16(data: bytes) -> str:
     return "utf-16-be" if even > odd else "utf-16-le"
 
 
-def _decode_utf16(data: bytes) -> DecodedText:
+def _decode_utf16(data: bytes) -> TextWithNotes:
     encoding = _detect_utf16(data)
     if not encoding:
         raise UnreadableDocumentError(BINARY_REASON)
@@ -109,10 +110,10 @@ def _decode_utf16(data: bytes) -> DecodedText:
         raise UnreadableDocumentError(BINARY_REASON) from error
     if _is_odd(text):
         raise UnreadableDocumentError(BINARY_REASON)
-    return DecodedText(text, (_guess_note(encoding),))
+    return TextWithNotes(text, (_guess_note(encoding),))
 
 
-def _decode_known(data: bytes, declared: str) -> DecodedText | None:
+def _decode_known(data: bytes, declared: str) -> TextWithNotes | None:
     """Return the text as declared or as UTF-8, with U+FFFD for a few broken bytes; None if it is neither."""
     if b"\x1b$" in data and not declared:  # ISO-2022, whose bytes are also valid ASCII
         declared = "iso2022_jp_2"
@@ -122,25 +123,25 @@ def _decode_known(data: bytes, declared: str) -> DecodedText | None:
         encodings.reverse()
     for encoding in encodings:
         try:
-            return DecodedText(data.decode(encoding))
+            return TextWithNotes(data.decode(encoding))
         except UnicodeDecodeError:
             continue
     for encoding in encodings:
         text = data.decode(encoding, "replace")
         num_bad = text.count("\ufffd")
         if num_bad * 20 <= len(text) - num_bad - len(text.encode("ascii", "ignore")):
-            return DecodedText(text, (_broken_note(num_bad, encoding),))
+            return TextWithNotes(text, (_broken_note(num_bad, encoding),))
     return None
 
 
-def _decode_guessed(data: bytes) -> DecodedText:
+def _decode_guessed(data: bytes) -> TextWithNotes:
     for encoding in rank_charsets(data):
         try:
             text = data.decode(encoding)
         except UnicodeDecodeError:
             continue
         if not _is_odd(text):
-            return DecodedText(text, (_guess_note(encoding),))
+            return TextWithNotes(text, (_guess_note(encoding),))
     raise UnreadableDocumentError(
         "is not text in UTF-8 or in another encoding that can be detected; if it is text, convert it: "
         "iconv -f ENCODING -t UTF-8 FILE"
@@ -186,7 +187,7 @@ def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
         ) from error
 
 
-def check_sample(sample: str) -> None:
+def check_is_text(sample: str) -> None:
     """Raise UnreadableDocumentError if a text's beginning shows that it is not text."""
     num_odd = _count_odd(sample)
     if num_odd > _MAX_ODD_SHARE * len(sample):

@@ -24,7 +24,7 @@ _MIN_PROSE_WORDS, _MIN_PROSE_SHARE = 4, 0.2
 
 
 class RecordText(NamedTuple):
-    """The text of a record, its metadata, and True if neither has some values."""
+    """The text of a record, its metadata, and True if some of the record's values are in neither of them."""
 
     text: str
     metadata: dict[str, Any]
@@ -36,7 +36,7 @@ class RecordText(NamedTuple):
         return ("lists of numbers and base64 strings are left out",) if self.is_cut else ()
 
 
-def note_on_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecords:
+def add_notes_to_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecords:
     """Yield `records`, with `notes` about the whole file at the first text."""
     for record in records:
         if notes and isinstance(record, ParsedRecord):
@@ -44,7 +44,7 @@ def note_on_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecor
         yield record
 
 
-def read_object(record: Mapping[str, Any]) -> RecordText:
+def read_record(record: Mapping[str, Any]) -> RecordText:
     """Return the text and metadata of a record whose text field the caller does not name.
 
     The text is the string at `text`, `content` or `page_content`. Other strings of at most 200 characters on one line,
@@ -66,11 +66,11 @@ def read_object(record: Mapping[str, Any]) -> RecordText:
     return RecordText(text, metadata, flat.is_cut)
 
 
-def read_field(record: Mapping[str, Any], text_field: str) -> RecordText | None:
+def read_text_field(record: Mapping[str, Any], text_field: str) -> RecordText | None:
     """Return the text at `text_field`, a name or a dotted path; None if the record has no such field.
 
     A path leads through lists to the field of each item: `sections.body` is all bodies, with a blank line between two.
-    null is an empty text, and a list or an object is flattened. Labels of the record are metadata (see `read_object`);
+    null is an empty text, and a list or an object is flattened. Labels of the record are metadata (see `read_record`);
     all other values are left out, because the caller chose the field.
     """
     values = _find_values(record, text_field)

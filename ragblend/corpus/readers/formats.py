@@ -8,19 +8,19 @@ from typing import Protocol
 
 from ragblend.corpus.readers.books import read_epub
 from ragblend.corpus.readers.html import read_html
-from ragblend.corpus.readers.mail import read_eml, read_mbox
+from ragblend.corpus.readers.mail import read_mail, read_mbox
 from ragblend.corpus.readers.notebook import read_notebook
 from ragblend.corpus.readers.opendocument import read_odp, read_ods, read_odt
 from ragblend.corpus.readers.pdf import read_pdf
 from ragblend.corpus.readers.records import read_json, read_jsonl, read_parquet
-from ragblend.corpus.readers.rejected import CONVERTIBLE, read_keynote, reject
+from ragblend.corpus.readers.rejected import CONVERTIBLE, raise_unreadable, read_keynote
 from ragblend.corpus.readers.rtf import read_rtf
 from ragblend.corpus.readers.slides import read_pptx
 from ragblend.corpus.readers.spreadsheets import read_spreadsheet
 from ragblend.corpus.readers.tables import read_csv
-from ragblend.corpus.readers.text import read_code, read_markdown, read_underlined
+from ragblend.corpus.readers.text import read_code, read_markdown, read_restructured_text
 from ragblend.corpus.readers.types import ParsedRecords
-from ragblend.corpus.readers.word import read_doc, read_docx
+from ragblend.corpus.readers.word import read_docx, read_mislabeled_doc
 from ragblend.corpus.readers.xml_text import read_xml
 
 READERS_VERSION = 3
@@ -48,7 +48,7 @@ READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
     ".pdf": read_pdf,
     **dict.fromkeys((".docx", ".docm"), read_docx),
-    ".doc": read_doc,
+    ".doc": read_mislabeled_doc,
     **dict.fromkeys((".pptx", ".pptm", ".ppsx"), read_pptx),
     **dict.fromkeys((".xlsx", ".xlsm", ".xls"), read_spreadsheet),
     ".odt": read_odt,
@@ -57,15 +57,15 @@ READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     ".rtf": read_rtf,
     ".epub": read_epub,
     ".ipynb": read_notebook,
-    ".eml": read_eml,
+    ".eml": read_mail,
     ".mbox": read_mbox,
-    **{suffix: partial(reject, reason) for suffix, reason in CONVERTIBLE.items()},
+    **{suffix: partial(raise_unreadable, reason) for suffix, reason in CONVERTIBLE.items()},
     ".key": read_keynote,
     **RECORD_READERS,
 }
 TEXT_READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".md", ".markdown", ".mdx"), read_markdown),
-    **dict.fromkeys((".txt", ".text", ".rst"), read_underlined),
+    **dict.fromkeys((".txt", ".text", ".rst"), read_restructured_text),
     **dict.fromkeys((".xml", ".rss", ".atom", ".dbk", ".docbook", ".dita", ".xsd", ".xsl", ".xslt"), read_xml),
     **dict.fromkeys((".js", ".mjs", ".cjs", ".css", ".map"), read_code),
 }

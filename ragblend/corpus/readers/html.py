@@ -9,7 +9,7 @@ from selectolax.lexbor import LexborHTMLParser, LexborNode
 
 from ragblend.corpus.readers.encodings import decode_text
 from ragblend.corpus.readers.html_blocks import PageWriter
-from ragblend.corpus.readers.html_markup import clean_markup
+from ragblend.corpus.readers.html_markup import simplify_markup
 from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
 
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
@@ -48,7 +48,7 @@ def parse_html(markup: str) -> HtmlText:
     >>> parse_html("<title>T</title><nav>Home</nav><h1>A</h1><p>b<br>c</p><ul><li>d</ul>").text
     '# A\\n\\nb\\nc\\n\\n- d'
     """
-    tree = LexborHTMLParser(clean_markup(markup))
+    tree = LexborHTMLParser(simplify_markup(markup))
     title = next((node.text() for node in tree.css("title") if node.parent is None or node.parent.tag != "svg"), "")
     root = tree.body or tree.root
     if root is None:

@@ -1,7 +1,7 @@
 """Prepares HTML for parsing: removes what does not affect a page's text, and what makes parsing slow.
 
 Without scripts, comments and most attributes a page is a third as long. Works on strings; only `_limit_depth` parses.
-Read `clean_markup` first.
+Read `simplify_markup` first.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _compile(alone: str) -> re.Pattern[str]:
 _HTML, _XML = _compile(""), _compile("(?<!/)")
 
 
-def clean_markup(page: str) -> str:
+def simplify_markup(page: str) -> str:
     """Return markup with the text and blocks of `page`, in time linear in the page for any content.
 
     Self-closed tags of XHTML get an end tag. A page that is nested too deeply becomes flat: line breaks replace its
     elements.
 
-    >>> clean_markup('<p class="x">a <B>b</B><script>"<p>"</script><!-- c --><img src="d" alt="e">')
+    >>> simplify_markup('<p class="x">a <B>b</B><script>"<p>"</script><!-- c --><img src="d" alt="e">')
     '<p>a b<img alt="e">'
     """
     is_xhtml = page.lstrip("\ufeff \t\r\n").startswith("<?xml") or _XHTML in page[:1000]

@@ -16,7 +16,7 @@ from email.parser import BytesParser
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from ragblend.corpus.readers.blocks import TextBlocks, one_line
+from ragblend.corpus.readers.blocks import TextBlocks, collapse_whitespace
 from ragblend.corpus.readers.encodings import decode_text
 from ragblend.corpus.readers.html import parse_html
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords, UnreadableRecord
@@ -35,7 +35,7 @@ _CONTENT_HEADER = re.compile(rb"^content-\w+:[^\n]*(?:\n[ \t][^\n]*)*", re.IGNOR
 _MULTIPART = re.compile(rb"^content-type:\s*(?:multipart|message)/", re.IGNORECASE | re.MULTILINE)
 
 
-def read_eml(data: bytes) -> ParsedRecords:
+def read_mail(data: bytes) -> ParsedRecords:
     """Read one mail as one document. Raises UnreadableDocumentError for other files."""
     yield _parse_mail(data, "")
 
@@ -169,7 +169,7 @@ def _choose_alternative(parts: list[Message]) -> list[Message]:
 
 def _file_name(part: Message) -> str:
     try:
-        return one_line(part.get_filename() or "")
+        return collapse_whitespace(part.get_filename() or "")
     except (ValueError, LookupError, TypeError):
         return ""
 
@@ -182,7 +182,7 @@ def _header(mail: Message, name: str) -> str:
     if "=?" in value:
         with suppress(ValueError, LookupError, MessageError):
             value = str(make_header(decode_header(value)))
-    return one_line(value)
+    return collapse_whitespace(value)
 
 
 def _decode_raw(header: bytes) -> str:

@@ -21,8 +21,7 @@ _ENTITY = re.compile(rb"<!ENTITY|<\0!\0E\0N\0T\0I\0T\0Y\0|\0<\0!\0E\0N\0T\0I\0T\
 
 
 def parse_part(container: ZipContainer, name: str) -> Element:
-    """Return a part's root element. Raises UnreadableDocumentError if the part is missing, damaged or too large, or
-    declares entities."""
+    """Return a part's root element. Raises UnreadableDocumentError if it is missing, damaged or too large."""
     data = container.read(name)
     if len(data) > MAX_XML_BYTES or data.count(b"<") > MAX_TAGS:
         raise UnreadableDocumentError(

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ragblend.corpus.readers.blocks import one_line
+from ragblend.corpus.readers.blocks import collapse_whitespace
 from ragblend.corpus.readers.pdf_text import (
     compose_accents,
     is_garbage,
@@ -88,7 +88,7 @@ def _page_text(page: PdfPageContents) -> tuple[str, str]:
     is_unreadable = is_garbage(raw) or bool(raw.strip() and not text)
     problem = _GARBAGE if is_unreadable else _PICTURE if page.has_picture else ""
     text = "" if problem else text
-    fields = [(one_line(_clean(name)), _clean(value)) for name, value in page.fields]
+    fields = [(collapse_whitespace(_clean(name)), _clean(value)) for name, value in page.fields]
     lines = [f"{name}: {value}" if name else value for name, value in fields]
     notes = [note for note in map(_clean, page.notes) if note not in text]  # a highlight may quote the page
     blocks = [text, *("\n".join(dict.fromkeys(block)) for block in (lines, notes))]
@@ -124,7 +124,7 @@ def _clean_title(title: str) -> str:
     >>> _clean_title("Microsoft Word - lease.doc"), _clean_title("Untitled-1"), _clean_title("Lease of the garden")
     ('', '', 'Lease of the garden')
     """
-    words = _PROGRAM.sub("", one_line(_clean(title)))[:_MAX_TITLE].strip()
+    words = _PROGRAM.sub("", collapse_whitespace(_clean(title)))[:_MAX_TITLE].strip()
     return "" if _NO_TITLE.fullmatch(words) else words
 
 
@@ -156,7 +156,7 @@ def _mark_headings(text: str, headings: Sequence[PdfHeading]) -> list[Mark]:
     lines = _find_lines(text)
     marks, offset = list[Mark](), 0
     for heading in headings:
-        value = one_line(_clean(heading.title))[:_MAX_TITLE]
+        value = collapse_whitespace(_clean(heading.title))[:_MAX_TITLE]
         if value:
             offset = max(offset, lines.get(_line_key(value), offset))
             marks.append(Mark(offset, "heading", value, min(heading.level, _MAX_LEVEL)))

@@ -14,11 +14,18 @@ from typing import Any, BinaryIO
 from ragblend.corpus.readers.encodings import (
     CHANGED_REASON,
     SAMPLE_CHARS,
-    check_sample,
+    check_is_text,
     decode_text,
     new_digest,
 )
-from ragblend.corpus.readers.fields import TEXT_FIELDS, flatten, is_settings, note_on_first, read_field, read_object
+from ragblend.corpus.readers.fields import (
+    TEXT_FIELDS,
+    add_notes_to_first,
+    flatten,
+    is_settings,
+    read_record,
+    read_text_field,
+)
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords, UnreadableRecord
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
@@ -26,7 +33,7 @@ from ragblend.errors import NotADocumentError, UnreadableDocumentError
 def read_json(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a JSON file: a value, a list of values, or a value on each line."""
     decoded = decode_text(data)
-    return note_on_first(_parse_json_file(decoded.text, text_field), decoded.notes)
+    return add_notes_to_first(_parse_json_file(decoded.text, text_field), decoded.notes)
 
 
 def _parse_json_file(text: str, text_field: str) -> ParsedRecords:
@@ -90,7 +97,7 @@ def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a JSON value from each line."""
     decoded = decode_text(data)
     # splitlines() would also cut at line separators inside strings.
-    return note_on_first(_parse_jsonl(decoded.text.split("\n"), text_field), decoded.notes)
+    return add_notes_to_first(_parse_jsonl(decoded.text.split("\n"), text_field), decoded.notes)
 
 
 def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRecords:
@@ -119,7 +126,7 @@ def _is_utf8(file: BinaryIO, digest: str) -> bool:
     if read.hexdigest() != digest:
         raise UnreadableDocumentError(CHANGED_REASON)
     if is_utf8:
-        check_sample(sample.removeprefix("\ufeff"))
+        check_is_text(sample.removeprefix("\ufeff"))
     return is_utf8
 
 
@@ -159,7 +166,7 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
     """Yield the documents of one JSON value: a string, list or object, {ctxs: [...]} (MuSiQue) or {"0": ..., ...}
     (CacheBlend).
 
-    `text_field`: the field of an object that holds the text; "" leaves the choice to `read_object`.
+    `text_field`: the field of an object that holds the text; "" leaves the choice to `read_record`.
     """
     if isinstance(value, str):
         yield ParsedRecord(key, value, {})
@@ -181,12 +188,12 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
         for name in passages:
             yield ParsedRecord(f"{key}{joint}{name}", value[name], {})
     else:
-        found = read_object(value)
+        found = read_record(value)
         yield ParsedRecord(key, found.text, found.metadata, notes=found.notes)
 
 
 def _parse_field(value: dict[str, Any], key: str, text_field: str) -> ParsedRecord:
-    found = read_field(value, text_field)
+    found = read_text_field(value, text_field)
     if found is None:
         raise UnreadableDocumentError(
             f"has no field {text_field!r}, but {_list_names(value)}; name another (`text_field`)"

@@ -80,10 +80,10 @@ _MAGIC = (
 )
 
 
-def find_reason_to_pass_over(name: str, head: bytes, has_reader: bool) -> str:
+def not_a_document_reason(name: str, head: bytes, has_reader: bool) -> str:
     """Return why a file is not a document, by its name and first bytes; "" for text, and for a name with a reader.
 
-    >>> find_reason_to_pass_over("a.gif", b"", False), find_reason_to_pass_over("a", b"GIF89a\\0", False)[:12]
+    >>> not_a_document_reason("a.gif", b"", False), not_a_document_reason("a", b"GIF89a\\0", False)[:12]
     ('is a picture; if it shows text, run OCR on it: tesseract FILE FILE', 'is a picture')
     """
     if name.startswith("~$"):
@@ -121,7 +121,7 @@ def describe_ole(data: bytes, kind: str) -> str:
     return _soffice("an OLE file, as Office wrote before 2007", "pdf")
 
 
-def reject(reason: str, data: bytes) -> ParsedRecords:
+def raise_unreadable(reason: str, data: bytes) -> ParsedRecords:
     """Raise UnreadableDocumentError(reason). `partial(reject, reason)` is the reader of a format that is not read."""
     raise UnreadableDocumentError(reason)
 

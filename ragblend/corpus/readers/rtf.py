@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from ragblend.corpus.readers.blocks import TextBlocks, table_blocks
-from ragblend.corpus.readers.encodings import SAMPLE_CHARS, check_sample
+from ragblend.corpus.readers.encodings import SAMPLE_CHARS, check_is_text
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
@@ -49,7 +49,7 @@ def read_rtf(data: bytes) -> ParsedRecords:
     reader = _RtfReader()
     reader.read(data[start:].decode("latin-1"))
     text, marks = reader.blocks.build()
-    check_sample(text[:SAMPLE_CHARS])
+    check_is_text(text[:SAMPLE_CHARS])
     title = " ".join("".join(reader.title).split())
     yield ParsedRecord("", text, {"title": title} if title else {}, marks)
 

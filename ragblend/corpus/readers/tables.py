@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from ragblend.corpus.readers.encodings import decode_text, unify_line_breaks
-from ragblend.corpus.readers.fields import TEXT_FIELDS, note_on_first
+from ragblend.corpus.readers.fields import TEXT_FIELDS, add_notes_to_first
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
@@ -49,7 +49,7 @@ class Table(NamedTuple):
 
 
 def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
-    """Read one document per row if `text_field`, or else text, content or page_content, names a column.
+    """Read one document per row if a column is called `text_field` (without it: text, content or page_content).
 
     Otherwise the file is one document with a paragraph per row, `name: value; name: value`, so that every chunk has the
     names of its values.
@@ -57,7 +57,7 @@ def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
     decoded = decode_text(data)
     table = parse_table(decoded.text, text_field)
     column = _find_text_column(table.names, text_field)
-    return note_on_first(_read_rows(table) if column is None else _read_texts(table, column), decoded.notes)
+    return add_notes_to_first(_read_rows(table) if column is None else _read_texts(table, column), decoded.notes)
 
 
 def _read_rows(table: Table) -> ParsedRecords:

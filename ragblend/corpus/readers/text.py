@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragblend.corpus.readers.encodings import DecodedText, decode_text, unify_line_breaks
+from ragblend.corpus.readers.encodings import TextWithNotes, decode_text, unify_line_breaks
 from ragblend.corpus.readers.text_headings import (
     find_front_matter_title,
     find_markdown_headings,
@@ -28,7 +28,7 @@ def read_markdown(data: bytes) -> ParsedRecords:
     yield ParsedRecord("", decoded.text, {"title": title} if title else {}, marks, decoded.notes)
 
 
-def read_underlined(data: bytes) -> ParsedRecords:
+def read_restructured_text(data: bytes) -> ParsedRecords:
     """Read a text with the marks of its underlined headings (reStructuredText)."""
     decoded = _decode(data)
     yield ParsedRecord("", decoded.text, {}, find_underlined_headings(decoded.text), decoded.notes)
@@ -45,9 +45,9 @@ def read_code(data: bytes) -> ParsedRecords:
     yield ParsedRecord("", decoded.text, {}, notes=decoded.notes)
 
 
-def _decode(data: bytes) -> DecodedText:
+def _decode(data: bytes) -> TextWithNotes:
     try:
         text, notes = decode_text(data)
     except UnreadableDocumentError as error:
         raise NotADocumentError(str(error)) from error
-    return DecodedText(unify_line_breaks(text), notes)
+    return TextWithNotes(unify_line_breaks(text), notes)

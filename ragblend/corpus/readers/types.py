@@ -34,7 +34,7 @@ class ParsedRecord(NamedTuple):
 
 
 class UnreadableRecord(NamedTuple):
-    """A place in a file that should hold a text which cannot be read."""
+    """A record of a file whose text could not be read, given by its place in the file."""
 
     key: str
     reason: str

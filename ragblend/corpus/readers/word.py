@@ -46,8 +46,8 @@ def read_docx(data: bytes) -> ParsedRecords:
     yield ParsedRecord("", text, read_properties(container, "docProps/core.xml"), marks)
 
 
-def read_doc(data: bytes) -> ParsedRecords:
-    """Read a .doc file that is not of the format before 2007: RTF, HTML, .docx or plain text."""
+def read_mislabeled_doc(data: bytes) -> ParsedRecords:
+    """Read a .doc file that is RTF, HTML, .docx or plain text. Rejects Word's format before 2007."""
     head = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if data.startswith(OLE_MAGIC):
         raise UnreadableDocumentError(describe_ole(data, "Word file"))

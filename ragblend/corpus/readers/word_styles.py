@@ -27,7 +27,7 @@ class Style(NamedTuple):
     list_level: int = 0
 
 
-class Level(NamedTuple):
+class ListLevel(NamedTuple):
     """A level of a list: the format of its numbers, and the label's text, with %1 to %9 for the numbers."""
 
     number_format: str
@@ -87,7 +87,7 @@ class ListLabels:
     """The labels of list paragraphs ("4.2", "b)", "-"), counted in the order of the paragraphs."""
 
     def __init__(self, container: ZipContainer, part: str) -> None:
-        self._levels: dict[str, dict[int, Level]] = {}  # by list id
+        self._levels: dict[str, dict[int, ListLevel]] = {}  # by list id
         self._counters_of: dict[str, dict[int, int]] = {}  # lists of one abstract list share counters
         if part in container:
             self._read(parse_part(container, part))
@@ -104,7 +104,7 @@ class ListLabels:
             self._counters_of[list_id] = {} if restarts else counters.setdefault(abstract_id, {})
 
     def next_label(self, list_id: str, level: int) -> str:
-        """Return the label of the next paragraph of a list; "" if the list has none."""
+        """Return the label of the next paragraph of a list at this level; "" if the list has no labels."""
         levels = self._levels.get(list_id)
         if levels is None or level not in levels:
             return ""
@@ -117,11 +117,11 @@ class ListLabels:
         return re.sub(r"%([1-9])", lambda found: _number(levels, counters, int(found[1]) - 1), levels[level].label)
 
 
-def _read_levels(abstract: Element | None) -> dict[int, Level]:
+def _read_levels(abstract: Element | None) -> dict[int, ListLevel]:
     levels = {}
     for element in abstract if abstract is not None else ():
         if local_name(element) == "lvl":
-            levels[parse_number(attribute(element, "ilvl"))] = Level(
+            levels[parse_number(attribute(element, "ilvl"))] = ListLevel(
                 value_of(child(element, "numFmt")),
                 value_of(child(element, "lvlText"))[:_MAX_LABEL_CHARS],
                 parse_number(value_of(child(element, "start")), 1),
@@ -129,7 +129,7 @@ def _read_levels(abstract: Element | None) -> dict[int, Level]:
     return levels
 
 
-def _number(levels: dict[int, Level], counters: dict[int, int], level: int) -> str:
+def _number(levels: dict[int, ListLevel], counters: dict[int, int], level: int) -> str:
     if level not in levels:
         return ""
     number = counters.get(level, levels[level].start)

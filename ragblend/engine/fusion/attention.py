@@ -67,12 +67,12 @@ def rope_type_problem(rope_type: str) -> str:
     return "changes its frequencies with the prompt's length" if rope_type == "dynamic" else "is not known to ragblend"
 
 
-def exact_context(rope_parameters: Mapping[str, Any], max_positions: int) -> int:
+def max_placeable_tokens(rope_parameters: Mapping[str, Any], max_positions: int) -> int:
     """Return the longest prompt, in tokens, at which the model's RoPE frequencies are fixed and keys can be placed.
 
     Raises UnsupportedModelError for length-dependent types (dynamic NTK) and for types not in FIXED_FREQUENCY.
 
-    >>> exact_context({"rope_type": "yarn"}, 131072)
+    >>> max_placeable_tokens({"rope_type": "yarn"}, 131072)
     131072
     """
     rope_type = rope_parameters.get("rope_type", "default")
@@ -105,25 +105,24 @@ BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
 _KNOWN_POSITIONS = WeakTensorKeyDictionary()
 
 
-def on_host(rows: Tensor) -> tuple[int, ...]:
-    """Return the positions `rows` [R] int64 on the host. The tensor must not change any more; its first call waits for
-    the device.
-    """
+def positions_on_host(rows: Tensor) -> tuple[int, ...]:
+    """Return the positions `rows` [R] int64 as a tuple on the host. The first call for a tensor waits for the device.
+    Its result is cached, so the tensor must not change afterwards."""
     known: tuple[int, ...] | None = _KNOWN_POSITIONS.get(rows)  # type: ignore[no-untyped-call]
     if known is None:
         known = _KNOWN_POSITIONS[rows] = tuple(rows.tolist())
     return known
 
 
-class AttentionParams(NamedTuple):
-    """Attention parameters of a layer other than the scale: sliding window, soft cap and sinks (Gemma 2, gpt-oss)."""
+class AttentionExtras(NamedTuple):
+    """A layer's additions to plain attention, without the scale: sliding window, soft cap, sinks (Gemma 2, gpt-oss)."""
 
     window: int | None = None  # a token attends to this number of tokens, itself included; None: to all before it
     softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)
     sinks: Tensor | None = None  # [Hq], a score per head that is part of the softmax and has no value
 
 
-PLAIN = AttentionParams()
+PLAIN = AttentionExtras()
 
 
 class ProbeQueries(NamedTuple):
@@ -132,12 +131,12 @@ class ProbeQueries(NamedTuple):
     states: Tensor
     rows: Tensor  # int64, ascending
     scale: float
-    params: AttentionParams = PLAIN
+    params: AttentionExtras = PLAIN
     host_rows: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
 
     def slice_rows(self, part: slice) -> ProbeQueries:
         """Return the queries of the rows in `part`."""
-        host_rows = (self.host_rows or on_host(self.rows))[part]
+        host_rows = (self.host_rows or positions_on_host(self.rows))[part]
         return self._replace(states=self.states[:, part], rows=self.rows[part], host_rows=host_rows)
 
 
@@ -147,7 +146,7 @@ def attend_rows(
     values: Tensor,
     rows: Tensor,
     scale: float | None,
-    params: AttentionParams = PLAIN,
+    params: AttentionExtras = PLAIN,
     host_rows: Sequence[int] = (),
 ) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R].
@@ -155,7 +154,7 @@ def attend_rows(
     `rows` ascend. Row i attends to `keys`, `values` [1, H, T, D] at 0 .. rows[i] within its window, and reads no
     other row. `host_rows` as in ProbeQueries.
     """
-    host_rows = host_rows or on_host(rows)
+    host_rows = host_rows or positions_on_host(rows)
     outputs, block_rows = [], BLOCK_ROWS[rows.device.type]
     for start in range(0, len(host_rows), block_rows):
         part = slice(start, min(start + block_rows, len(host_rows)))
@@ -203,9 +202,9 @@ def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def attend_last(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, params: AttentionParams = PLAIN
+    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, params: AttentionExtras = PLAIN
 ) -> Tensor:
-    """Return the attention [1, Hq, 1, D] of a single row, the last of `keys`, `values` [1, H, T, D]."""
+    """Return the attention [1, Hq, 1, D] of the last row alone, over `keys`, `values` [1, H, T, D]."""
     if params.window is not None:
         keys, values = keys[:, :, -params.window :], values[:, :, -params.window :]
     if params.softcap is not None or params.sinks is not None:  # no kernel supports them
@@ -272,7 +271,7 @@ def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice,
     Heads that share a KV head are concatenated in B. Sinks are part of the softmax, and are left out of the result.
     """
     window, softcap, sinks = queries.params
-    host_rows = queries.host_rows or on_host(queries.rows)
+    host_rows = queries.host_rows or positions_on_host(queries.rows)
     num_rows, dim = queries.states.shape[1:]
     groups, length = queries.states.shape[0] // keys.shape[0], keys.shape[1]
     few_heads = max(1, BLOCK_SCORES[keys.device.type] // (groups * num_rows * length))

@@ -333,7 +333,7 @@ def _drift_correction_hook(
 
     def apply_correction(fresh: LayerKV) -> None:
         source.apply_drift(
-            layer, correction.drift(fresh, source.read_stored(layer, correction.rows)), correction.shares
+            layer, correction.estimate_drift(fresh, source.read_stored(layer, correction.rows)), correction.shares
         )
 
     return FreshKVHook(row_indices, apply_correction)

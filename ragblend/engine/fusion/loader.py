@@ -2,31 +2,29 @@
 
 One background reader reads, dequantizes and places layer i+1 while layer i is fused. On the CPU, KV that is in memory
 and not quantized is placed without a thread. Layer 0 has no earlier layer whose fusing could hide its loading, so it
-can be computed instead of read. On a GPU the bytes go through pinned memory on a separate stream, so that the copy
-overlaps with computing. Depends on ChunkKV and tensors, not on tiers.
+can be computed instead of read. For a GPU, KV in page-locked memory is copied ahead without a thread, too (see
+`host_to_device`). Depends on ChunkKV and tensors, not on tiers.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.fusion.protocols import PromptKVBuffer
-from ragblend.engine.store.kv import LayerKV, StoredLayer, dequantized, is_in_memory
+from ragblend.engine.store.kv import LayerKV, dequantized, is_in_memory
 
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
 # ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
 DEPTH = 6
-_ALIGNMENT = 256  # bytes, of each tensor in a block
 
 
 class _Destination(Protocol):
@@ -38,67 +36,12 @@ class _KeyRotation(Protocol):
     def add_key_drift(self, layer: int, keys: Tensor, drift: Tensor, rows: Tensor) -> None: ...
 
 
-class HostToDeviceCopier:
-    """Copies layers to `device` for the thread that created the copier. Any thread may call it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._computing: Any = None
-        self._copying: Any = None
-        self.overlaps_compute = device.type == "cuda"
-        """True if a copy can run while the device computes, so that a thread helps even for KV in host memory."""
-        if self.overlaps_compute:
-            self._computing = torch.cuda.current_stream(device)
-            self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def in_compute_order(self) -> AbstractContextManager[Any]:
-        """Return a context manager that runs GPU work on the creating thread's stream, after the work queued there.
-
-        A thread starts on the device's default stream, and vLLM computes on another one. Without this, the model could
-        read KV before the reader's thread has written it.
-        """
-        return torch.cuda.stream(self._computing) if self.overlaps_compute else nullcontext()
-
-    def copy_to_device(self, layers: Sequence[StoredLayer]) -> list[StoredLayer]:
-        """Return the layers on the device, ready for use; the same tensors if they are there already.
-
-        All tensors are copied as one block. A GPU copies many blocks of a megabyte far more slowly than one block of
-        the same size, and the host waits once per copy.
-        """
-        tensors = [tensor for layer in layers for tensor in layer]
-        if not self.overlaps_compute or all(tensor.is_cuda for tensor in tensors):
-            copies = [tensor.to(self._device) for tensor in tensors]
-        else:
-            copies = self._copy_as_block(tensors)
-        arrived = iter(copies)
-        return [type(layer)(*(next(arrived) for _ in layer)) for layer in layers]
-
-    def _copy_as_block(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        # torch caches pinned blocks, and reuses none before the copy from it has ended.
-        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-        for tensor, span in zip(tensors, spans, strict=True):
-            _view_as(staged[span], tensor).copy_(tensor)
-        with torch.cuda.stream(self._copying):
-            block = staged.to(self._device, non_blocking=True)
-        self._copying.synchronize()  # waits for the copies alone, not for the computing stream
-        block.record_stream(self._computing)  # else the next copy could reuse its memory while it is still read
-        return [_view_as(block[span], tensor) for tensor, span in zip(tensors, spans, strict=True)]
-
-
-def _view_as(raw: Tensor, like: Tensor) -> Tensor:
-    """Return the first bytes of `raw` [N] uint8 as a tensor of the dtype and shape of `like`."""
-    return raw[: like.nbytes].view(like.dtype).view(like.shape)
-
-
 class _Group:
-    """Chunks that are placed in one call, in prompt order. The seconds of reading are added to `read_s`, by the first
-    position of each chunk.
-    """
+    """Chunks placed in one call, in prompt order. Seconds of reading are added to `read_s` by each chunk's position."""
 
     def __init__(self, placements: Sequence[Placement], device: torch.device, read_s: dict[int, float]) -> None:
         self.placements, self._read_s = placements, read_s
+        self._copies: LayerCopies | None = None
         self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
         self.spans: list[tuple[slice, slice]] = []  # spans of adjacent chunks: in the prompt, and in `rows`
         taken = 0
@@ -110,11 +53,18 @@ class _Group:
                 start, first = before.start, its_rows.start
             self.spans.append((slice(start, placement.end), slice(first, taken)))
 
+    def copy_ahead(self, transfer: HostToDeviceCopier, num_layers: int, depth: int) -> None:
+        """Let `read` take the layers, all of them in page-locked memory, from copies that are queued ahead of it."""
+        chunks = [each.kv for each in self.placements]
+        self._copies = LayerCopies(transfer, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, depth)
+
     def read(self, layer: int, transfer: HostToDeviceCopier, computed: Iterator[LayerKV] | None = None) -> LayerKV:
         """Return one layer of all chunks, concatenated: [H, T of all, D]. Raises DamagedEntryError.
 
         `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
+        if self._copies is not None:
+            return _concatenated(list(map(dequantized, self._copies.take())))
         stored, is_computed = [], [computed is not None and not is_in_memory(each.kv) for each in self.placements]
         for placement, skips in zip(self.placements, is_computed, strict=True):
             if not skips:
@@ -122,10 +72,9 @@ class _Group:
                 stored.append(placement.kv.stored_layer(layer))
                 self._read_s[placement.start] += perf_counter() - start_s
         arrived = map(dequantized, transfer.copy_to_device(stored))  # eight-bit KV is copied as eight bits
-        layers = [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
-        if len(layers) == 1:
-            return layers[0]
-        return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
+        return _concatenated(
+            [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
+        )
 
     def read_through(self, layer: int) -> None:
         """Read one layer of all chunks, so that the store verifies and promotes the whole entries. Raises
@@ -135,6 +84,13 @@ class _Group:
             start_s = perf_counter()
             placement.kv.stored_layer(layer)
             self._read_s[placement.start] += perf_counter() - start_s
+
+
+def _concatenated(layers: Sequence[LayerKV]) -> LayerKV:
+    """Return one layer of adjacent chunks as one, [H, T of all, D]."""
+    if len(layers) == 1:
+        return layers[0]
+    return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
 
 
 class LayerEvent(NamedTuple):
@@ -157,8 +113,8 @@ class LayerLoader:
 
     `wait(layer)` returns when that layer of every placement is in the destination. It raises the reader's error
     (DamagedEntryError for a damaged entry); the layers read before the error can be used. `ready[layer]` is set once
-    `wait(layer)` no longer blocks, `done` once leaving no longer blocks. `place(layer, keys, rows)` rotates keys to
-    their positions. `depth` is the number of layers that the reader may be ahead of the fusor.
+    `wait(layer)` no longer blocks. `done` is set once the context can be left without waiting. `place(layer, keys,
+    rows)` rotates keys to their positions. `depth` is the number of layers that the reader may be ahead of the fusor.
 
     `together`: place all chunks of a layer in one call, and write adjacent chunks as one. That needs one more copy and
     far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise `place` is called per chunk.
@@ -167,8 +123,8 @@ class LayerLoader:
     it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1. The reader
     still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving waits for that.
 
-    `key_rotation` is the model, which rotates keys back and adds drift to them. `read_stored` and `apply_drift` require
-    it, and a destination whose keys and values can be read.
+    `key_rotation`: the model, whose methods undo the rotation of keys and add drift to them. `read_stored` and
+    `apply_drift` require `key_rotation`, and a destination whose keys and values can be read.
     """
 
     def __init__(
@@ -199,11 +155,15 @@ class LayerLoader:
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._failed: frozenset[int] = frozenset()  # layers that were not read because of the error
-        self._threaded = any(
-            self._transfer.overlaps_compute or not is_in_memory(each.kv) or not each.kv.header.is_lossless
-            for each in placements
-        )
         self._not_in_memory = [each.kv for each in placements if not is_in_memory(each.kv)]
+        if not self._transfer.overlaps_compute:
+            self._threaded = bool(self._not_in_memory) or any(not each.kv.header.is_lossless for each in placements)
+        elif not self._not_in_memory and all(is_page_locked(each.kv.stored_layer(0)) for each in placements):
+            self._threaded = False
+            for group in self._groups:
+                group.copy_ahead(self._transfer, num_layers, depth)
+        else:
+            self._threaded = True
         self._first_layer = first_layer if self._not_in_memory else None
         self._computed_layer = 0 if self._first_layer is not None else None
         self.num_computed = 0 if self._first_layer is None else sum(kv.header.num_tokens for kv in self._not_in_memory)
@@ -255,9 +215,7 @@ class LayerLoader:
         return self._error if layer in self._failed else None
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is placed; raise the reader's error. Returns at once for a layer that was waited for
-        before.
-        """
+        """Block until `layer` is placed; raise the reader's error. Returns at once if it was waited for before."""
         start_s = self._released_s[layer] = perf_counter()
         if layer < self._num_waited:
             return
@@ -280,9 +238,8 @@ class LayerLoader:
         return LayerKV(keys, buffer.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Add `shares` [T, M] times `drift` [H, M, D] to the rows of the layer, to keys before rotation. None changes
-        nothing.
-        """
+        """Add `shares` [T, M] times `drift` [H, M, D] to the layer's rows, to keys before rotation. None adds
+        nothing."""
         if drift is None:
             return
         assert self._key_rotation is not None
@@ -295,9 +252,7 @@ class LayerLoader:
         buffer.values(layer)[:, :count] += (shares @ drift.values).to(buffer.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Return the load and fuse events of every layer. `ends_s`: when each layer was fused, in `perf_counter`
-        seconds.
-        """
+        """Return the load and fuse events of each layer. `ends_s`: when its fusing ended, in `perf_counter` seconds."""
         spans = zip(self._released_s, ends_s, strict=True)
         return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
 

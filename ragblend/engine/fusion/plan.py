@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import on_host
+from ragblend.engine.fusion.attention import positions_on_host
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, RULES, CheckLayer, SelectionRule, num_to_recompute
 from ragblend.engine.report import BlendReport, PrefixMatch
 from ragblend.engine.store.kv import ChunkKV, LayerKV
@@ -70,7 +70,7 @@ class FusedKV:
 
     def write(self, layer: int, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
         """Write `keys` and `values` [H, R, D] at `rows` (positions [R], or a slice)."""
-        last = rows.stop if isinstance(rows, slice) else on_host(rows)[-1] + 1
+        last = rows.stop if isinstance(rows, slice) else positions_on_host(rows)[-1] + 1
         if last > self._layers[layer].keys.shape[1]:
             self._grow(last)
         self._layers[layer].keys[:, rows] = keys
@@ -151,21 +151,21 @@ class FuseResult:
     select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
     def add_fixed_cost(self, num_rows: float, plan: FusePlan) -> None:
-        """Add `num_rows` that the caller ran through layer 0 only, a cost that does not grow with the model's depth."""
+        """Add `num_rows` that the caller ran through layer 0 only. This cost does not grow with the model's depth."""
         self.rows_per_layer[0] += num_rows
         if plan.checks[0].layer == 0:
             self.fixed_cost += num_rows
 
 
-class AttentionShares(NamedTuple):
-    """Shares of the question's attention over the whole prompt, which sum to 1; see `attention_shares`."""
+class QuestionAttentionShares(NamedTuple):
+    """Shares of the question's attention over the whole prompt, which sum to 1; see `question_attention_shares`."""
 
     exact: float
     recomputed: float
     stale: float
 
 
-class MatchedContext(Protocol):
+class PrecedingContext(Protocol):
     """Context after which a stored chunk was computed, such as `keys.LookupContext`."""
 
     @property
@@ -177,7 +177,7 @@ class MatchedContext(Protocol):
 def record_fusion(
     report: BlendReport,
     starts: Iterable[int],
-    stored: Mapping[int, tuple[Placement, MatchedContext]],
+    stored: Mapping[int, tuple[Placement, PrecedingContext]],
     plan: FusePlan,
     fused: FuseResult,
     num_known: int,
@@ -187,9 +187,9 @@ def record_fusion(
     The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start.
     `num_known`: resident rows that were in memory before this request, which did not have to compute them.
 
-    `attention_*` are `attention_shares`. `mean_deviation`: mean of `relative_deviation` over the recomputed tokens
-    at the first check layer: the distance of their stored keys and values from the recomputed ones. A measurement that
-    the rule did not make stays None.
+    `attention_*` are from `question_attention_shares`. `mean_deviation`: mean of `relative_deviation` over the
+    recomputed tokens at the first check layer: the distance of their stored keys and values from the recomputed ones. A
+    measurement that the rule did not make stays None.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
@@ -208,21 +208,21 @@ def record_fusion(
     total = plan.num_chunk_tokens + num_computed
     rows = [count + num_computed for count in fused.rows_per_layer]
     report.charged_budget = charged_budget(rows, total)
-    report.charged_budget_32 = charged_budget_at(32, rows, total, plan.checks[0].layer, fused.fixed_cost)
+    report.charged_budget_32 = charged_budget_for_layers(32, rows, total, plan.checks[0].layer, fused.fixed_cost)
     report.num_chunks, report.num_chunk_hits = len(report.chunks), sum(chunk.hit for chunk in report.chunks)
     report.num_prefix_tokens, report.num_recomputed_tokens = num_known, len(recomputed)
     report.probe_s, report.select_s = fused.probe_s, fused.select_s
     # The last token is computed for its logits, even if its KV is stored.
     ends_stored = plan.wants_logits and any(each.end == len(plan.token_ids) for each in plan.placements)
     report.num_reused_tokens = num_known + plan.num_chunk_tokens - len(recomputed) - ends_stored
-    shares = attention_shares(plan, fused)
+    shares = question_attention_shares(plan, fused)
     if shares is not None:
         report.attention_exact, report.attention_recomputed, report.attention_stale = shares
     if fused.deviation is not None and len(fused.recomputed):
         report.mean_deviation = float(fused.deviation[fused.recomputed].mean())
 
 
-def attention_shares(plan: FusePlan, fused: FuseResult) -> AttentionShares | None:
+def question_attention_shares(plan: FusePlan, fused: FuseResult) -> QuestionAttentionShares | None:
     """Return the shares of the question's attention over the prompt's tokens; None if the rule runs no query probe.
 
     The attention is the mean over the question's tokens, heads and probe layers, over stale KV, before any recompute.
@@ -239,7 +239,7 @@ def attention_shares(plan: FusePlan, fused: FuseResult) -> AttentionShares | Non
     mass = fused.attention.double()
     recomputed, candidates, everything = mass[fused.recomputed].sum(), mass[is_stored].sum(), mass.sum()
     shares = torch.stack((everything - candidates, recomputed, candidates - recomputed)) / everything
-    return AttentionShares(*shares.tolist())
+    return QuestionAttentionShares(*shares.tolist())
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
@@ -255,27 +255,27 @@ def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> fl
     return sum(rows_per_layer) / (len(rows_per_layer) * num_chunk_tokens)
 
 
-def charged_budget_at(
-    depth: int,
+def charged_budget_for_layers(
+    num_layers: int,
     rows_per_layer: Sequence[float],
     num_chunk_tokens: int,
     check_layer: int,
     fixed_cost: float = 0.0,
 ) -> float:
-    """Return the charged budget that the same rule would have in a model of `depth` layers.
+    """Return the charged budget that the same rule would have in a model of `num_layers` layers.
 
-    Layers up to the check cost the same; each further layer costs the mean of the others. In a shallow model the check
-    is most of the cost. `fixed_cost`: the part of `rows_per_layer` for measuring at the check layer, which does not
-    grow with depth.
+    Layers before the check layer keep their cost. Each later layer costs the mean of this model's later layers. In a
+    shallow model the check is most of the cost. `fixed_cost`: the part of `rows_per_layer` for measuring at the check
+    layer, which does not grow with depth.
 
-    >>> round(charged_budget_at(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
+    >>> round(charged_budget_for_layers(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225
     """
     head, tail = list(rows_per_layer[:check_layer]), list(rows_per_layer[check_layer:])
-    if not tail or depth <= check_layer:
+    if not tail or num_layers <= check_layer:
         return charged_budget(rows_per_layer, num_chunk_tokens)
     mean = (sum(tail) - fixed_cost) / len(tail)
-    return charged_budget([*head, fixed_cost + mean, *[mean] * (depth - len(head) - 1)], num_chunk_tokens)
+    return charged_budget([*head, fixed_cost + mean, *[mean] * (num_layers - len(head) - 1)], num_chunk_tokens)
 
 
 def first_token_kl(full: Tensor, other: Tensor) -> float:

@@ -19,8 +19,7 @@ from ragblend.engine.store.kv import LayerKV
 class PromptKVBuffer(Protocol):
     """Buffer for a prompt's KV: keys and values of all its tokens per layer, in prompt order.
 
-    The fusor calls `keys` and `values` only for the layer it waited for last, and only where a plan has a query probe
-    or a check.
+    The fusor calls `keys` and `values` only for the layer it waited for last, at a query probe or a check.
     """
 
     length: int  # rows that are valid in every layer
@@ -31,9 +30,7 @@ class PromptKVBuffer(Protocol):
 
 
 class FreshKVHook(NamedTuple):
-    """Callback that receives the pre-RoPE keys and values of selected rows. It runs before the layer's KV is written
-    and before attention.
-    """
+    """Callback that receives pre-RoPE keys and values of selected rows before the layer's KV is written."""
 
     row_indices: Tensor  # indices into the rows that are run
     callback: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
@@ -53,8 +50,7 @@ class LayerSource(Protocol):
 
 
 class CorrectableLayerSource(LayerSource, Protocol):
-    """LayerSource for plans with drift correction. Every layer but the first is corrected once, if a placed chunk is
-    stale.
+    """LayerSource for drift correction. Every layer but the first is corrected once if a placed chunk is stale.
 
     `apply_drift` changes the layer waited for last, before any row of placed chunks is written there.
     """

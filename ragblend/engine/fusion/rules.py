@@ -184,7 +184,7 @@ def default_check_layer(global_layers: Sequence[int]) -> int:
     return next((layer for layer in global_layers if layer >= CHECK_LAYER), CHECK_LAYER)
 
 
-def check_schedule(
+def schedule_check_layers(
     rule: SelectionRule, ratio: float, num_layers: int, check_layer: int = CHECK_LAYER
 ) -> tuple[CheckLayer, ...]:
     """Return the layers at which `rule` reduces the computed tokens, each with the share of chunk tokens it keeps.
@@ -236,7 +236,7 @@ def is_probe_worthwhile(
     return num_fresh * layers[-1] <= (ratio + PROBE_MARGIN) * num_chunk_tokens * num_layers
 
 
-class SelectionPlan(NamedTuple):
+class ResolvedRule(NamedTuple):
     """Rule, check layers and probe layers of one prompt."""
 
     rule: SelectionRule
@@ -244,7 +244,7 @@ class SelectionPlan(NamedTuple):
     probe_layers: tuple[int, ...]
 
 
-def plan_selection(
+def resolve_rule(
     name: str,
     ratio: float,
     num_layers: int,
@@ -254,11 +254,12 @@ def plan_selection(
     num_chunk_tokens: int,
     fitted: tuple[str, int] | None = None,
     global_layers: Sequence[int] = (),
-) -> SelectionPlan:
-    """Return the rule `name` for one prompt. "auto" is NO_PROBE_RULE if the default rule's probe costs too much.
+) -> ResolvedRule:
+    """Return the rule of this `name` for one prompt, with its check layers and probe layers. With "auto" it is the
+    default rule, or NO_PROBE_RULE if the default rule's query probe costs too much for this prompt.
 
-    fitted: rule and check layer of a calibration for `name`. global_layers: the layers without an attention window, if
-    others have one; else ().
+    fitted: (rule, check layer) of a calibration for `name`. global_layers: the layers without an attention window, if
+    other layers have one; else ().
     """
     first = default_check_layer(global_layers) if global_layers else CHECK_LAYER
     taken, check_layer = fitted or (name, first)
@@ -266,8 +267,8 @@ def plan_selection(
     counts = (num_fresh, num_candidates, num_chunk_tokens, num_layers)
     if name == "auto" and not is_probe_worthwhile(rule, ratio, *counts, global_layers):
         rule, check_layer = find_rule(NO_PROBE_RULE), first
-    checks = check_schedule(rule, ratio, num_layers, check_layer)
-    return SelectionPlan(rule, checks, rule.probe_layers(num_layers, global_layers))
+    checks = schedule_check_layers(rule, ratio, num_layers, check_layer)
+    return ResolvedRule(rule, checks, rule.probe_layers(num_layers, global_layers))
 
 
 # --- drift correction
@@ -299,7 +300,7 @@ class DriftCorrection(NamedTuple):
     weights: Tensor  # [M, N] float32
     shares: Tensor  # [T, M] float32, factors on the M rows of `drift`; 0 for tokens that are not corrected
 
-    def drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
+    def estimate_drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
         """Return M changes [H, M, D] float32 of pre-RoPE keys and values, from recomputed tokens' KV [H, N, D]."""
         moved = []
         for new, old in zip(fresh, stored, strict=True):

@@ -134,7 +134,7 @@ def _gates(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
     stored = prefill_chunks(model, prefix, headers)
     placements = [Placement(kv, start, exact=False) for kv, start in zip(stored, starts, strict=True)]
     for placement in placements:
-        place(model, fused, placement)
+        place_all_layers(model, fused, placement)
 
     chunk_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS)
     first_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS)
@@ -157,7 +157,7 @@ def _gates(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
     return gates
 
 
-def place(model: SelfCheckModel, fused: FusedKV, placement: Placement) -> None:
+def place_all_layers(model: SelfCheckModel, fused: FusedKV, placement: Placement) -> None:
     """Write every layer of stored KV to its position in `fused`, keys rotated."""
     rows = torch.arange(placement.start, placement.end, device=model.like.device)
     for index in range(model.num_layers):

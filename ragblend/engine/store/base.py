@@ -36,7 +36,7 @@ class StoreCounters:
     num_dropped: int = 0  # background writes that were rejected, did not fit the queue, or were pending at close
 
 
-class VerifyResult(NamedTuple):
+class EntryCheck(NamedTuple):
     """The result of reading every byte of one entry. `ok`: unchanged; else `reason` says what is wrong."""
 
     key: str
@@ -45,8 +45,7 @@ class VerifyResult(NamedTuple):
 
 
 class KVStore(ABC):
-    """Chunk KV by key: one tier, or several tiers as one store. Safe to share between threads; a DiskStore also between
-    processes.
+    """Chunk KV by key: one tier, or several as one store. Threads may share a store, processes only a DiskStore.
 
     A tier implements the abstract methods and calls `super().__init__()`. The other methods have defaults for a tier on
     this machine that never evicts, stores no metadata and has written an entry when `put` returns.
@@ -119,7 +118,8 @@ class KVStore(ABC):
         return {}
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry for a request that `fetched` its keys (`fetch_many`). Does not contact other machines."""
+        """Return the entry from a tier on this machine, or from `fetched`, the result of `fetch_many` for this request.
+        Contacts no other machine."""
         return self.get(key, token_ids)
 
     @abstractmethod
@@ -193,11 +193,11 @@ class KVStore(ABC):
         """End the pin of a document; return True if it was pinned."""
         return False
 
-    def put_context(self, policy: ContextPolicy) -> None:
+    def put_context_policy(self, policy: ContextPolicy) -> None:
         """Store the context policy with which chunks are precomputed."""
 
-    def read_context(self) -> ContextPolicy | None:
-        """Return the policy that `put_context` stored; None if there is none. Raises CorruptError for damage."""
+    def read_context_policy(self) -> ContextPolicy | None:
+        """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError for damage."""
         return None
 
     # -- between tiers and in the background
@@ -212,15 +212,15 @@ class KVStore(ABC):
         """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
 
     def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the tiers from which a queued write is read again when the write queue could not hold its tensors."""
+        """Set the tiers from which a queued write is read again if the write queue does not hold its tensors."""
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for background writes; return False if they did not finish within `timeout_s` seconds."""
         return True
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds for background writes, then drop and count the rest. Return True if all were
-        written."""
+        """Wait up to `timeout_s` seconds for background writes, then drop and count the rest. True if none was
+        dropped."""
         return True
 
 
@@ -229,8 +229,7 @@ CONTAINS_BATCH = 200
 
 
 class ByteStore(Protocol):
-    """Named byte values of a backend: what a remote tier needs of Redis or of an object store. Safe to share between
-    threads.
+    """Named byte values: what a remote tier needs of Redis or an object store. Safe to share between threads.
 
     Every method raises BackendUnreachableError when the backend fails or exceeds its time limit, and StoreFullError
     when it rejects a value because it is full. A value appears in one step, or its checksum reveals a partial one.
@@ -247,7 +246,7 @@ class ByteStore(Protocol):
     def contains_many(self, names: Sequence[str]) -> list[bool]: ...  # at most CONTAINS_BATCH, about one round trip
     def delete(self, name: str) -> bool: ...
     def sizes(self) -> Iterator[tuple[str, int]]: ...  # every name with its bytes
-    def clean(self) -> int: ...  # remove files of killed writers; their number
+    def delete_temporary_files(self) -> int: ...  # remove files of killed writers; their number
     def list_metadata(self) -> list[str]: ...  # names of small values beside the chunks
     def get_metadata(self, name: str) -> bytes | None: ...
     def put_metadata(self, name: str, data: bytes) -> None: ...

@@ -6,7 +6,7 @@ digits zeroed. The field is at a fixed offset and is checked before anything is 
 this rule. The tensors of a layer are adjacent under one checksum: keys and values as computed (format version 1), or
 scales, first tokens and codes of KV in eight bits (version 2, `QuantizedLayer`). Token ids are plain JSON numbers:
 about as many bytes as base64 for five-digit ids, and `jq` can show them. The field `context` lists the lengths of the
-similar chunks at the end of `prefix_ids`; the key is computed from the other prefix ids alone (`keys.key_of`).
+similar chunks at the end of `prefix_ids`; the key is computed from the other prefix ids alone (`keys.key_from_header`).
 
 xxh3 detects damage but not tampering, because another layer with the same checksum can be constructed. A store with a
 key therefore writes version 3: the layer checksums are BLAKE3 digests, and the header's second field is its signature,
@@ -35,7 +35,7 @@ from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from ragblend.engine.store.finite import layer_is_finite
-from ragblend.engine.store.keys import key_of
+from ragblend.engine.store.keys import key_from_header
 from ragblend.engine.store.kv import (
     LAYOUT_VERSION,
     KVHeader,
@@ -74,15 +74,15 @@ _MAX_HEADER_BYTES = 8 << 20  # a million tokens; parsed, it can take twenty time
 _MAX_DIM = 1 << 31
 
 
-class UnreadableError(Exception):
+class UnreadableEntryError(Exception):
     """Bytes that are not a valid entry, or not the requested one. Stores turn it into a miss; users do not see it."""
 
 
-class MismatchError(UnreadableError):
+class IncompatibleEntryError(UnreadableEntryError):
     """An intact entry that this reader cannot use: another format version, or other token ids."""
 
 
-class UnsignedError(UnreadableError):
+class UnsignedEntryError(UnreadableEntryError):
     """An entry without the signature that this reader's key makes."""
 
 
@@ -240,14 +240,14 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadReq
 
     Every field is checked: against `key`, which is computed from model, prefix, tokens, namespace and context; against
     the model's spec if it is known; and the sum of all layers against the file's size. No announced size is allocated
-    before these checks. Raises UnreadableError.
+    before these checks. Raises UnreadableEntryError.
     """
     if raw[8 : _DIGITS.start] != _OPENING:
-        raise UnreadableError("not written by ragblend")
+        raise UnreadableEntryError("not written by ragblend")
     zeroed = bytearray(raw)
     zeroed[_DIGITS] = b"0" * 32
     if xxh3_128_hexdigest(zeroed).encode() != raw[_DIGITS]:
-        raise UnreadableError("the header does not match its checksum")
+        raise UnreadableEntryError("the header does not match its checksum")
     try:
         table = json.loads(raw[8:])
         facts = json.loads(table.pop("__metadata__")["ragblend"])
@@ -256,7 +256,7 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadReq
         if version not in known or layout != LAYOUT_VERSION or kv_dtype not in (None, *CODE_DTYPES):
             found = _short(f"{(version, layout)}{f' with {kv_dtype}' if kv_dtype else ''}")
             reads = [(each, LAYOUT_VERSION) for each in known]
-            raise MismatchError(f"format and layout versions {found}, this ragblend reads {reads}")
+            raise IncompatibleEntryError(f"format and layout versions {found}, this ragblend reads {reads}")
         is_signed = version == SIGNED_FORMAT_VERSION
         header = KVHeader(
             key=facts["key"],
@@ -271,22 +271,22 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadReq
             context=tuple(facts.get("context", ())),
         )
         if header.key != key:
-            raise UnreadableError(f"it holds the KV of {_short(str(header.key))}")
-        if key_of(header) != key:
-            raise UnreadableError("its token ids, model, prefix and namespace do not make its key")
+            raise UnreadableEntryError(f"it holds the KV of {_short(str(header.key))}")
+        if key_from_header(header) != key:
+            raise UnreadableEntryError("its token ids, model, prefix and namespace do not make its key")
         is_trusted = is_signed and _is_signed(raw, zeroed, header.namespace, requirements.store_key)
         if requirements.store_key is not None and not is_trusted:
-            raise UnsignedError(UNSIGNED)
+            raise UnsignedEntryError(UNSIGNED)
         digest = _SECURE if is_signed else _CHECKSUM
         spans = _layer_spans(header, table, facts[digest.field], start=len(raw))
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        raise UnreadableError(f"the header does not describe an entry: {_short(repr(error))}") from error
+        raise UnreadableEntryError(f"the header does not describe an entry: {_short(repr(error))}") from error
     if (end := spans[-1].offset + spans[-1].nbytes) != file_nbytes:
-        raise UnreadableError(f"the file has {file_nbytes} bytes, its header says {end}")
+        raise UnreadableEntryError(f"the file has {file_nbytes} bytes, its header says {end}")
     if (shape := requirements.specs.get(header.fingerprint)) is not None:
         problem = shape.mismatch_reason(header, [_dims(span.tensors) for span in spans])
         if problem:
-            raise UnreadableError(problem)
+            raise UnreadableEntryError(problem)
     return _ParsedEntry(header, spans, digest, is_trusted)
 
 
@@ -295,7 +295,7 @@ def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKe
     if store_key is None or raw[_DIGITS.stop : _SIGNATURE.start] != _SIGNATURE_OPENING:
         return False
     zeroed[_SIGNATURE] = b"0" * DIGITS
-    return store_key.signs(namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
+    return store_key.has_signed(namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
 
 
 def _layer_spans(
@@ -338,7 +338,7 @@ def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
 
 
 class SharedFile:
-    """A read-only descriptor, closed after its last reader releases it, so no read uses a reused number."""
+    """A read-only descriptor that closes when its last reader releases it, so that no read uses a reused number."""
 
     __slots__ = ("fd",)
 
@@ -357,20 +357,20 @@ class SharedFile:
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset`. Raises UnreadableError if the file ends first."""
+        """Fill `buffer` from `offset`. Raises UnreadableEntryError if the file ends first."""
         while buffer.nbytes:
             count = os.preadv(self.fd, [buffer], offset)
             if count == 0:
-                raise UnreadableError(f"the file ends at byte {offset}, {buffer.nbytes} bytes early")
+                raise UnreadableEntryError(f"the file ends at byte {offset}, {buffer.nbytes} bytes early")
             buffer, offset = buffer[count:], offset + count
 
     @property
     def nbytes(self) -> int:
-        """The file's size in bytes. Raises UnreadableError for a sparse file."""
+        """The file's size in bytes. Raises UnreadableEntryError for a sparse file."""
         try:
             return dense_size(self.fd)
         except OSError as error:
-            raise UnreadableError(error.strerror or str(error)) from error
+            raise UnreadableEntryError(error.strerror or str(error)) from error
 
 
 class _InMemoryFile:
@@ -382,10 +382,10 @@ class _InMemoryFile:
         self._data, self.nbytes = memoryview(data), len(data)
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from `offset`. Raises UnreadableError if the bytes end first."""
+        """Fill `buffer` from `offset`. Raises UnreadableEntryError if the bytes end first."""
         part = self._data[offset : offset + buffer.nbytes]
         if part.nbytes < buffer.nbytes:
-            raise UnreadableError(f"it ends at byte {self.nbytes}, {buffer.nbytes - part.nbytes} bytes early")
+            raise UnreadableEntryError(f"it ends at byte {self.nbytes}, {buffer.nbytes - part.nbytes} bytes early")
         buffer[:] = part
 
 
@@ -402,7 +402,7 @@ def _header_bytes(source: _Source) -> tuple[bytes, int]:
     source.read(memoryview(prefix), 0)
     length = int.from_bytes(prefix, "little")
     if not len(_OPENING) + 32 < length <= min(size - 8, _MAX_HEADER_BYTES):
-        raise UnreadableError(f"a header of {length} bytes in a file of {size}")
+        raise UnreadableEntryError(f"a header of {length} bytes in a file of {size}")
     text = bytearray(length)
     source.read(memoryview(text), 8)
     return bytes(prefix + text), size
@@ -420,11 +420,11 @@ def _read_layer(source: _Source, entry: _ParsedEntry, index: int) -> StoredLayer
         data = buffer.numpy().data
         source.read(data, span.offset)
         if _checksum(entry.digest, data) != span.checksum:
-            raise UnreadableError(f"layer {index} does not match its checksum")
+            raise UnreadableEntryError(f"layer {index} does not match its checksum")
         layer = _layer_in(buffer, span.tensors, entry.header)
     # `TieredStore.put` stores no infinity or NaN, so a signed entry is finite. An unsigned one may be forged.
     if not entry.is_trusted and not layer_is_finite(layer):
-        raise UnreadableError(f"layer {index} holds infinity or NaN")
+        raise UnreadableEntryError(f"layer {index} holds infinity or NaN")
     return layer
 
 
@@ -440,8 +440,8 @@ def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> 
 def decode_chunk(data: bytes, key: str, requirements: ReadRequirements = _NOTHING) -> MemoryKV:
     """Return the chunk in the bytes of a chunk file, with every byte verified.
 
-    Raises UnreadableError for damage, for the chunk of another key and for an entry that does not meet `requirements`,
-    MismatchError for another format version.
+    Raises UnreadableEntryError for damage, for the chunk of another key and for an entry that does not meet
+    `requirements`. Raises IncompatibleEntryError for another format version.
     """
     source = _InMemoryFile(data)
     entry = _decode_header(*_header_bytes(source), key, requirements)
@@ -488,7 +488,7 @@ class DiskKV:
         try:
             file = self._file or self._reopen()
             return self._read(file, index)
-        except UnreadableError as error:
+        except UnreadableEntryError as error:
             if file is not None:
                 self._on_damage(self.header.key, self._path, file, str(error))
             raise DamagedEntryError(self.header.key, str(error)) from error
@@ -496,7 +496,7 @@ class DiskKV:
             raise DamagedEntryError(self.header.key, f"layer {index} cannot be read: {error}") from error
 
     def verify(self, file: SharedFile) -> None:
-        """Read every layer from `file`, from which this object was made. Raises UnreadableError for a damaged one."""
+        """Read every layer from `file`, from which this object was made. Raises UnreadableEntryError for damage."""
         for index in range(self.header.num_layers):
             self._read(file, index)
 

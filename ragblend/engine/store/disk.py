@@ -19,14 +19,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ragblend.engine.store.base import KVStore, VerifyResult
+from ragblend.engine.store.base import EntryCheck, KVStore
 from ragblend.engine.store.chunk_file import (
     DiskKV,
-    MismatchError,
+    IncompatibleEntryError,
     ReadRequirements,
     SharedFile,
-    UnreadableError,
-    UnsignedError,
+    UnreadableEntryError,
+    UnsignedEntryError,
     header_nbytes,
     write_chunk,
 )
@@ -47,9 +47,9 @@ from ragblend.engine.store.metadata import StoreMetadata, checked_name
 from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
-from ragblend.files.directory import Directory, remove_file, unlink
-from ragblend.files.places import user_path
-from ragblend.files.store_folder import find_kv_dir, open_store_folder
+from ragblend.files.directory import Directory, remove_file, try_remove_file
+from ragblend.files.places import expand_user_path
+from ragblend.files.store_folder import find_kv_dir, resolve_store_folder
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ class DiskStore(StoreMetadata, KVStore):
         if isinstance(capacity_bytes, int) and capacity_bytes < 0:
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         super().__init__()
-        named = user_path(root, "store")
-        self.root = open_store_folder(named)
+        named = expand_user_path(root, "store")
+        self.root = resolve_store_folder(named)
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self.catalog = catalog
@@ -123,7 +123,7 @@ class DiskStore(StoreMetadata, KVStore):
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {named}; fill one with: ragblend ingest DOCS --store {named}")
         self._directory = Directory(self.root, fsync=fsync)
-        self.kv_dir = find_kv_dir(self.root) if kv_dir is None else user_path(kv_dir, "kv_dir").absolute()
+        self.kv_dir = find_kv_dir(self.root) if kv_dir is None else expand_user_path(kv_dir, "kv_dir").absolute()
         hint, is_apart = self._directory.full_hint, not self.kv_dir.is_relative_to(self.root)
         self._entries = Directory(self.kv_dir, fsync=fsync, full_hint=hint, create=is_apart)
         self._writer = (
@@ -153,17 +153,17 @@ class DiskStore(StoreMetadata, KVStore):
             file = SharedFile(self._path(key))
             kv = DiskKV(key, path, file, self._quarantine, self._requirements)
             if not kv.header.has_ids(token_ids):
-                raise MismatchError(f"its {kv.header.num_tokens} token ids differ from the requested ones")
+                raise IncompatibleEntryError(f"its {kv.header.num_tokens} token ids differ from the requested ones")
         except FileNotFoundError:
             pass
         except (OSError, UsageError) as error:
             log.warning("stored KV %s cannot be read: %s", key, error)
-        except MismatchError as error:
+        except IncompatibleEntryError as error:
             log.warning("stored KV %s in %s is not used: %s", key, path, error)
             self._count(num_damaged=1)
-        except UnreadableError as error:
+        except UnreadableEntryError as error:
             assert file is not None
-            self._quarantine(key, path, file, str(error), is_unsigned=isinstance(error, UnsignedError))
+            self._quarantine(key, path, file, str(error), is_unsigned=isinstance(error, UnsignedEntryError))
         else:
             handle = file.fd
             self._count(num_hits=1)
@@ -187,7 +187,7 @@ class DiskStore(StoreMetadata, KVStore):
             self.on_put(held.header)
         with self._evictor.reserve(held.header.key, nbytes):
             self._writer.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
-        unlink(path.with_suffix(DAMAGED_SUFFIX))
+        try_remove_file(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)
 
     def contains(self, key: str) -> bool:
@@ -199,7 +199,7 @@ class DiskStore(StoreMetadata, KVStore):
         try:
             path = self._path(key)
             return DiskKV(key, path, SharedFile(path), self._quarantine, self._requirements)
-        except (OSError, UsageError, UnreadableError):
+        except (OSError, UsageError, UnreadableEntryError):
             return None
 
     def header(self, key: str) -> KVHeader | None:
@@ -236,7 +236,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
-        """Return `nbytes` without what other processes wrote in the last second."""
+        """Return `nbytes`, in which the bytes that other processes wrote in the last second may be missing."""
         return self._evictor.held_bytes(RESCAN_INTERVAL_S)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
@@ -281,9 +281,8 @@ class DiskStore(StoreMetadata, KVStore):
             if stale:
                 os.utime(target)
 
-    def verify(self) -> Iterator[VerifyResult]:
-        """Read every byte of every entry. Damaged files are moved aside; files moved aside that are intact are
-        restored.
+    def verify(self) -> Iterator[EntryCheck]:
+        """Read every byte of every entry. Damaged files are moved aside; intact ones that were moved are restored.
 
         Shapes are checked against the store's metadata of its models, unless an engine has set them.
         """
@@ -296,21 +295,21 @@ class DiskStore(StoreMetadata, KVStore):
                     path.replace(path.with_suffix(ENTRY_SUFFIX))
                     log.warning("stored KV %s is intact, so it was moved back to its place", path.stem)
             elif reason is not None:
-                yield VerifyResult(path.stem, False, f"quarantined: {reason or 'an intact entry has taken its place'}")
+                yield EntryCheck(path.stem, False, f"quarantined: {reason or 'an intact entry has taken its place'}")
         for path in self._files(ENTRY_SUFFIX):
             if (reason := self._damage_reason(path)) is not None:
-                yield VerifyResult(path.stem, not reason, reason)
+                yield EntryCheck(path.stem, not reason, reason)
 
     def paths(self) -> Iterator[Path]:
         """Yield the files of all entries, then those that were moved aside; unverified."""
         yield from self._files(ENTRY_SUFFIX)
         yield from self._files(DAMAGED_SUFFIX)
 
-    def read_at(self, path: Path) -> MemoryKV:
+    def read_entry_file(self, path: Path) -> MemoryKV:
         """Return the entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves no file."""
         try:
             return load_into_memory(DiskKV(path.stem, path, SharedFile(path), lambda *_: None, self._requirements))
-        except UnreadableError as error:
+        except UnreadableEntryError as error:
             raise DamagedEntryError(path.stem, str(error)) from error
 
     def has_file(self, key: str) -> bool:
@@ -329,8 +328,8 @@ class DiskStore(StoreMetadata, KVStore):
         else:
             self.delete(key)
 
-    def clean(self) -> int:
-        """Delete temporary files of dead processes, or older than an hour; return their number."""
+    def delete_temporary_files(self) -> int:
+        """Delete the temporary files of dead processes, and those older than an hour; return their number."""
         return self._directory.remove_stale_files() + self._entries.remove_stale_files()
 
     def gc(
@@ -424,9 +423,9 @@ class DiskStore(StoreMetadata, KVStore):
             DiskKV(path.stem, path, file, self._quarantine, self._requirements).verify(file)
         except FileNotFoundError:
             return None if not path.is_symlink() else "it is a symbolic link without a target"
-        except (OSError, MismatchError) as error:
+        except (OSError, IncompatibleEntryError) as error:
             return str(error)
-        except UnreadableError as error:
+        except UnreadableEntryError as error:
             assert file is not None
             if path.suffix != DAMAGED_SUFFIX:
                 self._quarantine(path.stem, path, file, str(error))

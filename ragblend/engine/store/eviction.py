@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import StoreFullError
-from ragblend.files.directory import unlink
+from ragblend.files.directory import try_remove_file
 
 ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
 EVICTED_MARK = (
@@ -214,7 +214,7 @@ class DiskEvictor:
                     self._track(key, held.nbytes, used_s)
                     return
             self._mark()
-            if unlink(path):
+            if try_remove_file(path):
                 self._evicted(key)
             with self._lock:
                 self._untrack(key)
@@ -275,7 +275,7 @@ class DiskEvictor:
                 with suppress(FileNotFoundError):  # deleted or quarantined since the listing
                     stat = file.stat()
                     if suffix == DAMAGED_SUFFIX:
-                        is_removed = removes_damaged and unlink(Path(file.path))
+                        is_removed = removes_damaged and try_remove_file(Path(file.path))
                         damaged_bytes += 0 if is_removed else stat.st_size
                         continue
                     if stat.st_mtime > now_s + CLOCK_SLACK_S:
@@ -287,8 +287,7 @@ class DiskEvictor:
 
 
 def auto_limit(root: Path, held_bytes: int) -> float:
-    """Return the byte limit of "auto" for entries in `root` that hold `held_bytes`: AUTO_SHARE of their bytes and the
-    free space.
+    """Return the byte limit of "auto" for entries in `root` of `held_bytes`: AUTO_SHARE of these bytes and free space.
 
     Infinite if the file system does not report its size.
     """

@@ -70,10 +70,10 @@ def chunk_key(
     return digest.hexdigest()
 
 
-def key_of(header: KVHeader) -> str:
-    """Return the key that a header's facts make. Raises ValueError where its context is not the end of its prefix.
+def key_from_header(header: KVHeader) -> str:
+    """Return the key of the entry with this header. Raises ValueError if its context is not the end of its prefix.
 
-    >>> key_of(KVHeader("", "model", (1, 5, 6), (7,), 1, "float32", context=(2,))) == chunk_key(
+    >>> key_from_header(KVHeader("", "model", (1, 5, 6), (7,), 1, "float32", context=(2,))) == chunk_key(
     ...     "model", [1], [7], context=SIMILAR
     ... )
     True
@@ -110,8 +110,8 @@ class IngestionContext(NamedTuple):
         return tuple(itertools.chain.from_iterable(self.parts))
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """Return the number of tokens of each part, for `KVHeader.context`."""
+    def part_lengths(self) -> tuple[int, ...]:
+        """Return the number of token ids of each part, for `KVHeader.context`."""
         return tuple(map(len, self.parts))
 
     def validate(self) -> None:

@@ -28,6 +28,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Dtypes that KV is computed in, by the name written in headers."""
 
+_ALIGNMENT = 256  # bytes, of each tensor in a block
+
 
 class LayerKV(NamedTuple):
     """One layer's KV of one chunk: `keys` [H, T, D] after QK-norm and before RoPE, `values` [H, T, D]."""
@@ -49,7 +51,7 @@ StoredLayer = LayerKV | QuantizedLayer
 class KVHeader:
     """The facts that a chunk's KV was computed from, and how it is stored. Equal keys mean equal KV."""
 
-    key: str  # keys.key_of(header), a hash of the other facts
+    key: str  # keys.key_from_header(header), a hash of the other facts
     fingerprint: str  # of the model: weights, config, dtype, RoPE
     prefix_ids: tuple[int, ...]  # the tokens before the chunk when it was computed; () for a prefix itself
     token_ids: tuple[int, ...]  # T ids
@@ -116,7 +118,7 @@ class KVSpec(NamedTuple):
         return {"dtype": self.dtype, "num_layers": len(self.layers), "kv_shapes": [list(each) for each in shapes]}
 
     def mismatch_reason(self, header: KVHeader, shapes: Sequence[tuple[int, int, int]]) -> str:
-        """Return why an entry with this header and these layer shapes is not this model's; "" if it is."""
+        """Return why an entry with this header and these layer shapes does not belong to the model; "" if it does."""
         if header.dtype != self.dtype:
             return f"its dtype is {header.dtype}, the model's {self.dtype}"
         if len(shapes) != len(self.layers):
@@ -217,7 +219,7 @@ def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -
 
 
 def dequantized(layer: StoredLayer) -> LayerKV:
-    """Return keys and values of a layer in the dtype of the computation; the layer itself if it is stored so."""
+    """Return keys and values of a layer in the dtype of the computation; the layer itself if it is not quantized."""
     return layer if isinstance(layer, LayerKV) else LayerKV(*dequantize(layer))
 
 
@@ -247,6 +249,16 @@ def load_into_memory(kv: ChunkKV) -> MemoryKV:
     return MemoryKV(kv.header, tuple(kv.stored_layer(index) for index in range(kv.header.num_layers)))
 
 
+def aligned_nbytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in a block of several, so that the next one begins at a multiple of 256."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def view_as(block: Tensor, like: Tensor) -> Tensor:
+    """Return the first bytes of `block` [N] uint8 as a tensor of the dtype and shape of `like`."""
+    return block[: like.nbytes].view(like.dtype).view(like.shape)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name, in headers, of a dtype that KV is computed in. Raises ValueError for others.
 
@@ -259,7 +271,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise ValueError(f"{dtype} cannot be stored; choose one of {', '.join(DTYPES)}")
 
 
-def rows_of(kv: ChunkKV, start: int, end: int) -> ChunkKV:
+def slice_kv_rows(kv: ChunkKV, start: int, end: int) -> ChunkKV:
     """Return the rows of tokens [start, end) of a chunk; the chunk itself if that is all of it."""
     return kv if (start, end) == (0, kv.header.num_tokens) else RowSlice(kv, start, end)
 

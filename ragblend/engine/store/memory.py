@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, StoredLayer, load_into_memory
+from ragblend.engine.store.kv import (
+    ChunkKV,
+    KVHeader,
+    MemoryKV,
+    StoredLayer,
+    aligned_nbytes,
+    load_into_memory,
+    view_as,
+)
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
 
@@ -28,7 +36,7 @@ class _MemoryEntry(NamedTuple):
 
 
 class MemoryStore(KVStore):
-    """KVStore in memory. At most `capacity_bytes` of tensors are held; the least recently used are evicted first.
+    """KVStore in memory. At most `capacity_bytes` of tensors are held; the least recently used are evicted.
     Thread-safe.
 
     A smaller `capacity_bytes`, set later, takes effect at the next `put`. Pinned entries stay.
@@ -36,6 +44,9 @@ class MemoryStore(KVStore):
     KV in eight bits is held in eight bits; each read of a layer converts it. Tensors are shared with callers of `put`
     and `get` and are read-only. An in-place torch operation on one is detected at the next `get`: the entry is dropped
     with a warning and counts as a miss.
+
+    With `page_locked`, which an engine on a GPU sets, entries put later are copied to page-locked memory, which the GPU
+    reads directly. PyTorch keeps that memory for later entries when entries are evicted.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -45,6 +56,7 @@ class MemoryStore(KVStore):
             )
         super().__init__()
         self.capacity_bytes = capacity_bytes
+        self.page_locked = False
         self._used_bytes = 0
         self._entries: OrderedDict[str, _MemoryEntry] = OrderedDict()  # least recently used first
         self._pins: dict[str, frozenset[str]] = {}  # by document
@@ -87,7 +99,7 @@ class MemoryStore(KVStore):
                 f"{format_bytes(self.capacity_bytes)} in all; raise its capacity or split documents into smaller chunks"
             )
         source = load_into_memory(kv)
-        held = MemoryKV(source.header, tuple(_own(layer) for layer in source.layers))
+        held = MemoryKV(source.header, self._own_layers(source.layers))
         with self._lock:
             self._drop(held.header.key)
             self._evict_for(held)
@@ -141,6 +153,15 @@ class MemoryStore(KVStore):
         with self._lock:
             return self._pins.pop(document, None) is not None
 
+    def _own_layers(self, layers: Sequence[StoredLayer]) -> tuple[StoredLayer, ...]:
+        if self.page_locked:
+            try:
+                return _page_locked(layers)
+            except RuntimeError as error:  # the system allows no more of it
+                self.page_locked = False
+                log.warning("KV is held in memory that the GPU reads more slowly: no page-locked memory (%s)", error)
+        return tuple(map(_own, layers))
+
     def _evict_for(self, kv: MemoryKV) -> None:
         excess_bytes = self._used_bytes + kv.nbytes - self.capacity_bytes
         pinned = frozenset[str]().union(*self._pins.values()) if excess_bytes > 0 else frozenset[str]()
@@ -173,6 +194,27 @@ def _own(layer: StoredLayer) -> StoredLayer:
         return layer
     with torch.inference_mode(False):  # an inference tensor does not count in-place writes; its clone here does
         return type(layer)(*(tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for tensor in layer))
+
+
+def _page_locked(layers: Sequence[StoredLayer]) -> tuple[StoredLayer, ...]:
+    """Return copies of the layers in page-locked memory, several layers in one block.
+
+    torch allocates blocks of a power of two of bytes. Each block here is the largest one that the layers left fill, so
+    that little memory is unused. Raises RuntimeError if the memory cannot be allocated.
+    """
+    sizes = [sum(map(aligned_nbytes, layer)) for layer in layers]
+    copies: list[StoredLayer] = []
+    with torch.inference_mode(False):  # an inference tensor does not count in-place writes
+        while len(copies) < len(layers):
+            left = sum(sizes[len(copies) :])
+            block = torch.empty(max(1 << left.bit_length() - 1, sizes[len(copies)]), dtype=torch.uint8, pin_memory=True)
+            while len(copies) < len(layers) and sizes[len(copies)] <= block.nbytes:
+                layer, tensors = layers[len(copies)], list[Tensor]()
+                for tensor in layer:
+                    tensors.append(view_as(block, tensor).copy_(tensor.detach()))
+                    block = block[aligned_nbytes(tensor) :]
+                copies.append(type(layer)(*tensors))
+    return tuple(copies)
 
 
 def _needs_copy(tensor: Tensor) -> bool:

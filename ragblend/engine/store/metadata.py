@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 
 from xxhash import xxh3_128_hexdigest
 
-from ragblend.engine.store.base import VerifyResult
+from ragblend.engine.store.base import EntryCheck
 from ragblend.engine.store.eviction import NAME
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
@@ -133,11 +133,11 @@ class StoreMetadata:
         return tuple(ids)
 
     def put_defaults(self, defaults: StoreDefaults) -> None:
-        """Remember model and system text, in place of earlier ones. Raises what `put` raises."""
+        """Store model and system text of the latest ingestion, in place of earlier ones. Raises what `put` raises."""
         self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
 
     def read_defaults(self) -> StoreDefaults:
-        """Return what `put_defaults` remembered. Raises CorruptError for a note that is damaged or not signed."""
+        """Return what `put_defaults` stored. Raises CorruptError for a file that is damaged or not signed."""
         path = self.root / DEFAULTS_FILE
         try:
             note = decode_signed_json(read_file(path), DEFAULTS_FILE, self._note_key(path))
@@ -151,12 +151,12 @@ class StoreMetadata:
                 f"--store {self.root}"
             ) from error
 
-    def put_context(self, policy: ContextPolicy) -> None:
+    def put_context_policy(self, policy: ContextPolicy) -> None:
         """Store the context policy with which chunks are precomputed. Raises what `put` raises."""
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
-    def read_context(self) -> ContextPolicy | None:
-        """Return the policy that `put_context` stored; None if there is none. Raises CorruptError."""
+    def read_context_policy(self) -> ContextPolicy | None:
+        """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError."""
         path = self.root / CONTEXT_FILE
         try:
             policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")
@@ -174,28 +174,28 @@ class StoreMetadata:
 
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
-    ) -> Iterator[VerifyResult]:
-        """Yield the problems of the store's metadata: models, calibrations, machines, pins, prefixes, context. `key`:
-        the file.
+    ) -> Iterator[EntryCheck]:
+        """Yield problems of the store's metadata: models, calibrations, machines, pins, prefixes, context. `key`: the
+        file.
 
         Answers depend on the metadata: a calibration sets the recompute ratio. `problem_of` returns what is wrong with
         the content of an intact file, "" for nothing.
         """
-        found = list[VerifyResult]()
+        found = list[EntryCheck]()
 
         def complain(_: str, path: Path, error: Exception) -> None:
-            found.append(VerifyResult(_place(path), False, str(error)))
+            found.append(EntryCheck(_place(path), False, str(error)))
 
         for folder in (*METADATA_DIRS, PINS_DIR, PREFIXES_DIR):
             for path, note in self._read_metadata(folder, complain):
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
                     complain("", path, UsageError(problem))
-        for name, read in ((CONTEXT_FILE, self.read_context), (DEFAULTS_FILE, self.read_defaults)):
+        for name, read in ((CONTEXT_FILE, self.read_context_policy), (DEFAULTS_FILE, self.read_defaults)):
             try:
                 read()
             except CorruptError as error:
-                found.append(VerifyResult(name, False, str(error.__cause__)))
+                found.append(EntryCheck(name, False, str(error.__cause__)))
         yield from found
 
     def delete_metadata(self, place: str) -> None:
@@ -227,8 +227,8 @@ class StoreMetadata:
         return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
 
     def sign_metadata_files(self, source: StoreMetadata) -> int:
-        """Sign the metadata files that `source`, the same directory opened with another key or none, accepts. Return
-        their number."""
+        """Sign every metadata file that `source` accepts, and return their number. `source`: the same directory, opened
+        with another key or with none."""
         count = 0
         for folder in METADATA_DIRS:
             signed = {path for path, _ in self._read_metadata(folder)}

@@ -34,7 +34,7 @@ def open_store(
     which is a file in `path` by default. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8" in eight
     bits; stored entries of any dtype are read. `fsync` False is for a disk tier whose entries may be lost in a power
     cut. `store_key`: the key that signs entries, and that read entries must be signed with; "auto" is the process's own
-    key, if there is one (`signing.find_key`).
+    key, if there is one (`signing.find_process_key`).
 
     Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL. The remote is
     not contacted yet.

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 
 from ragblend.config import trusted_setting, user_folder
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import open_regular_file
 
 KEY_VARIABLE = "RAGBLEND_STORE_KEY"
@@ -71,13 +71,13 @@ class StoreKey:
         """Return the signature, 64 hex digits, of an entry's header in a namespace."""
         return _mac(self._derived("entry", namespace), message)
 
-    def signs(self, namespace: str, message: bytes | bytearray | memoryview, signature: str) -> bool:
-        """Return True if `signature` is this key's signature of an entry's header."""
+    def has_signed(self, namespace: str, message: bytes | bytearray | memoryview, signature: str) -> bool:
+        """Return True if `signature` is this key's signature of the entry's header `message` in this namespace."""
         return hmac.compare_digest(self.sign(namespace, message).encode(), signature.encode())
 
-    def sign_metadata(self, kind: str, note: Mapping[str, Any]) -> str:
+    def sign_metadata(self, kind: str, facts: Mapping[str, Any]) -> str:
         """Return the signature, 64 hex digits, of a JSON object of a kind."""
-        return _mac(self._derived("note", kind), json.dumps(dict(note), sort_keys=True).encode())
+        return _mac(self._derived("note", kind), json.dumps(dict(facts), sort_keys=True).encode())
 
     def _derived(self, purpose: str, name: str = "") -> bytes:
         data = name.encode("utf-8", "surrogatepass")
@@ -97,15 +97,15 @@ class StoreKey:
 
 
 KeyChoice = StoreKey | None | Literal["auto"]
-"""The key of a store: "auto" is the result of `find_key`, None is no key."""
+"""The key of a store: "auto" is the result of `find_process_key`, None is no key."""
 
 
 def resolve_key(choice: KeyChoice) -> StoreKey | None:
     """Return the key that `choice` means."""
-    return find_key() if isinstance(choice, str) else choice
+    return find_process_key() if isinstance(choice, str) else choice
 
 
-def find_key() -> StoreKey | None:
+def find_process_key() -> StoreKey | None:
     """Return the key of this process; None if there is none.
 
     It is `RAGBLEND_STORE_KEY`, else the content of the file that `store_key_file` names (RAGBLEND_STORE_KEY_FILE, or
@@ -116,7 +116,7 @@ def find_key() -> StoreKey | None:
     if (text := os.environ.get(KEY_VARIABLE)) is not None:
         return StoreKey.parse(text, KEY_VARIABLE)
     if (named := trusted_setting("store_key_file")) is not None:
-        return read_key(user_path(named, "store_key_file"))
+        return read_key(expand_user_path(named, "store_key_file"))
     path = key_path()
     return read_key(path) if os.path.lexists(path) else None
 
@@ -127,15 +127,15 @@ def key_path() -> Path:
 
 
 def key_origin() -> str:
-    """Return the variable or the file that `find_key` reads, for a message."""
+    """Return the variable or the file that `find_process_key` reads, for a message."""
     if KEY_VARIABLE in os.environ:
         return KEY_VARIABLE
     return str(trusted_setting("store_key_file") or key_path())
 
 
 def read_key(path: Path) -> StoreKey:
-    """Return a file's key; only its owner may write it, only owner and group read it. Raises NotFoundError,
-    UsageError."""
+    """Return the key in a file. Raises NotFoundError without the file, and UsageError if others than its owner may
+    write it, if others than owner and group may read it, or if it is not a key."""
     try:
         with os.fdopen(open_regular_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())

@@ -129,7 +129,8 @@ class TieredStore(KVStore):
         return kv
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry for a request that `fetched` its keys (`fetch_many`). Does not contact other machines."""
+        """Return the entry from a tier on this machine, or from `fetched`, the result of `fetch_many` for this request.
+        Contacts no other machine."""
         kv = fetched.get(key)
         if kv is None or not kv.header.has_ids(token_ids):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
@@ -263,9 +264,9 @@ class TieredStore(KVStore):
     def put(self, kv: ChunkKV) -> None:
         """Write to every tier, in the store's dtype. A memory tier that cannot hold the entry is skipped.
 
-        A remote tier writes in the background. Raises the first tier's error after all tiers were tried, and
-        BackendUnreachableError before, with no tier written, where the catalogue's server does not answer. KV with
-        infinity or NaN is not stored, with a warning, because no reader would accept it.
+        A remote tier writes in the background. Raises the first tier's error after all tiers were tried. Raises
+        BackendUnreachableError, with no tier written, if the catalogue's server does not answer. KV with infinity or
+        NaN is not stored, with a warning, because no reader would accept it.
         """
         held = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
         if not kv_is_finite(held):
@@ -291,7 +292,8 @@ class TieredStore(KVStore):
         self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
-        """Put an entry with the same KV in another stored dtype, after deleting the remote one, which would be kept.
+        """Put an entry with the same KV in another stored dtype. Deletes the remote entry first, because a remote tier
+        keeps an entry that it has.
 
         Raises BackendUnreachableError if a remote tier does not answer; nothing is changed then.
         """
@@ -370,14 +372,14 @@ class TieredStore(KVStore):
         was_pinned = [tier.unpin(document) for tier in self._tiers]
         return any(was_pinned)
 
-    def put_context(self, policy: ContextPolicy) -> None:
+    def put_context_policy(self, policy: ContextPolicy) -> None:
         """Store the context policy in every tier that stores metadata."""
         for tier in self._tiers:
-            tier.put_context(policy)
+            tier.put_context_policy(policy)
 
-    def read_context(self) -> ContextPolicy | None:
-        """Return the policy that `put_context` stored; None if there is none. Raises CorruptError for damage."""
-        found = (tier.read_context() for tier in self._tiers)
+    def read_context_policy(self) -> ContextPolicy | None:
+        """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError for damage."""
+        found = (tier.read_context_policy() for tier in self._tiers)
         return next((policy for policy in found if policy is not None), None)
 
     # -- state
@@ -387,8 +389,8 @@ class TieredStore(KVStore):
         return any(tier.contains(key) for tier in self._tiers)
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
-        """Return for each key True if any tier has it. Remote tiers are queried for the other keys, in batches, and not
-        after `until_s` on the monotonic clock."""
+        """Return for each key True if any tier has it. Remote tiers are queried for keys that no local tier has, in
+        batches, and not after `until_s` on the monotonic clock."""
         there = {key for key in dict.fromkeys(keys) if self.is_local(key)}
         for tier in self.remote_tiers:
             left = [key for key in dict.fromkeys(keys) if key not in there]

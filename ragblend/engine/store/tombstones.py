@@ -22,12 +22,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ragblend.engine.namespaces import belongs_to
+from ragblend.engine.namespaces import is_in_namespace
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.errors import RagblendError
-from ragblend.files.directory import Directory, unlink
+from ragblend.files.directory import Directory, try_remove_file
 from ragblend.files.reading import read_file
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Tombstones:
                 self._remote.values.delete_metadata(name)
                 self._applied.discard(name)
                 if path is not None:
-                    unlink(path)
+                    try_remove_file(path)
             elif path is not None and path.exists():
                 self._remote.values.put_metadata(name, read_file(path))
         for key, write in ended.items():
@@ -151,8 +151,8 @@ class Tombstones:
             applied_s, tiers = path.stat().st_mtime, [tier for tier in tiers if tier.disk_tier is None]
         if namespace is not None:
             headers = (header for tier in tiers for header in tier.headers())
-            keys.update(header.key for header in headers if belongs_to(header.namespace, namespace))
-            keys.update(key for key, write in [*self._writes.items()] if belongs_to(write.namespace, namespace))
+            keys.update(header.key for header in headers if is_in_namespace(header.namespace, namespace))
+            keys.update(key for key, write in [*self._writes.items()] if is_in_namespace(write.namespace, namespace))
         for key in keys:
             self._store.delete_from(key, tiers)
             write = self._writes.get(key)

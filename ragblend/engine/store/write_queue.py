@@ -114,8 +114,8 @@ class WriteQueue:
             return self._changed.wait_for(lambda: not self.num_waiting, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds, then drop the rest. Return True if all were written. A later `put` starts the
-        thread again."""
+        """Wait up to `timeout_s` seconds, then drop the rest. True if none was dropped. A later `put` starts it
+        again."""
         drained = self.flush(timeout_s)
         with self._changed:
             self._give_up_all("the store was closed")

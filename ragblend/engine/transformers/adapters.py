@@ -30,11 +30,11 @@ _IRRELEVANT_FIELDS = frozenset(
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if a directory holds an adapter: transformers itself loads an adapter if it finds that file."""
+    """Return True if a directory has an adapter's configuration file, with which transformers loads it, too."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
-def base_of(path: Path) -> str:
+def base_model_name(path: Path) -> str:
     """Return the name of the model that the adapter in `path` was trained on. Raises NotFoundError without one."""
     base = _config(path).get("base_model_name_or_path")
     if not base:
@@ -61,14 +61,14 @@ def with_adapter(model: Any, path: Path) -> Any:
     return PeftModel.from_pretrained(model, str(path)).get_base_model()
 
 
-def adapter_mark(path: Path) -> str:
+def adapter_digest(path: Path) -> str:
     """Return the fingerprint's part for the adapter in `path`: equal exactly when weights and config are equal."""
     digest = blake2b(read_file(path / ADAPTER_WEIGHTS), digest_size=16)
     digest.update(_relevant(_config(path)).encode())
     return f"+adapter {digest.hexdigest()}"
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap_peft_model(model: Any) -> Any:
     """Return the transformers model inside a PeftModel; any other model unchanged."""
     configs = getattr(model, "peft_config", None)
     for name, config in (configs or {}).items():
@@ -76,16 +76,17 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if configs and hasattr(model, "get_base_model") else model
 
 
-def adapters_of(model: Any) -> str:
-    """Return the configs, active adapters and scalings of a model, which its tensors do not contain; "" without any."""
+def describe_adapters(model: Any) -> str:
+    """Return a model's adapter configs, active adapters and scalings as text, because its tensors do not contain them;
+    "" for a model without adapters."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return ""
     lines = [f"{name} {_relevant(config.to_dict())}" for name, config in sorted(configs.items())]
-    return "\n".join([*lines, active_adapters(model)])
+    return "\n".join([*lines, describe_active_adapters(model)])
 
 
-def active_adapters(model: Any) -> str:
+def describe_active_adapters(model: Any) -> str:
     """Return the active adapters and their scalings, a line per layer."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "active_adapters"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from ragblend.engine.fusion.attention import PLAIN, AttentionParams, attend_last, attend_rows
+from ragblend.engine.fusion.attention import PLAIN, AttentionExtras, attend_last, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.families import LatentAttention
@@ -75,7 +75,8 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
         return key_states, value_states
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Make `kv` that of a layer. Return the first prompt's: attention reads `kv` in place of what is returned."""
+        """Set `kv`, from which attention reads, to the prompts' keys and values of `layer`. Return those of the first
+        prompt, because transformers expects one pair."""
         self.kv = []
         for _, there, _, fused in self._places:
             whole = LayerKV(fused.keys(layer)[:, : there.stop], fused.values(layer)[:, : there.stop])
@@ -92,7 +93,7 @@ class DecodeBatch(NamedTuple):
     cache: BatchedDecodeCache
 
 
-def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, params: AttentionParams = PLAIN) -> Tensor:
+def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, params: AttentionExtras = PLAIN) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of several prompts' rows, each over its own prompt's KV.
 
     `query` is [1, Hq, R, D].
@@ -108,8 +109,7 @@ def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, params:
 
 
 class FewRowsCpuMatmul(TorchFunctionMode):
-    """Torch function mode that multiplies FEW_ROWS rows by a float32 weight on the CPU as `weight @ rows.T`, which is
-    faster.
+    """Torch function mode that multiplies FEW_ROWS rows by a float32 CPU weight as `weight @ rows.T`, which is faster.
 
     Results differ from `nn.functional.linear` by float rounding only.
     """

@@ -20,13 +20,13 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
+from ragblend.engine.fusion.rules import NO_RECOMPUTE, ResolvedRule, find_rule, resolve_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
-from ragblend.engine.report import BlendReport, ChunkReport, chunk_reports, join_runs
+from ragblend.engine.report import BlendReport, ChunkReport, merge_run_reports, new_chunk_reports
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
-from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, rows_of
+from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
@@ -51,7 +51,7 @@ StoredRuns = dict[int, tuple[Placement, LookupContext]]
 class BlendDecision(NamedTuple):
     """Rule, layers and ratio of one request. `fallback_reason` is set if full prefill is faster, else ""."""
 
-    selection: SelectionPlan
+    selection: ResolvedRule
     ratio: float
     fallback_reason: str = ""
 
@@ -142,7 +142,7 @@ class BlendingEngine(LocalEngine):
         runs = request.prompt.runs
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         record_fusion(report, (run.start for run in runs), stored, plan, result, num_known)
-        join_runs(report, request.prompt)
+        merge_run_reports(report, request.prompt)
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
@@ -181,7 +181,7 @@ class BlendingEngine(LocalEngine):
             for key, context in self._keys(request, rest):
                 kv = store_get(key, rest.chunk_ids) if key not in damaged else None
                 if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
-                    rows = rows_of(kv, rest.chunk_start, rest.chunk_start + rest.num_tokens)
+                    rows = slice_kv_rows(kv, rest.chunk_start, rest.chunk_start + rest.num_tokens)
                     found[run.start] = (Placement(rows, rest.start, context.exact, context.policy != "none"), context)
                     break
         return found
@@ -205,7 +205,7 @@ class BlendingEngine(LocalEngine):
         """
         num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
         rule = find_rule(request.rule if fit is None else fit.rule, num_layers)
-        keeps_all = SelectionPlan(rule, NO_RECOMPUTE, ())
+        keeps_all = ResolvedRule(rule, NO_RECOMPUTE, ())
         if request.mode != "blend":
             return BlendDecision(keeps_all, 0.0)
         num_tokens, num_stored = request.prompt.num_tokens, sum(each.kv.header.num_tokens for each in placements)
@@ -217,7 +217,7 @@ class BlendingEngine(LocalEngine):
             ratio = hidden.ratio
             if hidden.fallback_reason:
                 return BlendDecision(keeps_all, 1.0, hidden.fallback_reason)
-        selection = plan_selection(
+        selection = resolve_rule(
             request.rule,
             ratio,
             num_layers,
@@ -268,7 +268,7 @@ class BlendingEngine(LocalEngine):
         start_s = perf_counter()
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
-        report.chunks = chunk_reports(request.prompt)
+        report.chunks = new_chunk_reports(request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, request.prompt.num_tokens), logits, report)
 

@@ -18,7 +18,7 @@ from ragblend.engine.store.keys import default_digest_cache, digest_files, finge
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.gguf import GgufReference, parse_gguf_reference
 from ragblend.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions
 
@@ -67,7 +67,7 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
     """
     if model == DEMO:
         return _demo_checkpoint()
-    path = user_path(model, "model")
+    path = expand_user_path(model, "model")
     inside = (options.model_kwargs or {}).get("gguf_file")  # transformers' argument for a GGUF
     gguf = parse_gguf_reference(f"{model}:{inside}" if inside else model)
     if gguf is not None:
@@ -113,7 +113,9 @@ def _hub(options: ModelOptions) -> dict[str, Any]:
     """Return the arguments of a download from Hugging Face."""
     return {
         "revision": options.revision,
-        "cache_dir": options.cache_dir if options.cache_dir is None else user_path(options.cache_dir, "cache_dir"),
+        "cache_dir": options.cache_dir
+        if options.cache_dir is None
+        else expand_user_path(options.cache_dir, "cache_dir"),
         "local_files_only": options.local_files_only,
         "token": (options.model_kwargs or {}).get("token"),
     }

@@ -76,6 +76,8 @@ class TransformersEngine(BlendingEngine):
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
         self.context_length = layers.context_length
         store.watch_deletions()
+        if (memory := store.memory_tier) is not None:
+            memory.page_locked = layers.device.type == "cuda"
         disk = store.disk_tier
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
@@ -97,8 +99,7 @@ class TransformersEngine(BlendingEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Yield `precompute`'s result for each chunk. Short chunks share a pass, and the store is written during the
-        next pass.
+        """Yield `precompute`'s result for each chunk. Short chunks share a pass; KV is written during the next pass.
 
         Chunks with an ingestion context come last, after the chunks that it consists of. The KV equals that of
         `precompute` where a row of a matrix product does not depend on the number of rows, as in float32 on the CPUs
@@ -130,7 +131,7 @@ class TransformersEngine(BlendingEngine):
         return kv.nbytes
 
     def _is_missing(self, item: PrefillItem) -> bool:
-        self.check_process()
+        self.check_not_forked()
         return bool(item.token_ids) and not self.store.contains(self.key_of(*item))
 
     def _prefill_chunks(
@@ -146,7 +147,7 @@ class TransformersEngine(BlendingEngine):
         for ids in chunks:
             self._check_length(len(prefix_ids) + len(ids), "chunk")
             facts = (self.key_of(ids, context), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
-            headers.append(KVHeader(*facts, namespace=self.namespace, context=context.lengths))
+            headers.append(KVHeader(*facts, namespace=self.namespace, context=context.part_lengths))
         num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
         filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []
 
@@ -181,7 +182,7 @@ class TransformersEngine(BlendingEngine):
             if self.store.remote_tiers:
                 # Fetched KV stays in memory until the prompt's prefill, so only a few prompts are fetched ahead.
                 for stream in streams:
-                    self.loop.wait_for_place()
+                    self.loop.wait_for_capacity()
                     start_streams([stream], cancel_check)
             else:
                 start_streams(streams, cancel_check)
@@ -194,8 +195,7 @@ class TransformersEngine(BlendingEngine):
     def stream(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
         """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
 
-        Options are checked before the first piece. Closing the stream early frees the engine, and closing the engine
-        ends the stream.
+        Options are checked before the first piece. Closing the stream frees the engine; closing the engine ends it.
         """
         request = self.request(prompt, **options)
         if not self._shadow.share or request.mode not in ("blend", "reuse"):
@@ -220,7 +220,7 @@ class TransformersEngine(BlendingEngine):
         PromptTooLongError beyond the model's context length, UsageError for invalid values.
         """
         generation_options = GenerationOptions(**options)
-        self._check_prompt(prompt, generation_options.stops)
+        self._check_prompt(prompt, generation_options.stop_strings)
         matched = self.match(prompt)
         choice = self.calibrations.resolve_request_tuning(
             matched.prefix_ids, generation_options.rule, generation_options.recompute_ratio
@@ -246,9 +246,7 @@ class TransformersEngine(BlendingEngine):
 
     @torch.inference_mode()
     def _decode(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
-        """Return `decode_step`'s logits for each step. Several steps run as one batch, with results equal up to float
-        rounding.
-        """
+        """Return `decode_step`'s logits for each step. Several steps run as one batch, equal up to float rounding."""
         if len(steps) == 1:
             tokens, fused = steps[0].tokens, steps[0].fused
             rows = torch.arange(fused.length, fused.length + len(tokens), device=self.layers.device)

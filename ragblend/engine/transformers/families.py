@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.fusion.attention import exact_context
+from ragblend.engine.fusion.attention import max_placeable_tokens
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import UnsupportedModelError
 
@@ -55,7 +55,7 @@ class AttentionFamily:
         """Return H, D of keys and D of values of a layer, as they are stored."""
         return self.num_kv_heads, self.head_dim, self.head_dim
 
-    def projections(self, attention: Any) -> list[nn.Module]:
+    def kv_projections(self, attention: Any) -> list[nn.Module]:
         """Return the modules that compute keys and values, to estimate their cost."""
         return [attention.k_proj, attention.v_proj]
 
@@ -69,8 +69,7 @@ class AttentionFamily:
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the pre-RoPE keys [R, H, D], given the output of the module `key_module`.
 
-        The QK-norm is applied again here, because the model's own norm returns [R, H, D] in some models, [H, R, D] in
-        others.
+        The QK-norm is applied here again, because the own norm of some models returns [R, H, D], of others [H, R, D].
         """
         keys = self.split_heads(output)
         return attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
@@ -90,7 +89,7 @@ class PackedQKVProjection(AttentionFamily):
         """Return True if the attention has one packed projection."""
         return hasattr(attention, "qkv_proj")
 
-    def projections(self, attention: Any) -> list[nn.Module]:
+    def kv_projections(self, attention: Any) -> list[nn.Module]:
         """Return the packed projection."""
         return [attention.qkv_proj]
 
@@ -170,15 +169,15 @@ class ValueNormAttention(AttentionFamily):
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Return True if the values have a norm, or are those of another layer."""
-        return hasattr(attention, "v_norm") or uses_other_kv(attention)
+        """Return True if the layer normalizes its values, or attends to the values of another layer."""
+        return hasattr(attention, "v_norm") or uses_kv_of_other_layer(attention)
 
     def kv_shape(self, attention: Any) -> tuple[int, int, int]:
         """Return H and D of this layer."""
         heads = attention.config.num_attention_heads // attention.num_key_value_groups
         return heads, attention.head_dim, attention.head_dim
 
-    def projections(self, attention: Any) -> list[nn.Module]:
+    def kv_projections(self, attention: Any) -> list[nn.Module]:
         """Return the projections. Some layers have one for both keys and values."""
         return [each for each in (attention.k_proj, attention.v_proj) if each is not None]
 
@@ -221,7 +220,7 @@ class LatentAttention(AttentionFamily):
         """Return one head: the rotated part as keys, the latent as values."""
         return 1, self.rotary_dim, self.rank
 
-    def projections(self, attention: Any) -> list[nn.Module]:
+    def kv_projections(self, attention: Any) -> list[nn.Module]:
         """Return the projection to the latent. The expansion is part of attention, not of making KV."""
         return [attention.kv_a_proj_with_mqa]
 
@@ -299,19 +298,17 @@ def family_of(model: Any) -> AttentionFamily:
 
 
 def text_decoder(model: Any) -> Any:
-    """Return a model's decoder: `.model`, or the language model within it for models that read images (Gemma 3 and 4);
-    None if neither exists.
-    """
+    """Return a model's decoder: `.model`, or the language model in it if the model also reads images; else None."""
     inner = getattr(model, "model", None)
     return getattr(inner, "language_model", inner)
 
 
-def uses_other_kv(attention: Any) -> bool:
+def uses_kv_of_other_layer(attention: Any) -> bool:
     """Return True if a layer's attention is over the keys and values of another layer."""
     return getattr(attention, "is_kv_shared_layer", False)
 
 
-def kv_sources(layers: Sequence[Any]) -> tuple[int, ...]:
+def kv_source_layers(layers: Sequence[Any]) -> tuple[int, ...]:
     """Return, per layer, the index of the layer whose keys and values it attends to.
 
     It is the layer itself, or for Gemma 4's last layers the last layer of the same type that makes KV.
@@ -319,7 +316,7 @@ def kv_sources(layers: Sequence[Any]) -> tuple[int, ...]:
     sources, latest = [], dict[Any, int]()
     for index, layer in enumerate(layers):
         kind = getattr(layer.self_attn, "layer_type", None)
-        if not uses_other_kv(layer.self_attn):
+        if not uses_kv_of_other_layer(layer.self_attn):
             latest[kind] = index
         sources.append(latest[kind])
     return tuple(sources)
@@ -333,11 +330,10 @@ def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def context_length(config: Any) -> int:
-    """Return the longest prompt plus answer, in tokens, at which all keys can be placed. Raises UnsupportedModelError
-    as `exact_context`.
-    """
+    """Return the longest prompt plus answer, in tokens, for which all keys can be placed. Raises
+    UnsupportedModelError."""
     longest = config.max_position_embeddings
-    return min(exact_context(each, longest) for each in rope_parameters(config).values())
+    return min(max_placeable_tokens(each, longest) for each in rope_parameters(config).values())
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
@@ -383,7 +379,7 @@ def reject_unsupported_model(model: Any) -> None:
             f"{name} has several hidden states per token (AltUp), which no family here describes. {_FIX_HINT}"
         )
     attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
-    uses_other = [uses_other_kv(attention) for attention in attentions]
+    uses_other = [uses_kv_of_other_layer(attention) for attention in attentions]
     if all(uses_other) or uses_other != sorted(uses_other):
         raise UnsupportedModelError(
             f"{name} uses the KV of another model, or has a layer that makes KV after one that does not. {_FIX_HINT}"

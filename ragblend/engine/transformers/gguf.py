@@ -50,15 +50,13 @@ def parse_gguf_reference(model: str) -> GgufReference | None:
 
 
 def require_gguf() -> None:
-    """Raise ImportError, with the install command, unless the packages with which transformers reads a GGUF are
-    installed.
-    """
+    """Raise ImportError, with the install command, without the packages with which transformers reads a GGUF."""
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise ImportError(f"a GGUF needs {' and '.join(missing)}: pip install 'ragblend[gguf]'")
 
 
-def dequantised() -> dict[str, Any]:
+def dequantize_keywords() -> dict[str, Any]:
     """Return the keyword arguments that make transformers dequantize all weights.
 
     Newer versions would leave some weights in quantized blocks. Older ones always dequantize; for them it is {}.
@@ -70,7 +68,7 @@ def dequantised() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def reject_unread_rope(path: Path, config: Any) -> None:
+def reject_ignored_rope_scaling(path: Path, config: Any) -> None:
     """Raise UnsupportedModelError if the file scales its RoPE and transformers' `config` of the file does not."""
     known = getattr(config, "rope_parameters", None) or {}
     found = _rope_scaling(path)
@@ -98,7 +96,7 @@ def _rope_scaling(path: Path) -> str:
 
 
 @contextmanager
-def without_bar() -> Iterator[None]:
+def hide_dequantize_progress() -> Iterator[None]:
     """Hide the progress bar that transformers shows while it dequantizes."""
     from transformers import modeling_gguf_pytorch_utils as reader
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragblend.engine.fusion.attention import add_rotated, inverse_tables, on_host, rotate
+from ragblend.engine.fusion.attention import add_rotated, inverse_tables, positions_on_host, rotate
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshKVHook, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.transformers.adapters import active_adapters
+from ragblend.engine.transformers.adapters import describe_active_adapters
 from ragblend.engine.transformers.batched_decode import (
     BatchedDecodeCache,
     DecodeBatch,
@@ -33,7 +33,7 @@ from ragblend.engine.transformers.families import (
     LatentAttention,
     context_length,
     family_of,
-    kv_sources,
+    kv_source_layers,
     layer_windows,
     rope_parameters,
     text_decoder,
@@ -131,7 +131,7 @@ class TransformersLayers:
         self.config = model.config.get_text_config()
         self._decoder = text_decoder(model)
         self._layers = list(self._decoder.layers)
-        self._kv_sources = kv_sources(self._layers)
+        self._kv_sources = kv_source_layers(self._layers)
         self.num_layers = len(set(self._kv_sources))
         """Layers that make KV. Those after them attend to it, so only tokens whose logits are read run through them."""
         embedding = self._decoder.embed_tokens.weight
@@ -139,13 +139,13 @@ class TransformersLayers:
         self.dtype: torch.dtype = embedding.dtype  # dtype of the computation and of the KV
         self.like = torch.empty(0, dtype=self.dtype, device=self.device)
         """An empty tensor of the KV's dtype and device."""
-        self._model_cache_argument = cache_argument(model)
-        self._layer_cache_argument = cache_argument(self._layers[0])
+        self._model_cache_argument = cache_argument_name(model)
+        self._layer_cache_argument = cache_argument_name(self._layers[0])
         self._rotary = self._decoder.rotary_emb
         self.expand_kv = None if self._latent is None else partial(self._latent.expand_kv, self._layers)
         """Returns the keys and values [heads, T, D] of a stored latent; None for other families."""
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
-        self._adapters = active_adapters(model) if getattr(model, "peft_config", None) else ""
+        self._adapters = describe_active_adapters(model) if getattr(model, "peft_config", None) else ""
         self._cached_rotary: tuple[_RotaryTables, ...] = ()  # of the rows that were run or placed last, latest first
         ropes = rope_parameters(self.config)
         self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
@@ -157,15 +157,15 @@ class TransformersLayers:
         """Layers without an attention window, if other layers have one; else ()."""
         self.kv_shapes = [self._family.kv_shape(layer.self_attn) for layer in self._layers[: self.num_layers]]
         self._layer_input_size: int = getattr(self.config, "hidden_size_per_layer_input", None) or 0
-        kv_modules = self._family.projections(self._layers[0].self_attn)
+        kv_modules = self._family.kv_projections(self._layers[0].self_attn)
         self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
         """Share of one layer's parameters that makes K and V: the cost of projecting a token's KV, in token-layers."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [R, hidden size] of ids [R].
 
-        A model with per-layer inputs (Gemma 4) adds a vector of the token's to every layer. They are appended to the
-        embedding, in the order of the layers, and each layer returns those of the layers after it.
+        A model with per-layer inputs (Gemma 4) has one more vector per token and layer. Their vectors are appended to
+        each embedding, in the order of the layers. Every layer uses the first of them and returns the others.
         """
         if self._adapters:
             self._check_adapters()
@@ -178,16 +178,14 @@ class TransformersLayers:
 
     def _check_adapters(self) -> None:
         """Raise RagblendError if the model's adapters changed since loading: stored KV would be another model's."""
-        if active_adapters(self.model) != self._adapters:
+        if describe_active_adapters(self.model) != self._adapters:
             raise RagblendError(
                 "the model's adapters were changed after its engine was loaded, so the stored KV does not fit the "
                 "model; switch back (set_adapter), or load an engine for each: load_engine((model, tokenizer), ...)"
             )
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
-        """Return pre-RoPE keys (after QK-norm) and values, [H, R, D], from one norm and the projections, without
-        attention.
-        """
+        """Return pre-RoPE keys (after QK-norm) and values, [H, R, D], from norm and projections, without attention."""
         block = self._layers[layer]
         hidden = hidden[:, : self.config.hidden_size]
         keys, values = self._family.keys_and_values(block.self_attn, block.input_layernorm(hidden))
@@ -264,8 +262,7 @@ class TransformersLayers:
     def run_packed_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
-        """Return [R, hidden size] of one decoder layer over packed chunks, and their pre-RoPE keys and values [H, R,
-        D].
+        """Return one layer's output [R, hidden size] over packed chunks, and their pre-RoPE keys and values [H, R, D].
 
         `hidden` is [R, hidden size], of which each of `spans` is one chunk. `rows` [R] are positions after `prefix`;
         they start again in every chunk. Each chunk attends to the prefix and to itself. `prefix` is not changed.
@@ -279,7 +276,7 @@ class TransformersLayers:
         return hidden, LayerKV(keys, cache.values)
 
     def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
-        """Run the next tokens of several prompts, at least one of each, through all layers. Return logits [B,
+        """Run the next tokens of several prompts, one or more of each, through all layers. Return logits [B,
         vocabulary].
 
         Their K/V are written after the `length` rows of each prompt's `fused`; the lengths are not changed.
@@ -315,17 +312,15 @@ class TransformersLayers:
         return logits.float()
 
     def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
-        """Run the model's own forward over ids [T]. Return the last token's logits [vocabulary] float32, and rotated KV
-        per layer.
-        """
+        """Run the model's own forward over ids [T]. Return the last token's logits [vocabulary] and rotated KV per
+        layer."""
         if self._adapters:
             self._check_adapters()
         return self.chunked_prefill(token_ids, ())
 
     def chunked_prefill(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
-        """Return `full_prefill`'s result, from forward passes over the pieces between `cuts`, each over the KV of
-        earlier ones.
-        """
+        """Return `full_prefill`'s result, from a forward for each piece between `cuts` over the KV of earlier
+        pieces."""
         # A cache made without the config: one made with it deletes the tokens that have left a layer's window.
         cache, logits = DynamicCache(), torch.empty(0)
         with_cache = {self._model_cache_argument: cache}
@@ -377,7 +372,9 @@ class TransformersLayers:
         for rotary in cached:
             if rotary.rows is rows and rotary.kind == kind:
                 return rotary
-        end = max(on_host(rows), default=0) + 1  # positions start again in each packed chunk, so the last may be lower
+        end = (
+            max(positions_on_host(rows), default=0) + 1
+        )  # positions start again in each packed chunk, so the last may be lower
         known = self._tables.get(kind)
         cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind)
         rotary = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
@@ -399,7 +396,7 @@ class TransformersLayers:
         return cos, sin
 
 
-def cache_argument(module: nn.Module) -> str:
+def cache_argument_name(module: nn.Module) -> str:
     """Return the name of the argument by which the forward of `module`'s class takes its KV cache.
 
     transformers 5.24 renames `past_key_values` to `cache` and 5.40 removes the old name; before 5.24, and in modelling

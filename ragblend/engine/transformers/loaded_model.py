@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
-from ragblend.engine.transformers.adapters import adapters_of, unwrapped
+from ragblend.engine.transformers.adapters import describe_adapters, unwrap_peft_model
 from ragblend.engine.transformers.checkpoints import architecture, model_fingerprint
 from ragblend.engine.transformers.model import LoadedModel, reject_split_model
 from ragblend.errors import RagblendError, UsageError
@@ -42,8 +42,8 @@ def adopt_loaded_model(pair: tuple[Any, Any], options: ModelOptions) -> LoadedMo
 
     Raises UsageError for options of loading, and for a model whose layers are on several devices.
     """
-    model, tokenizer = unwrapped(pair[0]), pair[1]
-    name = pair_name(pair)
+    model, tokenizer = unwrap_peft_model(pair[0]), pair[1]
+    name = loaded_model_name(pair)
     if options.non_defaults:
         raise UsageError(
             f"{', '.join(options.non_defaults)} cannot be set for a model that is loaded already; pass it to "
@@ -51,25 +51,25 @@ def adopt_loaded_model(pair: tuple[Any, Any], options: ModelOptions) -> LoadedMo
         )
     reject_split_model(model, name)
     path = _directory(model)
-    return LoadedModel(model, tokenizer, name, path, pair_fingerprint(model))
+    return LoadedModel(model, tokenizer, name, path, loaded_model_fingerprint(model))
 
 
-def pair_name(pair: tuple[Any, Any]) -> str:
+def loaded_model_name(pair: tuple[Any, Any]) -> str:
     """Return the name or path that the model was loaded from, else the name of its class."""
     config = pair[0].config
     return str(getattr(config, "_name_or_path", "") or type(pair[0]).__name__).rstrip("/")
 
 
-def pair_fingerprint(model: Any) -> str:
+def loaded_model_fingerprint(model: Any) -> str:
     """Return the fingerprint of a model in memory: of its weights, byte by byte, its config, dtype and active adapters.
 
     If weights and config still equal those of the directory that it was loaded from, it is that directory's
     fingerprint, so that both share KV.
     """
-    model = unwrapped(model)
+    model = unwrap_peft_model(model)
     own = architecture(model.config.to_diff_dict())
     dtype = dtype_name(next(parameter for parameter in model.parameters() if parameter.is_floating_point()).dtype)
-    path, adapters = _directory(model), adapters_of(model)
+    path, adapters = _directory(model), describe_adapters(model)
     if path is not None and not adapters and _is_as_saved(model, own, path):
         return model_fingerprint(path, dtype)
     return fingerprint(state_digest(model.state_dict()), own, f"{dtype}+adapters {adapters}" if adapters else dtype)

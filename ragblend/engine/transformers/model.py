@@ -16,11 +16,16 @@ from typing import Any
 import torch
 
 from ragblend.engine.store.kv import DTYPES, dtype_name
-from ragblend.engine.transformers.adapters import adapter_mark, base_of, is_adapter, with_adapter
+from ragblend.engine.transformers.adapters import adapter_digest, base_model_name, is_adapter, with_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, DEMO, find_model, model_fingerprint
-from ragblend.engine.transformers.gguf import dequantised, reject_unread_rope, require_gguf, without_bar
+from ragblend.engine.transformers.gguf import (
+    dequantize_keywords,
+    hide_dequantize_progress,
+    reject_ignored_rope_scaling,
+    require_gguf,
+)
 from ragblend.errors import NotFoundError, UnsupportedModelError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.options import ModelOptions
 
 # Errors of transformers for a checkpoint that it cannot read, damaged files included.
@@ -80,16 +85,16 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
         variant = {name: value for name, value in kwargs.items() if name not in _IRRELEVANT_ARGUMENTS}
         kind = _dtype(options.dtype, config, place)
         if path.is_file():
-            reject_unread_rope(path, config)
+            reject_ignored_rope_scaling(path, config)
         was_quantised = is_quantised(config) or "quantization_config" in kwargs
         if device_map is None and was_quantised:
             device_map = {"": place}  # quantised on their final device, because some cannot be moved
         if options.attn_implementation is not None:
             kwargs["attn_implementation"] = options.attn_implementation
-        with _no_bars(), without_bar() if path.is_file() else nullcontext():
+        with _no_bars(), hide_dequantize_progress() if path.is_file() else nullcontext():
             weights = AutoModelForCausalLM.from_pretrained(
                 **source, **trust, config=config, dtype=kind, device_map=device_map,
-                **(dequantised() if path.is_file() else {"use_safetensors": True}), **kwargs,
+                **(dequantize_keywords() if path.is_file() else {"use_safetensors": True}), **kwargs,
             )  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(**_tokenizer_source(path, adapter), **trust)
     except (torch.OutOfMemoryError, UnsupportedModelError):
@@ -110,7 +115,7 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
         how += "+dequantised"
     if adapter is not None:
         weights = with_adapter(weights, adapter)
-        how += adapter_mark(adapter)
+        how += adapter_digest(adapter)
     name = f"{model_name(model)}+{options.adapter}" if options.adapter else model_name(model)
     return LoadedModel(weights.eval(), tokenizer, name, path, model_fingerprint(path, how, overrides))
 
@@ -187,7 +192,7 @@ def _device_of(options: ModelOptions) -> tuple[torch.device, Any]:
 def _base_and_adapter(path: Path, options: ModelOptions, weights: bool = True) -> tuple[Path, Path | None]:
     """Return the checkpoint for `path` and its adapter, if any. `path` itself may be an adapter."""
     if options.adapter is not None:
-        found = user_path(options.adapter, "adapter")
+        found = expand_user_path(options.adapter, "adapter")
         if not is_adapter(found):
             if found.exists() or options.adapter.startswith((".", "/", "~")) or options.adapter.count("/") != 1:
                 raise NotFoundError(f"no adapter at {found}; give the directory that peft's save_pretrained wrote")
@@ -195,7 +200,7 @@ def _base_and_adapter(path: Path, options: ModelOptions, weights: bool = True) -
         return path, found
     if not is_adapter(path):
         return path, None
-    base = find_model(base_of(path), weights, replace(options, revision=None))
+    base = find_model(base_model_name(path), weights, replace(options, revision=None))
     if is_adapter(base):
         raise UnsupportedModelError(
             f"{path} is an adapter on {base}, which is also an adapter; merge {base} into its base model first"
@@ -224,7 +229,7 @@ def _suffix(variant: Mapping[str, Any]) -> str:
     return "+" + json.dumps(shown, sort_keys=True, default=str)
 
 
-def inspect_model(path: Path, trust_remote_code: bool = False) -> str:
+def describe_fusable_model(path: Path, trust_remote_code: bool = False) -> str:
     """Return class, size and context length of the model at `path`. Raises UnsupportedModelError if it cannot be fused.
 
     Builds the layers without their weights, so it is quick for a model of any size.

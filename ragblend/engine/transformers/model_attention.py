@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionParams, ProbeQueries, attend_rows
+from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionExtras, ProbeQueries, attend_rows
 from ragblend.engine.fusion.protocols import QueryProbeHook
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.batched_decode import DecodeBatch, attend_batch
@@ -39,7 +39,7 @@ def attend_packed(
     values: Tensor,
     packed: PackedSpans,
     scale: float | None,
-    params: AttentionParams = PLAIN,
+    params: AttentionExtras = PLAIN,
 ) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of packed chunks.
 
@@ -60,8 +60,7 @@ def attend_packed(
 def attend_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
 ) -> Tensor:
-    """Return the attention [B, R, Hq, D] of the model's own eager code, for models that no kernel of transformers
-    supports.
+    """Return the attention [B, R, Hq, D] by the model's own eager code, for models that no kernel supports.
 
     Rows are processed in parts, because the probabilities of all rows would take gigabytes. seen: [B, 1, R, T] bool, or
     the additive mask that transformers makes for an eager model (0: visible); None is causal.
@@ -97,13 +96,11 @@ def _attention(
     whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output of the model's own attention `whole`, except for scattered rows, packed chunks or several
-    prompts.
+    """Return the output of the model's attention `whole`, except for scattered rows, packed chunks or several prompts.
 
-    Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. Their window is in the mask and in
-    `blend_window`.
+    Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. The window is in mask and `blend_window`.
     """
-    params = AttentionParams(blend_window, softcap, s_aux)
+    params = AttentionExtras(blend_window, softcap, s_aux)
     if blend_packed is not None:
         return attend_packed(query, key, value, blend_packed, scaling, params).transpose(1, 2).contiguous(), None
     if blend_batch is not None:
@@ -127,9 +124,7 @@ def _attention(
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Return the output of the eager attention of the module's own file: loaded models of several families share its
-    name.
-    """
+    """Return the eager attention of the module's own file: loaded models of several families share its name."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
     return attended

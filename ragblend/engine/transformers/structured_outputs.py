@@ -126,7 +126,7 @@ class GrammarCompiler:
     def _literal(self, text: str) -> str:
         """Return `text` in Lark, with control tokens that have no characters by their ids."""
         words = []
-        for piece in self._renderer.literal(text):
+        for piece in self._renderer.split_control_tokens(text):
             if isinstance(piece, int) and self._tokenizer.is_special_token(piece):
                 words.append(f"<[{piece}]>")
             else:
@@ -144,11 +144,11 @@ class CompiledGrammar:
         self._first: Any = None
         self._num_guides = 0
 
-    def guide(self) -> TokenGuide:
-        """Return a new constraint for one answer."""
-        return TokenGuide(self.matcher(), self._refused)
+    def new_guide(self) -> TokenGuide:
+        """Return a new TokenGuide for one answer."""
+        return TokenGuide(self.new_matcher(), self._refused)
 
-    def matcher(self) -> Any:
+    def new_matcher(self) -> Any:
         """Return an llguidance matcher at the start of the grammar.
 
         It is a copy that shares the cached token masks of earlier matchers, which makes masks several times as fast.
@@ -164,7 +164,7 @@ class CompiledGrammar:
 
 
 class TokenGuide:
-    """Constraint of one answer to a grammar, token by token. `ended`: the answer is complete, nothing may follow."""
+    """Constraint of one answer to a grammar, token by token. `ended`: the answer is complete; no token may follow."""
 
     def __init__(self, matcher: Any, refused: Refused) -> None:
         self.ended = False
@@ -179,8 +179,8 @@ class TokenGuide:
         self._check()
         return logits.masked_fill(self._refused(bits, len(logits), logits.device), float("-inf"))
 
-    def accept_token(self, token: int, max_tokens: int) -> list[int]:
-        """Accept `token`. Return it and the forced tokens after it, `max_tokens` in all."""
+    def accept_with_forced(self, token: int, max_tokens: int) -> list[int]:
+        """Accept `token`. Return it and the tokens after it that the grammar forces, at most `max_tokens` in all."""
         if not self._matcher.consume_token(token):
             self._check()
         forced = self._matcher.compute_ff_tokens()[: max_tokens - 1] if max_tokens > 1 else []

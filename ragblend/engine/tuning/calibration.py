@@ -81,7 +81,7 @@ class RuleFit:
 
     @property
     def rule_and_layer(self) -> tuple[str, int]:
-        """Return rule and check layer, the `fitted` argument of `rules.plan_selection`."""
+        """Return rule and check layer, the `fitted` argument of `rules.resolve_rule`."""
         return self.rule, self.check_layer
 
     @property
@@ -92,7 +92,7 @@ class RuleFit:
     def agreement_at(self, ratio: float) -> float:
         """Return the agreement to expect at `ratio`, interpolated linearly between measured ratios.
 
-        It never falls with the ratio: each point counts as the least agreement of its ratio and all larger ratios.
+        A measured point counts as the least agreement at its ratio or larger ones, so no larger `ratio` gives less.
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)
@@ -158,12 +158,12 @@ def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibra
     return calibration_from_dict(note)
 
 
-def calibration_from_dict(note: Mapping[str, Any]) -> Calibration:
+def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
     """Return the calibration that `as_dict` returned. Raises only UsageError, for any values."""
     try:
-        if note["version"] != CALIBRATION_VERSION:
-            raise UsageError(f"its version is {note['version']!r}, this ragblend reads {CALIBRATION_VERSION}")
-        body: Mapping[str, Any] = note["calibration"]
+        if facts["version"] != CALIBRATION_VERSION:
+            raise UsageError(f"its version is {facts['version']!r}, this ragblend reads {CALIBRATION_VERSION}")
+        body: Mapping[str, Any] = facts["calibration"]
         fits = tuple(
             RuleFit(**{**fit, "curve": tuple(CurvePoint(**point) for point in fit["curve"])}) for fit in body["fits"]
         )
@@ -186,15 +186,13 @@ def save_calibration(disk: DiskStore, calibration: Calibration) -> Path:
     return disk.put_calibration(calibration.filename, calibration.as_dict())
 
 
-def calibration_error(path: Path, note: Mapping[str, Any]) -> str:
-    """Return the problem of a calibration's file at `path` with the values `note`; "" if it is valid or another kind.
-
-    For `DiskStore.verify_notes`.
-    """
+def calibration_error(path: Path, facts: Mapping[str, Any]) -> str:
+    """Return what is wrong with the calibration file `path`, whose JSON values are `facts`; "" if it is valid or not a
+    calibration. `DiskStore.verify_metadata` calls it for each file."""
     if path.parent.name != CALIBRATIONS_DIR:
         return ""
     try:
-        return "" if calibration_from_dict(note).filename == path.name else _OTHER_NAME
+        return "" if calibration_from_dict(facts).filename == path.name else _OTHER_NAME
     except UsageError as error:
         return str(error)
 
@@ -273,7 +271,8 @@ class CalibrationCache:
         rule: str,
         ratio: RatioChoice,
     ) -> RequestTuning:
-        """Return `resolve_request_tuning` with the calibration for the prefix. Log once if "auto" finds none."""
+        """Call the function `resolve_request_tuning` with the calibration for the prefix, and return its result. Log
+        once if "auto" finds no calibration."""
         choice = resolve_request_tuning(self.find(prefix_ids), self._num_layers, rule, ratio)
         if choice.fit is None and ratio == "auto" and not self._warned:
             self._warned = True

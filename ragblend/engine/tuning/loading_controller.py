@@ -59,14 +59,15 @@ class MachineProfile:
         object.__setattr__(self, "prefill_s", make_monotone(self.prefill_s))
         object.__setattr__(self, "shares", make_monotone(self.shares))
 
-    def full_s(self, num_tokens: float) -> float:
+    def full_prefill_s(self, num_tokens: float) -> float:
         """Return the seconds of full prefill, extrapolated beyond the longest measured prompt."""
         return interpolate(((0.0, 0.0), *self.prefill_s), num_tokens)
 
     def recompute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
-        """Return T_recompute(r): seconds of computing if `num_stored` of the tokens are stored, all by default."""
+        """Return the seconds to compute a prompt of `num_tokens`. Of its `num_stored` stored tokens (default: all
+        tokens), `ratio` is recomputed."""
         stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
-        return self.full_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
+        return self.full_prefill_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
 
     def load_s(self, bytes_per_s: float, num_tokens: float) -> float:
         """Return T_load: seconds to read the KV of `num_tokens` at that speed."""
@@ -78,12 +79,13 @@ class MachineProfile:
         return int(self.hardware.get("ranks") or 1) == 1
 
     def blend_s(self, load_s: float, compute_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds of loading and computing. A rule that probes before selection needs most layers first."""
+        """Return the seconds to load and compute, which overlap, except for a rule with `probes_before_selection`: such
+        a rule waits for most layers before it recomputes."""
         hides = self.overlaps and not probes_before_selection
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
-    def hiding_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds of computing that loading hides. More computing would take longer than loading alone."""
+    def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
+        """Return the seconds of computing that do not add to loading, because later layers are loaded at that time."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
@@ -219,7 +221,7 @@ def decide_reuse(
     """
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
-    full_s = profile.full_s(num_tokens)
+    full_s = profile.full_prefill_s(num_tokens)
     least_s = profile.blend_s(load_s, profile.recompute_s(r_star, num_tokens, num_stored), probes_before_selection)
     if num_stored and least_s >= full_s:
         refused = (
@@ -229,7 +231,7 @@ def decide_reuse(
         return ReuseDecision(1.0, refused, load_s, full_s, full_s)
     # Fresh tokens are computed in any case; the rest of the loading time can hide recompute of stored tokens.
     share = num_stored / max(1, num_tokens)
-    hidden_s = max(0.0, profile.hiding_s(load_s, probes_before_selection) - full_s * (1.0 - share))
+    hidden_s = max(0.0, profile.hidden_compute_s(load_s, probes_before_selection) - full_s * (1.0 - share))
     ratio = largest_hidden_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
     return ReuseDecision(ratio, "", load_s, profile.recompute_s(ratio, num_tokens, num_stored), full_s)
 

@@ -41,8 +41,8 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
 
 
-def serving_facts(gpu: str | None, num_ranks: int = 1) -> dict[str, Any]:
-    """Return `machine_facts` of a vLLM on `num_ranks` devices, which are equal before its start and in its processes.
+def vllm_machine_facts(gpu: str | None, num_ranks: int = 1) -> dict[str, Any]:
+    """Return the `machine_facts` of a vLLM on `num_ranks` devices, the same before its start and in its processes.
 
     gpu: the device's name, None for a CPU. The number of threads is read from the environment, vLLM's binding first.
     """

@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import open_regular_file
 
 Right = Literal["ask", "ingest", "admin"]
@@ -109,7 +109,7 @@ class ApiKeys:
     grants: Mapping[bytes, Grant]  # by the key's SHA-256
     open_paths: frozenset[str] = field(default_factory=frozenset)
 
-    def is_open(self, method: str, path: str) -> bool:
+    def is_public_route(self, method: str, path: str) -> bool:
         """Return True if the path is answered without a key."""
         return method in ("GET", "HEAD") and path in self.open_paths
 
@@ -159,7 +159,7 @@ def read_keys(path: str | Path) -> ApiKeys:
 
     Raises NotFoundError without the file, and UsageError for an invalid file or one that other users can read.
     """
-    path = user_path(path, "--api-keys-file")
+    path = expand_user_path(path, "--api-keys-file")
     try:
         with os.fdopen(open_regular_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())

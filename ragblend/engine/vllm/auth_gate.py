@@ -60,7 +60,7 @@ class AuthGate:
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             method, path = scope.get("method", "WEBSOCKET"), route_path(scope)
-            if self._keys.is_open(method, path) or _is_preflight(scope):
+            if self._keys.is_public_route(method, path) or _is_preflight(scope):
                 await app(scope, receive, send)
                 return
             grant = self._keys.grant_of(scope["headers"])
@@ -172,8 +172,6 @@ def route_path(scope: Scope) -> str:
 
 
 def _is_preflight(scope: Scope) -> bool:
-    """Return True for a browser's CORS preflight request. It carries no key and is answered before any route is
-    reached.
-    """
+    """Return True for a browser's CORS preflight request, which carries no key and reaches no route."""
     names = {name.lower() for name, _ in scope["headers"]}
     return scope.get("method") == "OPTIONS" and {b"origin", b"access-control-request-method"} <= names

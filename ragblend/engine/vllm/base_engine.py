@@ -61,9 +61,8 @@ class OutputDelta:
 
 @dataclass(slots=True)
 class ServedModelInfo:
-    """Facts about the served model. `bytes_per_token`: stored KV, all layers. `stop_ids` end an answer, which excludes
-    them.
-    """
+    """Facts about the served model. `bytes_per_token`: stored KV, all layers. `stop_ids` end an answer, without being
+    in it."""
 
     name: str
     fingerprint: str
@@ -76,8 +75,7 @@ class ServedModelInfo:
 class VllmStream(AnswerStream):
     """Answer in progress of an engine that calls vLLM directly.
 
-    When the engine is closed, the answer ends at the next token with its text so far, finish reason "cancelled" and no
-    error.
+    If the engine is closed, the answer ends at its next token with its text so far and finish reason "cancelled".
     """
 
     def __init__(self, engine: VllmEngineBase, request: VllmRequest) -> None:
@@ -86,13 +84,13 @@ class VllmStream(AnswerStream):
 
     def _run(self) -> Generator[str]:
         engine, request, result = self._engine, self._request, self.result
-        text = AnswerText(engine.renderer, request.options.stops)
+        text = AnswerText(engine.renderer, request.options.stop_strings)
         received: BlendReport | None = None
         finished, num_cached, ttft_s, first_s = None, 0, 0.0, perf_counter()
         if engine.closed:
             return
         try:
-            with closing(engine.deltas(request)) as deltas:
+            with closing(engine.run_request(request)) as deltas:
                 for delta in self._until_closed(deltas):
                     if delta.token_ids and not ttft_s:
                         first_s = perf_counter()
@@ -109,7 +107,7 @@ class VllmStream(AnswerStream):
                         result.text += shown
                         yield shown
                     finished = delta.finish_reason or finished
-                    if text.stopped and delta.finish_reason is None and request.options.stops:
+                    if text.stopped and delta.finish_reason is None and request.options.stop_strings:
                         break  # closing the deltas aborts the request: vLLM does not detokenize, so does not stop
             if rest := text.flush():
                 result.text += rest
@@ -122,7 +120,7 @@ class VllmStream(AnswerStream):
                 if received.mode == "prefix" and not received.num_prefix_tokens:  # vLLM prefilled it alone
                     received.num_prefix_tokens = received.num_reused_tokens = num_cached
                     received.charged_budget = received.charged_budget_32 = 1 - num_cached / len(request.token_ids)
-                engine.after_answer(request, result)
+                engine.store_missing_after_answer(request, result)
 
     def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
         """Yield `deltas` until the engine is closed."""
@@ -148,8 +146,8 @@ class VllmEngineBase(LocalEngine):
         )
 
     @abstractmethod
-    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Send `request` to vLLM and yield its output as it arrives. Closing the generator aborts the request."""
+    def run_request(self, request: VllmRequest) -> Generator[OutputDelta]:
+        """Send `request` to vLLM and yield its output, as it arrives or at the end. Closing the generator aborts it."""
 
     # -- ingestion
 
@@ -171,18 +169,18 @@ class VllmEngineBase(LocalEngine):
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Do nothing, because vLLM's workers read ahead the chunks of waiting requests."""
 
-    def precompute_ids(self, token_ids: tuple[int, ...], behind: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill a chunk's token ids after the ingestion context `behind`, and store the KV.
+    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
+        """Prefill a chunk's token ids after an ingestion context, and store the KV.
 
         Return the bytes stored, 0 if the chunk was stored already. Raises RagblendError if vLLM did not store it.
         """
-        key = self.key_of(token_ids, behind)
+        key = self.key_of(token_ids, context)
         if not token_ids or self.store.contains(key):
             return 0
-        request = self._ingestion(token_ids, behind)
+        request = self._ingestion(token_ids, context)
         self._check_length(len(request.token_ids) + 1, "chunk")
         report = None
-        with closing(self.deltas(request)) as deltas:
+        with closing(self.run_request(request)) as deltas:
             for delta in deltas:
                 report = delta.report or report
         if report is not None and report.refused_reason:
@@ -195,16 +193,16 @@ class VllmEngineBase(LocalEngine):
             )
         return len(token_ids) * self.bytes_per_token
 
-    def _ingestion(self, token_ids: tuple[int, ...], behind: IngestionContext) -> VllmRequest:
+    def _ingestion(self, token_ids: tuple[int, ...], context: IngestionContext) -> VllmRequest:
         """Return the request that ingests a variant: the prefix, the chunks of the ingestion context, and the chunk."""
-        behind.validate()
+        context.validate()
         num_joint = len(self.renderer.separator_ids)
         ids, spans = [*self.default_prefix_ids], list[tuple[int, int]]()
-        for part in behind.parts:
+        for part in context.parts:
             spans.append((len(ids), len(ids) + len(part) - num_joint))
             ids += part
         spans.append((len(ids), len(ids) + len(token_ids)))
-        params = BlendParams("ingest", namespace=self.namespace, spans=tuple(spans), context=behind.policy)
+        params = BlendParams("ingest", namespace=self.namespace, spans=tuple(spans), context=context.policy)
         # vLLM samples from the last token, so any one token follows the chunk.
         return VllmRequest([*ids, *token_ids, token_ids[-1]], params, GenerationOptions(max_tokens=1))
 
@@ -228,17 +226,17 @@ class VllmEngineBase(LocalEngine):
         PromptTooLongError beyond the model's context length, UsageError for invalid values.
         """
         checked = checked_options(options)
-        self._check_prompt(prompt, checked.stops)
-        self.check_process()
+        self._check_prompt(prompt, checked.stop_strings)
+        self.check_not_forked()
         start_s = perf_counter()
         token_ids = self.renderer.render(prompt)
         render_s = perf_counter() - start_s
         self._check_length(len(token_ids) + 1, "prompt")
         max_tokens = min(checked.max_tokens, self.context_length - len(token_ids))
-        params = BlendParams.of(checked, self.namespace)
+        params = BlendParams.from_options(checked, self.namespace)
         return VllmRequest(token_ids, params, replace(checked, max_tokens=max_tokens), prompt, render_s)
 
-    def after_answer(self, request: VllmRequest, answer: Generation) -> None:
+    def store_missing_after_answer(self, request: VllmRequest, answer: Generation) -> None:
         """After an answer, warn if no chunk was reused, store missing chunks, and start a shadow comparison."""
         report = answer.report
         if request.prompt is None or request.params.mode not in ("blend", "reuse"):

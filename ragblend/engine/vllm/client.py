@@ -29,7 +29,7 @@ import httpx
 from ragblend.engine.base import EngineBase
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.vllm.params import BlendParams, report_from, vllm_sampling, vllm_structured_outputs
+from ragblend.engine.vllm.params import BlendParams, report_from_params, vllm_sampling_params, vllm_structured_outputs
 from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import (
     BackendUnreachableError,
@@ -39,10 +39,18 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
-from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, GenerationKeywords, GenerationOptions, is_url
+from ragblend.options import (
+    CONTEXT,
+    RETRIES,
+    SECONDS,
+    ContextPolicy,
+    GenerationKeywords,
+    GenerationOptions,
+    is_server_url,
+)
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.tools import CallFormat, without_tools
-from ragblend.prompt.types import MatchedPrompt, Message, Part, Prompt, as_chunk
+from ragblend.prompt.types import Message, Part, Prompt, as_chunk
 from ragblend.redaction import redact
 
 log = logging.getLogger(__name__)
@@ -63,7 +71,7 @@ _LOST_S = 30.0  # an ingestion that every replica reports as unknown for so long
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return is_url(url) and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        return is_server_url(url) and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # a port that is no number
         return False
 
@@ -117,7 +125,7 @@ class Connection:
         )
 
     @contextmanager
-    def open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
+    def stream(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
         """Send a request and yield its response, whose body is still unread.
 
         A failed request is retried until the response's headers have arrived, not afterwards.
@@ -133,9 +141,9 @@ class Connection:
         finally:
             response.close()
 
-    def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def request_json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return the JSON object in its response. Raises RagblendError for another response."""
-        with self.open(method, path, body) as response:
+        with self.stream(method, path, body) as response:
             try:
                 value = json.loads(response.read())
             except (ValueError, RecursionError):
@@ -227,12 +235,12 @@ class Connection:
         return RagblendError(f"{self.url} failed ({status}): {message}; look at the server's log")
 
 
-def server_facts(connection: Connection, model: str = "") -> ServerFacts:
+def request_server_facts(connection: Connection, model: str = "") -> ServerFacts:
     """Request a server's facts, and return them. `model` selects one of several served models by name or root.
 
     Raises BackendUnreachableError if nothing answers.
     """
-    models = connection.json("GET", "/v1/models").get("data")
+    models = connection.request_json("GET", "/v1/models").get("data")
     if not isinstance(models, list) or not models or not all(isinstance(entry, dict) for entry in models):
         raise RagblendError(f"{connection.url}/v1/models lists no model; is it a vLLM server?")
     first = next((entry for entry in models if model in (entry.get("id"), entry.get("root"))), models[0])
@@ -241,7 +249,7 @@ def server_facts(connection: Connection, model: str = "") -> ServerFacts:
         str(first.get("id")), str(first.get("root") or first.get("id")), length if isinstance(length, int) else 2**31
     )
     try:
-        own = connection.json("GET", "/v1/ragblend")
+        own = connection.request_json("GET", "/v1/ragblend")
     except NotFoundError:
         return facts
     context: Any = own.get("context")
@@ -279,7 +287,7 @@ class ServedRenderer:
         return getattr(self._loaded, name)
 
 
-class ServerStore(MemoryStore):
+class EmptyServerStore(MemoryStore):
     """Empty store of an engine over HTTP. The KV and the chunk registry are on the server."""
 
     is_remote = True
@@ -288,7 +296,7 @@ class ServerStore(MemoryStore):
 class ServedStream(AnswerStream):
     """Answer in progress, received as server-sent events.
 
-    When the engine is closed, the answer ends at once with its text so far, finish reason "cancelled" and no error.
+    If the engine is closed, the answer ends at once with its text so far and finish reason "cancelled".
     """
 
     def __init__(self, engine: VllmClient, prompt: Prompt, options: GenerationOptions) -> None:
@@ -305,7 +313,7 @@ class ServedStream(AnswerStream):
         try:
             with (
                 suppress(EngineClosedError),
-                engine.connection.open("POST", path, engine.request_body(self._prompt, self._options)) as response,
+                engine.connection.stream("POST", path, engine.request_body(self._prompt, self._options)) as response,
             ):
                 for event in sse_events(response.iter_lines()):
                     if not engine.is_usable:
@@ -315,7 +323,7 @@ class ServedStream(AnswerStream):
                         raise RagblendError(
                             f"{engine.connection.url} failed during an answer: {message}; look at the server's log"
                         )
-                    report = report_from(event.get("kv_transfer_params")) or report
+                    report = report_from_params(event.get("kv_transfer_params")) or report
                     num_prompt = (event.get("usage") or {}).get("prompt_tokens", num_prompt)
                     for choice in event.get("choices") or ():
                         piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
@@ -336,7 +344,7 @@ class ServedStream(AnswerStream):
                 result.report = BlendReport("full", "none", 1.0)
             self._set_report(report, num_prompt, ttft_s, first_s)
             if report is not None and result.finish_reason != "cancelled":
-                engine.after_answer(self._prompt, self._options, result)
+                engine.send_missing_after_answer(self._prompt, self._options, result)
 
 
 class VllmClient(EngineBase):
@@ -372,7 +380,7 @@ class VllmClient(EngineBase):
             name=name, fingerprint=facts.fingerprint or f"served-{facts.model}", on_miss=on_miss, **options
         )
         self.renderer: Any = ServedRenderer(facts, load_renderer)
-        self.store = ServerStore(0)
+        self.store = EmptyServerStore(0)
         self.context = self.default_context = facts.context
         if context is not None:
             self.set_context_policy(context)
@@ -400,7 +408,7 @@ class VllmClient(EngineBase):
         aborts the request.
         """
         checked = checked_options(options)
-        self._check_prompt(prompt, checked.stops)
+        self._check_prompt(prompt, checked.stop_strings)
         return ServedStream(self, prompt, checked)
 
     def request_body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
@@ -415,7 +423,7 @@ class VllmClient(EngineBase):
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            **vllm_sampling(options),
+            **vllm_sampling_params(options),
         }
         if prompt.is_chat:
             body["messages"] = [_openai_message(message) for message in prompt.messages]
@@ -425,15 +433,15 @@ class VllmClient(EngineBase):
             body["prompt"] = prompt.messages[0].content
         if options.seed is not None:
             body["seed"] = options.seed
-        if options.stops:
-            body["stop"] = list(options.stops)
+        if options.stop_strings:
+            body["stop"] = list(options.stop_strings)
         if options.structured_outputs is not None:
             body["structured_outputs"] = vllm_structured_outputs(options.structured_outputs)
         if self.blends:
-            body["kv_transfer_params"] = BlendParams.of(options, self.namespace).as_dict()
+            body["kv_transfer_params"] = BlendParams.from_options(options, self.namespace).as_dict()
         return body
 
-    def after_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
+    def send_missing_after_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
         """After an answer, warn if no chunk was reused, send missing chunks, and start a shadow comparison."""
         report = answer.report
         if options.mode not in ("blend", "reuse") or report.refused_reason:
@@ -465,7 +473,7 @@ class VllmClient(EngineBase):
             return False
         path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)
         try:
-            return bool(self.connection.json("GET", path)["num_kv"])
+            return bool(self.connection.request_json("GET", path)["num_kv"])
         except NotFoundError:
             return False
 
@@ -511,7 +519,7 @@ class VllmClient(EngineBase):
     ) -> tuple[Counter[str], list[dict[str, str]]]:
         """Send documents to `POST /v1/ragblend/documents`, and wait until the server has stored them.
 
-        Return the server's counts (`CollectionCounts`), and a DocumentReason for each document that is not stored or
+        Return the server's counts (`DocumentCounts`), and a DocumentReason for each document that is not stored or
         has no chunk. Raises RagblendError for a server without ragblend, and for a failed request.
         """
         if not self.blends:
@@ -521,11 +529,11 @@ class VllmClient(EngineBase):
             )
         total, reasons = Counter[str](), list[dict[str, str]]()
         bodies = [{"collection": collection, "documents": batch} for batch in _batches(documents)]
-        waiting = [self.connection.json("POST", self._documents_path(), body)["ingestion"] for body in bodies]
+        waiting = [self.connection.request_json("POST", self._documents_path(), body)["ingestion"] for body in bodies]
         seen_s = time.monotonic()
         while waiting:
             path = self._documents_path(collection=collection, ingestion=waiting[0])
-            summary = self.connection.json("GET", path)
+            summary = self.connection.request_json("GET", path)
             if counts := summary["collections"].get(collection):  # none if another replica answered
                 seen_s = time.monotonic()
                 progress("prefill", summary["batch"]["num_done"], summary["batch"]["num_chunks"])
@@ -547,7 +555,7 @@ class VllmClient(EngineBase):
         if not ids or not self.blends:
             return 0
         body = {"collection": collection, "ids": list(ids)}
-        return int(self.connection.json("DELETE", self._documents_path(), body)["num_kv"])
+        return int(self.connection.request_json("DELETE", self._documents_path(), body)["num_kv"])
 
     def _documents_path(self, document: str = "", **query: str) -> str:
         given = {**query, **({"namespace": self.namespace} if self.namespace else {})}
@@ -556,15 +564,15 @@ class VllmClient(EngineBase):
 
     # -- what needs token ids, which only the server has
 
-    def match(self, prompt: Prompt) -> MatchedPrompt:
+    def match(self, prompt: Prompt) -> NoReturn:
         """Raise UsageError, because only the server matches prompts."""
         self._reject("matching a prompt's chunks")
 
-    def key(self, chunk: Part) -> str:
+    def key(self, chunk: Part) -> NoReturn:
         """Raise UsageError, because a chunk's key is computed from its token ids."""
         self._reject("computing a chunk's key")
 
-    def has_kv(self, chunk_ids: Sequence[int]) -> bool:
+    def has_kv(self, chunk_ids: Sequence[int]) -> NoReturn:
         """Raise UsageError, because a lookup needs token ids."""
         self._reject("looking up the KV of token ids")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings, read_environment, trusted_setting
-from ragblend.engine.base import record_entries
+from ragblend.engine.base import record_entries_on_put
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.store_folder import DEFAULT_STORE
 from ragblend.option_fields import at_least, check_options, copy_option, option
 from ragblend.options import TIER_NAMES, ContextPolicy, GenerationOptions, Mode, RatioChoice, TierOptions
@@ -52,10 +52,10 @@ class ConnectorConfig(TierOptions):
     def __post_init__(self) -> None:
         check_options(self)
         find_rule(self.rule)
-        object.__setattr__(self, "store", str(user_path(self.store, "store")))
+        object.__setattr__(self, "store", str(expand_user_path(self.store, "store")))
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+    def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
         """Return the configuration in `kv_connector_extra_config`; tiers that it lacks come from the environment.
 
         Raises UsageError for unknown names and invalid values.
@@ -92,5 +92,5 @@ class ConnectorConfig(TierOptions):
         """Open the store: the disk tier, a remote tier if one is configured and, if `memory`, a memory tier."""
         tiers = {**self.tiers, "memory_gib": self.memory_gib if memory else 0.0}
         store = open_store(self.store, fsync=fsync, **tiers)  # type: ignore[arg-type]
-        record_entries(store)
+        record_entries_on_put(store)
         return store

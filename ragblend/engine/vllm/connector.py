@@ -94,7 +94,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         reject_unsupported_config(vllm_config)
-        self.config = ConnectorConfig.read(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
+        self.config = ConnectorConfig.from_extra_config(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
         self.scheduler: BlendScheduler  # set in the scheduler's half
         self._metric_sources: list[RequestMetrics | TierMetrics] = []
         self._closeables: list[BlendScheduler | BlendWorker | TieredStore] = []
@@ -203,6 +203,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             blocks = self._kv_cache_config.num_blocks
             self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
         self._store = store = self.config.open_tiers(memory=True)
+        if (memory := store.memory_tier) is not None:
+            memory.page_locked = layers.device.type == "cuda"
         store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
         for remote in store.remote_tiers:
             remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too

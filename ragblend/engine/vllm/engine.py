@@ -22,9 +22,9 @@ from uuid import uuid4
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, has_cuda, kv_memory_bytes, vllm_environment
+from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, cpu_paged_kv_bytes, has_cuda, vllm_environment
 from ragblend.engine.vllm.loading import machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, report_from, vllm_sampling, vllm_structured_outputs
+from ragblend.engine.vllm.params import PARAMS_KEY, report_from_params, vllm_sampling_params, vllm_structured_outputs
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.render import Renderer
@@ -55,7 +55,7 @@ class VllmEngine(VllmEngineBase):
         **options: Any,
     ) -> None:
         self._temporary = None if isinstance(store, Path) else store
-        shared = ConnectorConfig.read(transfer["kv_connector_extra_config"]).open_tiers()
+        shared = ConnectorConfig.from_extra_config(transfer["kv_connector_extra_config"]).open_tiers()
         engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
         length = int(engine.model_config.max_model_len)
         ends = renderer.stop_ids() | _generation_stops(engine)
@@ -68,7 +68,7 @@ class VllmEngine(VllmEngineBase):
         super().__init__(renderer, shared, facts, **options)
         self._loop = _EngineLoop(engine)
 
-    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
+    def run_request(self, request: VllmRequest) -> Generator[OutputDelta]:
         """Add `request` to vLLM's batch and yield its output as it arrives. Closing the generator aborts it."""
         answers: queue.SimpleQueue[OutputDelta | BaseException] = queue.SimpleQueue()
         request_id = f"ragblend-{uuid4().hex}"
@@ -141,7 +141,7 @@ def start_vllm(
     }
     if not has_cuda():
         arguments.setdefault("enforce_eager", True)  # on a CPU, compiling takes longer than most sessions
-    memory = kv_memory_bytes(checkpoint, options.get("max_model_len"))
+    memory = cpu_paged_kv_bytes(checkpoint, options.get("max_model_len"))
     if memory is not None and not {"gpu_memory_utilization", "num_gpu_blocks_override"} & set(options):
         arguments.setdefault("kv_cache_memory_bytes", memory)
     try:
@@ -188,7 +188,7 @@ def sampling_params(request: VllmRequest, stop_ids: list[int]) -> Any:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        **vllm_sampling(options),
+        **vllm_sampling_params(options),
         max_tokens=options.max_tokens,
         stop_token_ids=stop_ids,
         structured_outputs=StructuredOutputsParams(**vllm_structured_outputs(structure))
@@ -303,7 +303,7 @@ class _EngineLoop:
             answers.put(RagblendError(f"vLLM rejects the request: {error}"))
             return
         self._answers[request_id] = answers
-        if request.options.stops:
+        if request.options.stop_strings:
             self._may_stop.add(request_id)
 
     def abort(self, request_id: str) -> None:
@@ -321,7 +321,7 @@ class _EngineLoop:
         if answers is None:
             return  # the request was aborted
         (completion,) = output.outputs
-        report = report_from(getattr(output, "kv_transfer_params", None))
+        report = report_from_params(getattr(output, "kv_transfer_params", None))
         if report is None and may_stop:
             report = self._early_report(output.request_id)
         cached = output.num_cached_tokens or 0
@@ -332,7 +332,9 @@ class _EngineLoop:
     def _early_report(self, request_id: str) -> BlendReport | None:
         """Return the workers' report on a request that is still running; None if there is none."""
         try:
-            return report_from({PARAMS_KEY: self._engine.collective_rpc("ragblend_report", args=(request_id,))[0]})
+            return report_from_params(
+                {PARAMS_KEY: self._engine.collective_rpc("ragblend_report", args=(request_id,))[0]}
+            )
         except Exception as error:  # e.g. the user's own worker_extension_cls; the report then lacks its counts
             log.debug("no report on %s: %s", request_id, error)
             return None

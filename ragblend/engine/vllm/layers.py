@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ragblend.engine.fusion.attention import AttentionParams, ProbeQueries, attend_rows, on_host
+from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, attend_rows, positions_on_host
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshKVHook, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
@@ -110,7 +110,7 @@ class VllmLayers:
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
-        self._joined: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []  # last calls of `run_together`
+        self._joined: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []  # the last shared calls
         # A kernel with smaller blocks than the cache manager's splits each of those into consecutive ones. A token's
         # slot number is the same in both; only the block tables passed to the kernel count its own blocks.
         shape, num_blocks = self._attention[0].kv_cache.shape, kv_cache_config.num_blocks
@@ -178,7 +178,7 @@ class VllmLayers:
         calls = fused.attention_calls(rows, together)
         return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
 
-    def run_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
+    def run_layer_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
         """Run one layer for several requests in one call. Return the output of each, as `run_layer` does."""
         if len(runs) == 1:
             return [self.run_layer(*runs[0])]
@@ -216,14 +216,14 @@ class VllmLayers:
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
         split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
         for part, positions in [(hidden, rows)] if fits else split:
-            whole = RequestRows(0, slice(0, len(part)), positions, on_host(positions))
+            whole = RequestRows(0, slice(0, len(part)), positions, positions_on_host(positions))
             with self._attending_over(layer, [whole], [fused], alone) as seen, self._context(len(part)):
                 outputs.append(self._call(layer, positions, part))
             queries += seen
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
             probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer])
-            probe_hook(probe_queries, fused.keys(layer)[:, : on_host(rows)[-1] + 1])
+            probe_hook(probe_queries, fused.keys(layer)[:, : positions_on_host(rows)[-1] + 1])
         return torch.cat(outputs)
 
     def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
@@ -299,7 +299,7 @@ class VllmLayers:
                 mine = slice(max(start, span.start) - start, min(end, span.stop) - start)
                 if mine.start < mine.stop:
                     here = slice(mine.start + start - first, mine.stop + start - first)
-                    parts.append(RequestRows(owner, here, rows[owner][mine], on_host(rows[owner])[mine]))
+                    parts.append(RequestRows(owner, here, rows[owner][mine], positions_on_host(rows[owner])[mine]))
             calls.append(AttentionCall(span, joined[span], parts=tuple(parts)))
         return calls
 
@@ -307,17 +307,17 @@ class VllmLayers:
         """Return True if rows [R], ascending, are faster attended together than as separate runs."""
         if not self.can_share_reads or not len(rows):
             return False
-        positions = on_host(rows)
+        positions = positions_on_host(rows)
         return kv_reads_per_run(positions) >= self._together_from * kv_reads_shared(positions)
 
-    def own_heads(self, kv: ChunkKV) -> ChunkKV:
+    def select_own_heads(self, kv: ChunkKV) -> ChunkKV:
         """Return a stored chunk's KV with this rank's heads only."""
         if self.num_ranks == 1:
             return kv
         first = self.rank * self._num_all_heads // self.num_ranks
         return HeadSlice(kv, slice(first, first + self._num_heads))
 
-    def all_heads(self, layer: LayerKV) -> LayerKV:
+    def gather_heads(self, layer: LayerKV) -> LayerKV:
         """Gather the heads of every rank, and return them as [H, T, D] on the CPU. All ranks must call this."""
         if self.num_ranks == 1:
             return layer
@@ -409,7 +409,7 @@ class VllmLayers:
             output: Tensor = self._decoder.forward(token_ids, call.positions, None)
         return output
 
-    def norm(self, hidden: Tensor) -> Tensor:
+    def final_norm(self, hidden: Tensor) -> Tensor:
         """Apply the final norm to hidden states [R, 2, hidden size], and return [R, hidden size]."""
         output, _ = self._decoder.norm(*(part.contiguous() for part in torch.unbind(hidden, 1)))
         normed: Tensor = output
@@ -528,11 +528,11 @@ class VllmLayers:
         return [call.metadata for call in self.split_calls(rows, tables, torch.zeros_like(rows))]
 
 
-def _attention_params(attention: Any) -> AttentionParams:
+def _attention_params(attention: Any) -> AttentionExtras:
     """Return sliding window, softcap and sinks of vLLM's attention layer."""
     impl = attention.impl
     softcap = getattr(impl, "logits_soft_cap", None) or None  # some backends have 0 for no softcap
-    return AttentionParams(attention.sliding_window, softcap, getattr(impl, "sinks", None))
+    return AttentionExtras(attention.sliding_window, softcap, getattr(impl, "sinks", None))
 
 
 def _num_weights(module: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, ReuseDecision, decide_reuse
-from ragblend.engine.tuning.machine import serving_facts
+from ragblend.engine.tuning.machine import vllm_machine_facts
 from ragblend.engine.vllm.worker import StoredSpan
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class ReadAheadQueue:
             self._waiting[request_id] = tuple(stored)
 
     def on_request_started(self, request_id: str) -> None:
-        """Record that the workers fill a request's context and read its chunks themselves."""
+        """Move a request to the running ones. Its workers read its chunks now, so nothing is read ahead for it."""
         self.remove_request(request_id)
         self._running.add(request_id)
 
@@ -148,8 +148,8 @@ class ReadAheadQueue:
         self._read.pop(request_id, None)
         self._running.discard(request_id)
 
-    def take(self, loading: LoadingController) -> list[str]:
-        """Return the keys to read in this engine step: the oldest request's, once it has waited for two steps."""
+    def take_keys(self, loading: LoadingController) -> list[str]:
+        """Return the keys to read ahead in this step: the oldest waiting request's, once it waited for two steps."""
         if loading.needs_refresh:  # the request may only wait for the workers' report
             return []
         oldest = next(iter(self._waiting), None)
@@ -169,4 +169,4 @@ def machine_facts_of(vllm_config: Any) -> dict[str, Any]:
 
     # torch.cuda would open a CUDA context in the scheduler's process.
     gpu = str(current_platform.get_device_name()) if current_platform.is_cuda_alike() else None
-    return serving_facts(gpu, int(vllm_config.parallel_config.world_size))
+    return vllm_machine_facts(gpu, int(vllm_config.parallel_config.world_size))

@@ -58,7 +58,7 @@ class ChunkLookup:
         matcher: PromptMatcher | None = None,
     ) -> None:
         self._disk, self._config, self._fingerprint = disk, config, fingerprint
-        self._remembered, self._default = disk.read_context(), default_context_policy(num_layers)
+        self._remembered, self._default = disk.read_context_policy(), default_context_policy(num_layers)
         self._matcher = matcher
         self.prefix_ids = disk.read_prefix(config.prefix) if config.prefix else config.prefix_ids
         if not self.prefix_ids and matcher is not None:
@@ -88,12 +88,12 @@ class ChunkLookup:
         if self._matcher is not None:
             self._matcher.close()
 
-    def context(self) -> ContextPolicy:
+    def context_policy(self) -> ContextPolicy:
         """Return the store's context policy: the configured one, else the stored one, else the model's default."""
         if self._config.context is not None:
             return self._config.context
         try:
-            self._remembered = self._disk.read_context()
+            self._remembered = self._disk.read_context_policy()
         except RagblendError as error:  # the file was valid when the server started
             log.warning("%s", error)
         return self._remembered or self._default
@@ -129,7 +129,7 @@ class ChunkLookup:
         """Yield each run with the keys under which its chunk may be stored, the best key first."""
         if not runs:
             return
-        prefixes, policy = (tuple(ids[: runs[0].start]), self.prefix_ids), self.context()
+        prefixes, policy = (tuple(ids[: runs[0].start]), self.prefix_ids), self.context_policy()
         for run in runs:
             found = lookup_contexts(ids, run.start, prefixes, policy, is_beginning=run.chunk_start == 0)
             yield run, [(self._key(run, namespace, each.token_ids, each.name), each) for each in found]
@@ -175,11 +175,11 @@ class ChunkLookup:
 
     def _persist_policy(self, policy: ContextPolicy) -> None:
         """Store the ingested chunk's context policy, unless one is configured or the store has "similar"."""
-        self.context()  # reads the stored policy again
+        self.context_policy()  # reads the stored policy again
         if policy == "none" or self._config.context is not None or self._remembered not in (None, "none"):
             return
         try:
-            self._disk.put_context(policy)
+            self._disk.put_context_policy(policy)
         except RagblendError as error:
             log.warning("%s", error)
 

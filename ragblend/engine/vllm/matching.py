@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 
 from ragblend.catalog.known_chunks import open_known_chunks
 from ragblend.catalog.registry import open_registry
-from ragblend.engine.base import LEAST_QUOTE, turn_end
+from ragblend.engine.base import LEAST_QUOTE, last_turn_end
 from ragblend.engine.store.base import KVStore
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun
@@ -43,7 +43,7 @@ class PromptMatcher:
         samples. Raises RagblendError for a damaged registry.
         """
         runs = self._known(namespace).find_runs(token_ids)
-        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= turn_end(token_ids, self.tail_ids):
+        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, self.tail_ids):
             runs.pop()
         last = len(token_ids) - 1
         if runs and runs[-1].end > last:
@@ -72,10 +72,9 @@ class ConversationSalts:
     def salt_for(self, token_ids: Sequence[int], settings: tuple[object, ...]) -> str:
         """Return a prompt's salt: the salt of the longest earlier prompt with which it begins, else a new one.
 
-        `settings`: all values that determine the blended KV, except the ids. Only prompts with the same settings share
-        a salt.
+        `settings`: all values except the ids that determine the blended KV. Only prompts with equal ones share a salt.
         """
-        ids, end = array("Q", token_ids), turn_end(token_ids, self._tail_ids)
+        ids, end = array("Q", token_ids), last_turn_end(token_ids, self._tail_ids)
         digest = hashlib.blake2b(repr(settings).encode(errors="surrogatepass"), digest_size=16, key=self._key)
         salt, start = "", 0
         for length in sorted(length for length in self._lengths if length <= end):

@@ -62,7 +62,7 @@ class RequestMetrics:
         self.observed.setdefault(name, []).append(value)
 
     def take(self) -> dict[str, float | list[float]]:
-        """Return the counts and values since the last call, and the queue length if it has changed."""
+        """Return the counts and values since the last call, and the queue length if it has changed since then."""
         taken: dict[str, float | list[float]] = {**self.counts, **self.observed}
         if self._queue != self._reported_queue:
             taken["blend_queue"] = self._reported_queue = self._queue

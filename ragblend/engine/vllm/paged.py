@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import on_host
+from ragblend.engine.fusion.attention import positions_on_host
 from ragblend.engine.fusion.loader import DEPTH, LayerLoader, Timeline
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.store.kv import LayerKV
@@ -95,7 +95,7 @@ class PagedKV:
             kept = self._resident_layer[1]
             kept.keys[rows], kept.values[rows] = keys, values
         if self._capacity > self._num_rows:
-            count = bisect_left(on_host(rows), self._num_rows)
+            count = bisect_left(positions_on_host(rows), self._num_rows)
             rows, keys, values = rows[:count], keys[:count], values[:count]
         if len(rows):
             self._layers.write(layer, self._slots[rows], keys, values)
@@ -118,9 +118,8 @@ class PagedKV:
     def _placed(
         self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> Iterator[tuple[slice, LayerKV]]:
-        """Yield ranges of rows with their rotated keys and their values, [R, H, D]. In a kept layer, adjacent chunks
-        form one range.
-        """
+        """Yield ranges of rows with rotated keys and values [R, H, D]. In a kept layer, adjacent chunks are one
+        range."""
         for rows, parts in _side_by_side(stored) if layer in self._kept else ((each.rows, [each]) for each in stored):
             target = self._target_buffer(layer, rows, parts[0].kv)
             for span, kv in parts:
@@ -134,9 +133,7 @@ class PagedKV:
             yield rows, target
 
     def _target_buffer(self, layer: int, rows: slice, like: LayerKV) -> LayerKV:
-        """Return tensors [R, H, D] for those rows of the layer: views of the resident layer if `layer` is kept, else
-        new ones.
-        """
+        """Return tensors [R, H, D] for these rows: views of the resident layer if `layer` is kept, else new tensors."""
         shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in like]
         if layer not in self._kept:
             return LayerKV(*(self._nothing.new_empty(rows.stop - rows.start, *shape) for shape in shapes))
@@ -163,9 +160,7 @@ class PagedKV:
         self.length = placement.end
 
     def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
-        """Return True if `rows` can attend over the resident layer in one call, and that is faster than over the
-        blocks.
-        """
+        """Return True if `rows` can attend over the resident layer in one call, and faster than over the blocks."""
         if layer not in self._kept or not (has_hook or self.fully_resident_layer == layer):
             return False
         if self._shares_reads is None or self._shares_reads[0] is not rows:
@@ -292,10 +287,8 @@ class PagedSource:
         raise own or DamagedEntryError(bad, "as read by another rank")
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Return the pre-RoPE keys and values [H, R, D] at `rows` [R], ascending, of chunks not yet corrected (see
-        CorrectableLayerSource).
-        """
-        positions, parts = on_host(rows), list[LayerKV]()
+        """Return pre-RoPE keys and values [H, R, D] at `rows` [R], ascending, of chunks that are not corrected yet."""
+        positions, parts = positions_on_host(rows), list[LayerKV]()
         for span, kv in self._waiting[layer]:
             mine = positions[bisect_left(positions, span.start) : bisect_left(positions, span.stop)]
             taken = torch.tensor(mine, dtype=torch.int64) - span.start  # on the CPU, as the waiting layers
@@ -303,9 +296,7 @@ class PagedSource:
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Place the layer's chunks that are not exact, with `shares` [T, M] times `drift` [H, M, D] added before
-        rotation.
-        """
+        """Place the layer's inexact chunks, with `shares` [T, M] times `drift` [H, M, D] added before rotation."""
         start_s = perf_counter()
         # Another layer may have been the resident one since `wait`.
         self._paged.place_resident_only(layer, self._staying.pop(layer, []))

@@ -94,7 +94,7 @@ class BlendParams:
             )
 
     @classmethod
-    def of(cls, options: GenerationOptions, namespace: str) -> BlendParams:
+    def from_options(cls, options: GenerationOptions, namespace: str) -> BlendParams:
         """Return the parameters of a prompt with these generation options."""
         return cls(options.mode, options.rule, options.recompute_ratio, namespace, options.seed or 0)
 
@@ -138,18 +138,18 @@ def report_to_json(report: BlendReport) -> dict[str, Any]:
     return {"version": PARAMS_VERSION, **facts}
 
 
-def report_from(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | None:
+def report_from_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | None:
     """Return the report in a response's `kv_transfer_params`; None without a report, or for another version of it."""
     raw = (kv_transfer_params or {}).get(PARAMS_KEY)
     if not isinstance(raw, Mapping) or raw.get("version") != PARAMS_VERSION or raw.get("mode") not in MODES:
         return None
     try:
-        return BlendReport.read(raw)
+        return BlendReport.from_dict(raw)
     except (TypeError, AttributeError):
         return None
 
 
-def vllm_sampling(options: GenerationOptions) -> dict[str, Any]:
+def vllm_sampling_params(options: GenerationOptions) -> dict[str, Any]:
     """Return vLLM's sampling parameters for top-k, min-p, penalties and bias, all of them set.
 
     For an absent one vLLM would use the model's generation_config, which the transformers engine does not use.

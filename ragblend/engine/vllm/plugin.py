@@ -29,7 +29,7 @@ def register() -> None:
     Then `load_model` also keeps a reference to the model, `determine_available_memory` reserves memory, and
     methods for weight updates set `weights_updated`.
     """
-    log_as_vllm()
+    use_vllm_logger()
     from vllm.v1.worker.gpu_worker import Worker
 
     original = Worker.load_model
@@ -57,7 +57,7 @@ def register() -> None:
 def reserve_blend_memory(measure: Any) -> Any:
     """Return a wrapper of a worker's method `measure`, which returns the bytes available for the paged KV cache.
 
-    With the connector, the wrapper returns fewer, by the bytes that blending allocates.
+    If the connector is configured, the wrapper subtracts the bytes that blending allocates.
     """
 
     @functools.wraps(measure)
@@ -98,7 +98,7 @@ class _VllmLogHandler(logging.Handler):
             vllm_logger.handle(record)
 
 
-def log_as_vllm() -> None:
+def use_vllm_logger() -> None:
     """Send ragblend's log records of this process to vLLM's logger, in its format: time, level and process.
 
     Does nothing if the program has configured logging for ragblend or for the root logger.

@@ -26,7 +26,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import RagblendError, StoreFullError
-from ragblend.files.directory import Directory, unlink
+from ragblend.files.directory import Directory, try_remove_file
 
 PATH = "/ragblend/ready"
 _WAIT_S = 2.0  # longest wait for a probe of one tier, whose state is "slow" then; no second probe runs next to it
@@ -39,8 +39,7 @@ STOPPING = b'{"error": {"message": "this server is stopping; send the request to
 class Readiness:
     """State of a server's engine and of its store's `tiers`, and graceful shutdown.
 
-    The constructor changes `engine_client`, which is vLLM's, in place: its `shutdown` first waits for the answers in
-    progress.
+    The constructor changes vLLM's `engine_client` in place: its `shutdown` first waits for answers in progress.
     """
 
     def __init__(self, engine_client: Any, tiers: Sequence[KVStore]) -> None:
@@ -149,7 +148,7 @@ def _disk_state(disks: Sequence[DiskStore]) -> str:
             Directory(disk.kv_dir, fsync=False).write(probe := disk.kv_dir / ".ready", b"?")
         except StoreFullError:
             return "full"
-        unlink(probe)
+        try_remove_file(probe)
     return "ok"
 
 

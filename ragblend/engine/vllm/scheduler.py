@@ -18,7 +18,7 @@ from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.namespaces import cache_salt_of, salted_namespace
-from ragblend.engine.report import BlendReport, ChunkReport, join_runs
+from ragblend.engine.report import BlendReport, ChunkReport, merge_run_reports
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
 from ragblend.engine.transformers.model import load_tokenizer
@@ -445,7 +445,7 @@ class BlendScheduler:
         )
         self.metrics.set_queue_length(sum(waiting))
         jobs, self._new_jobs = self._new_jobs, []
-        return jobs, self._read_ahead.take(self.loading)
+        return jobs, self._read_ahead.take_keys(self.loading)
 
     def take_reports(self, reports: Mapping[str, BlendReport], memory: MemoryTierDelta | None) -> None:
         """Record the workers' reports, by request id, and the changes of their memory tier."""
@@ -481,7 +481,7 @@ class BlendScheduler:
             num_unread = len(state.stored) - report.num_chunk_hits if state.is_filled else 0
             self.metrics.add(chunk_hits=report.num_chunk_hits, chunk_misses=state.num_missing + num_unread)
         if state.runs and len(report.chunks) == len(state.runs):
-            join_runs(report, MatchedPrompt([], state.runs))
+            merge_run_reports(report, MatchedPrompt([], state.runs))
         return {PARAMS_KEY: report_to_json(report)}
 
     def _time_first_token(self, state: _RequestState) -> None:

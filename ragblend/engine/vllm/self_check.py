@@ -16,7 +16,7 @@ from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES, CheckLayer
 from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
-from ragblend.engine.store.kv import KVHeader, dtype_name, rows_of
+from ragblend.engine.store.kv import KVHeader, dtype_name, slice_kv_rows
 from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.errors import UnsupportedModelError
@@ -71,7 +71,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         hidden, target = layers.embed(ids[question]), paged()
         for layer in range(layers.num_layers):
             hidden = layers.run_layer(layer, hidden, question, target)
-        return layers.norm(hidden)
+        return layers.final_norm(hidden)
 
     def blended(plan: FusePlan) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
@@ -86,7 +86,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         if num_resident:
             placed = (
                 Placement(
-                    rows_of(placement.kv, num_resident - placement.start, context - placement.start),
+                    slice_kv_rows(placement.kv, num_resident - placement.start, context - placement.start),
                     num_resident,
                     False,
                 ),
@@ -95,7 +95,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
             for layer in range(layers.num_layers):
                 source.wait(layer)
                 hidden = layers.run_probe_layer(layer, hidden, question, target, None)
-        return layers.norm(hidden)
+        return layers.final_norm(hidden)
 
     full = torch.cat([layers.forward(ids[piece.span], piece) for piece in paged().attention_calls(everything)])
     expected = full[-QUESTION_TOKENS:]

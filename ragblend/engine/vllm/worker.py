@@ -27,11 +27,11 @@ from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, Placement, record_fusion
 from ragblend.engine.fusion.prefill import prefill_chunk_steps
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, SelectionPlan, find_rule, plan_selection
+from ragblend.engine.fusion.rules import NO_RECOMPUTE, ResolvedRule, find_rule, resolve_rule
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import key_of
-from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, rows_of
+from ragblend.engine.store.keys import key_from_header
+from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, slice_kv_rows
 from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedSource
 from ragblend.engine.vllm.params import BlendParams
@@ -129,8 +129,8 @@ class BlendWorker:
 
     Reads use the tiers on this machine only, because the scheduler has fetched a job's entries from the remote tier. A
     separate thread stores new chunks. `describe_error` returns an error's text for reports. slice_tokens: `run_slice`
-    returns after `slice_tokens x num_layers` token-layers, the work of a prefill of that many tokens, or up to one
-    layer of a pass later.
+    returns after the work of prefilling `slice_tokens` tokens, that is `slice_tokens x num_layers` token-layers, or at
+    most one layer of a pass later.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class BlendWorker:
         together = [(running, run) for running, run in waiting if run.layer == lowest]
         start_s, num_rows = perf_counter(), sum(len(run.rows) for _, run in together)
         try:
-            outputs = self.layers.run_together([run for _, run in together])
+            outputs = self.layers.run_layer_together([run for _, run in together])
         except Exception as error:
             finished += [self._failed(running, error) for running, _ in together]
             return num_rows
@@ -343,7 +343,7 @@ class BlendWorker:
         ids = job.token_ids
         header = self._header(job, ids[:start], ids[start:end], job.params.namespace, context)
         kv = yield from prefill_chunk_steps(layers, paged, header)
-        whole = MemoryKV(kv.header, tuple(layers.all_heads(kv.layer(index)) for index in range(layers.num_layers)))
+        whole = MemoryKV(kv.header, tuple(layers.gather_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = BlendReport("full", "none", 1.0, num_chunks=1, charged_budget=1.0, charged_budget_32=1.0)
         return _JobOutput(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
 
@@ -384,10 +384,10 @@ class BlendWorker:
     def _fuse_plan(self, job: BlendJob, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
         """Return the plan of a blend: placed chunks, selection rule and check layers."""
         params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
-        choice = SelectionPlan(find_rule(params.rule, layers.num_layers), NO_RECOMPUTE, ())
+        choice = ResolvedRule(find_rule(params.rule, layers.num_layers), NO_RECOMPUTE, ())
         if params.mode == "blend":
             num_stored = sum(placement.kv.header.num_tokens for placement in placements)
-            choice = plan_selection(
+            choice = resolve_rule(
                 params.rule,
                 job.ratio,
                 layers.num_layers,
@@ -445,7 +445,7 @@ class BlendWorker:
             if count and len(prefix_ids) - count <= _COMPUTED_IN_PROMPT:
                 nearest = max(shared, key=shared.__getitem__)
                 self._prefixes.move_to_end(nearest)
-                return (Placement(rows_of(self._prefixes[nearest], 0, count), 0, exact=True),)
+                return (Placement(slice_kv_rows(self._prefixes[nearest], 0, count), 0, exact=True),)
         if known is None:
             paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
             known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
@@ -468,7 +468,9 @@ class BlendWorker:
         placements = []
         for span, kv, count in zip(job.stored, found, counts, strict=True):
             if kv is not None and count == self.layers.num_ranks:
-                rows = rows_of(self.layers.own_heads(kv), span.chunk_start, span.chunk_start + span.end - span.start)
+                rows = slice_kv_rows(
+                    self.layers.select_own_heads(kv), span.chunk_start, span.chunk_start + span.end - span.start
+                )
                 placements.append(Placement(rows, span.start, span.exact, span.policy != "none"))
         return tuple(placements)
 
@@ -490,7 +492,7 @@ class BlendWorker:
     ) -> KVHeader:
         facts = (job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype_name(self.layers.dtype))
         header = KVHeader("", *facts, namespace=namespace, context=context)
-        return replace(header, key=key_of(header))
+        return replace(header, key=key_from_header(header))
 
 
 def _left_to_vllm(job: BlendJob, reason: str) -> JobResult:

@@ -54,9 +54,7 @@ class IngestRun:
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """One of the two runs of `ragblend ingest` over the same documents. In the second one every chunk is already
-    stored.
-    """
+    """One of the two runs of `ragblend ingest` over the same documents. The second one finds every chunk stored."""
 
     run: str  # first, second
     chunks: int

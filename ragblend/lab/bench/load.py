@@ -36,7 +36,7 @@ from ragblend.lab.bench.common.output import (
     BenchResult,
     Column,
     format_table,
-    medians,
+    median_fields,
 )
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import (
@@ -154,7 +154,7 @@ def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, on
         },
         TARGET,
         summarize(samples),
-        tuple(timeline_facts(case, taken) for case, taken in samples.items()),
+        tuple(median_timeline(case, taken) for case, taken in samples.items()),
     )
 
 
@@ -178,7 +178,10 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
         speed = load_bytes / load_s
         cases += [case("throttled", True, speed), case("throttled", False, speed)]
         hidden = largest_hidden_ratio(
-            config.blend_ratio, profile.hiding_s(load_s, asks_first), profile.full_s(num_tokens), profile.shares
+            config.blend_ratio,
+            profile.hidden_compute_s(load_s, asks_first),
+            profile.full_prefill_s(num_tokens),
+            profile.shares,
         )
         if hidden > config.blend_ratio:
             cases.append(case("throttled", True, speed, hidden))
@@ -298,7 +301,7 @@ _MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s
 
 def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun, ...]:
     """Return the medians of every case, with their ratio to blending from memory and the controller's estimate."""
-    found = {case: medians([sample.report for sample in taken], *_MEDIANS) for case, taken in samples.items()}
+    found = {case: median_fields([sample.report for sample in taken], *_MEDIANS) for case, taken in samples.items()}
     memory_s = next(each["ttft_s"] for case, each in found.items() if case.source == "memory")
     runs = []
     for case, taken in samples.items():
@@ -320,8 +323,8 @@ def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun
     return tuple(runs)
 
 
-def timeline_facts(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
-    """Return the layers of the sample with the median TTFT: [start, end] of each, in seconds from the first event."""
+def median_timeline(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
+    """Return the timeline of the sample with the median TTFT: [start, end] of each layer, seconds after the first."""
     ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
     load, fuse = ordered[len(ordered) // 2].timeline
     zero_s = min(event.start_s for event in (*load, *fuse))
@@ -370,6 +373,6 @@ def _effort(config: LoadConfig) -> ProfileConfig:
 def _prompts(config: LoadConfig, vocab_size: int) -> PromptSet:
     """Return prompts without a chunk in common, whose chunks fill the store."""
     num_prompts = max(config.store_factor, config.repeats + 1)
-    sets = [make_prompts(*config.lengths, 1, vocab_size, seed) for seed in range(num_prompts)]
+    sets = [make_prompts(*config.prompt_shape, 1, vocab_size, seed) for seed in range(num_prompts)]
     chunks = tuple(chunk for each in sets for chunk in each.chunks)
     return PromptSet(chunks, tuple(each.prompts[0] for each in sets))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     class StreamingEngine(Protocol):
         """Engine that answers requests."""
 
-        def deltas(self, request: VllmRequest) -> Generator[OutputDelta]: ...  # noqa: D102
+        def run_request(self, request: VllmRequest) -> Generator[OutputDelta]: ...  # noqa: D102
 
 
 BOUND_FACTOR = 2.0  # the default bound, as a multiple of full prefill's TTFT on an idle engine
@@ -119,7 +119,7 @@ def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_prog
         open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as opened,
     ):
         engine, vocab_size = opened
-        work = make_prompts(*config.lengths, config.num_requests, vocab_size, pool=config.pool)
+        work = make_prompts(*config.prompt_shape, config.num_requests, vocab_size, pool=config.pool)
         precompute_chunks(engine, work.chunks, on_progress)
 
         def requests_of(case: ModeAndRule, prompts: Sequence[Prompt]) -> list[VllmRequest]:
@@ -139,8 +139,8 @@ def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_prog
         def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
             return answer(case, work.prompts, [moment / rate for moment in gaps])
 
-        runs = sweep(cases, rates, bound_s, measure, on_progress)
-        found = capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
+        runs = measure_rates(cases, rates, bound_s, measure, on_progress)
+        found = compute_capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
         return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
 
 
@@ -169,7 +169,7 @@ def replay_requests(
         due_s = start_s + arrival_s
         time.sleep(max(0.0, due_s - time.perf_counter()))
         first_s, report, num_cached = None, None, 0
-        with closing(engine.deltas(request)) as deltas:
+        with closing(engine.run_request(request)) as deltas:
             for delta in deltas:
                 if delta.token_ids and first_s is None:
                     first_s = time.perf_counter() - due_s
@@ -212,7 +212,7 @@ def measure_idle_ttfts(
     return {case: statistics.median(taken) for case, taken in samples.items()}
 
 
-def sweep(
+def measure_rates(
     cases: Sequence[ModeAndRule],
     rates: Sequence[float],
     bound_s: float,
@@ -251,7 +251,7 @@ def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswe
     )
 
 
-def capacities(
+def compute_capacities(
     runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
 ) -> tuple[ServingCapacity, ...]:
     """Return the capacity of each case, and the capacity of the first blend case divided by it."""

@@ -29,7 +29,7 @@ from ragblend.lab.bench.common.output import (
     BenchResult,
     Column,
     format_table,
-    medians,
+    median_fields,
 )
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
@@ -95,7 +95,7 @@ def run_ttft(config: TtftConfig, on_progress: Progress = ignore_progress) -> Ttf
     """Measure every case of `config` on the same prompts."""
     with torch_threads(config.threads), _subject(config) as subject:
         engine = subject.engine
-        work = make_prompts(*config.lengths, config.num_prompts, subject.vocab_size)
+        work = make_prompts(*config.prompt_shape, config.num_prompts, subject.vocab_size)
         precompute_chunks(engine, work.chunks, on_progress)
         samples = _measure(subject, config, work, on_progress)
         return TtftResult(config, engine.name, subject.hardware, engine.bytes_per_token, summarize(samples))
@@ -168,7 +168,7 @@ def summarize(samples: dict[ModeAndRule, list[TtftSample]]) -> tuple[TtftRun, ..
         reports = [sample.report for sample in taken]
         times_s = [report.ttft_s for report in reports]
         cpu_s = median(sample.cpu_s for sample in taken)
-        found = medians(reports, *_MEDIANS)
+        found = median_fields(reports, *_MEDIANS)
         runs.append(
             TtftRun(
                 mode=case.mode,

@@ -89,7 +89,7 @@ def open_vllm(
 
 
 def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
-    """Leave vLLM's prefix cache with the first chunk of each of `prompts`, and nothing else.
+    """Clear vLLM's prefix cache, then fill it with the first chunk of each of `prompts`.
 
     This is the most that prefix caching can reuse when chunks come in random orders. A prompt that was sent before
     would be cached as a whole, so the cache is reset first. Raises RagblendError while a request is running.

@@ -28,7 +28,7 @@ from ragblend.corpus.embedders import Embedder, embed_question
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import QualityConfig
@@ -77,7 +77,7 @@ def load_cases(config: QualityConfig) -> list[QaCase]:
 def find_data(name: str) -> Path:
     """Return the questions' path: a data set in the working folder or beside the package, or a given file."""
     if name not in NAMED_DATASETS:
-        return user_path(name, "--data")
+        return expand_user_path(name, "--data")
     place = Path("data/questions") / NAMED_DATASETS[name]
     for root in (Path(), Path(ragblend.__file__).parents[1]):
         if (root / place).is_file():

@@ -40,8 +40,7 @@ REUSE = Configuration("reuse", "none", 0.0)
 
 
 class Answer(NamedTuple):
-    """A greedy answer. `log_probs` [vocabulary] float64, natural logarithm, of its first token; `ended`: by an end
-    token.
+    """A greedy answer. `log_probs` [vocabulary] float64 (natural log) of its first token; `ended`: by an end token.
 
     `token_ids` include the end token. `fused` is the KV it was decoded from.
     """
@@ -55,7 +54,7 @@ class Answer(NamedTuple):
     ttft_s: float = 0.0  # lookup + load + fuse + first token
 
 
-def prefill(
+def timed_prefill(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration
 ) -> tuple[PrefillResult, float]:
     """Return the prompt's KV in this configuration, and the seconds it took. Precompute the chunks first."""
@@ -67,14 +66,14 @@ def prefill(
 
 def generate_answer(engine: TransformersEngine, request: EngineRequest, configuration: Configuration) -> Answer:
     """Return the greedy answer of one prefill in this configuration."""
-    return decode_answer(engine, request, *prefill(engine, request, configuration))
+    return decode_answer(engine, request, *timed_prefill(engine, request, configuration))
 
 
 def answer_and_score(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
 ) -> tuple[Answer, Tensor]:
-    """Return the configuration's answer, and `full`'s answer scored over its KV (see `score_tokens`)."""
-    prefilled, ttft_s = prefill(engine, request, configuration)
+    """Return this configuration's answer, and `full`'s tokens scored over this configuration's KV (`score_tokens`)."""
+    prefilled, ttft_s = timed_prefill(engine, request, configuration)
     seen = score_tokens(engine, request.prompt, prefilled.fused, full.token_ids)
     # If every token of that answer is the most likely one, greedy decoding returns the same answer.
     if seen.argmax(-1).tolist() != [*full.token_ids]:
@@ -103,8 +102,7 @@ def decode_answer(
 def score_tokens(
     engine: TransformersEngine, prompt: MatchedPrompt, fused: FusedKV, answer_ids: Sequence[int]
 ) -> Tensor:
-    """Return the log-probabilities [A, vocabulary] float64 of each of the A tokens `answer_ids`, given the earlier
-    ones.
+    """Return the log-probabilities [A, vocabulary] float64 of the A tokens `answer_ids`, each given the earlier ones.
 
     Runs the tokens after the last chunk, and all `answer_ids` except the last, over `fused`, and writes their rows
     there. Rerunning the question tokens does not change the KV of a blend, which ran them through all layers, too.

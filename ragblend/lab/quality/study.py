@@ -4,7 +4,7 @@ Each question becomes the prompt that `ragblend ask` would send. It is prefilled
 configuration, with its own chunks in a memory store. Measures: KL(full || this) of the first token and of full
 prefill's greedy answer, token by token; the loss of the gold answer; F1, exact match and ROUGE-L of the greedy answer;
 and the time to first token. Nothing is sampled, so all results but times are bit for bit reproducible on one machine.
-Read `run_quality` and `measure` first.
+Read `run_quality` and `measure_prompt` first.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def run_quality(
             on_progress("questions", number, len(cases))
             prompt = build_prompt(case, base, embedder, config)
             stored = {context: stored_chunks(prompt, context, near) for context in config.contexts}
-            found, num_tokens = measure(base, prompt, case, chosen, config.answer_tokens, stored)
+            found, num_tokens = measure_prompt(base, prompt, case, chosen, config.answer_tokens, stored)
             lengths.append(num_tokens)
             for each, record in {**found, **(also(base, prompt, case) if also else {})}.items():
                 records.setdefault(each, []).append(record)
@@ -155,7 +155,7 @@ def run_quality(
         )
 
 
-def measure(
+def measure_prompt(
     base: TransformersEngine,
     prompt: Prompt,
     case: QaCase,
@@ -168,7 +168,7 @@ def measure(
     stored: the chunk variants in the store, by context policy.
     """
     engine = engine_for(base, case, "none")
-    expected = expect(engine, prompt, case, answer_tokens)
+    expected = answer_in_full(engine, prompt, case, answer_tokens)
     request, full = expected.request, expected.full
     records = {FULL: expected.record(engine, full, expected.reading, request.prompt)}
     for context, chunks in stored.items():
@@ -182,7 +182,7 @@ def measure(
     return records, request.prompt.num_tokens
 
 
-class Expected(NamedTuple):
+class FullPrefillReference(NamedTuple):
     """Full prefill's answer to a prompt, which the other configurations are compared with."""
 
     case: QaCase
@@ -192,7 +192,7 @@ class Expected(NamedTuple):
     gold_ids: Sequence[int]
 
     def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: MatchedPrompt) -> QualityRecord:
-        """Return the measures of an answer. `seen`: full prefill's answer scored over its KV, for prompt `asked`."""
+        """Return the measures of an answer to `asked`. `seen`: full prefill's tokens scored over the answer's KV."""
         far = score_fidelity(seen, self.reading)
         f1, match, contains, overlap = (
             math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score
@@ -213,7 +213,9 @@ class Expected(NamedTuple):
         )
 
 
-def expect(engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int) -> Expected:
+def answer_in_full(
+    engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int
+) -> FullPrefillReference:
     """Prefill `prompt` in full, answer it, and score the answer."""
     # A seed for each prompt, for rules that draw tokens at random.
     seed = zlib.crc32(repr(prompt.messages).encode())
@@ -223,7 +225,7 @@ def expect(engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_toke
     # A gold answer is tokenized with or without a leading space; the one that full prefill finds more likely counts.
     spellings = [engine.renderer.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
     gold_ids = min(spellings, key=lambda gold_ids: _gold_loss(engine, full, request.prompt, gold_ids))
-    return Expected(case, request, full, reading, gold_ids)
+    return FullPrefillReference(case, request, full, reading, gold_ids)
 
 
 def _gold_loss(engine: TransformersEngine, found: Answer, asked: MatchedPrompt, gold_ids: Sequence[int]) -> float:
@@ -345,7 +347,7 @@ def table_lines(result: QualityResult) -> list[str]:
             words = "".join(f"{_number(run[name]):>7}" for name in compared)
             share = "-" if run["recovered_gold_loss"] is None else f"{run['recovered_gold_loss']:.0%}"
             lines.append(
-                f"{label_of(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
+                f"{run_label(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
                 f"{run['agreement']:>7.3f}{_number(run['gold_loss']):>10}{words}{share:>10}{run['ttft_s']:>8.3f}"
             )
     return [
@@ -356,7 +358,7 @@ def table_lines(result: QualityResult) -> list[str]:
     ]
 
 
-def label_of(run: dict[str, Any]) -> str:
+def run_label(run: dict[str, Any]) -> str:
     """Return the label of a run's configuration."""
     behind = f", {run['context']}" if run["context"] != "none" else ""
     if run["mode"] != "blend":

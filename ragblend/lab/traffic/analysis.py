@@ -19,7 +19,7 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_saving
-from ragblend.lab.traffic.curve import Uses, lru_hits, merged, uses_of
+from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hits, merge_adjacent_chunks
 from ragblend.lab.traffic.logs import Piece, RequestLog
 from ragblend.lab.traffic.passages import Passages, PrefixCache
 from ragblend.lab.traffic.tokens import Ids, Tokens
@@ -64,8 +64,8 @@ def analyze(
     num_media = 0
     for index, request in enumerate(log):
         ids = np.concatenate([ids_of(piece) for piece in request.pieces])
-        prefix = prefixes.see(ids, request.namespace)
-        elsewhere = passages.see(index, ids, prefix, request.namespace)
+        prefix = prefixes.count_cached_and_add(ids, request.namespace)
+        elsewhere = passages.count_reusable_and_add(index, ids, prefix, request.namespace)
         for column, value in zip(counts, (len(ids), prefix, elsewhere), strict=True):
             column.append(value)
         num_media += request.num_media
@@ -76,8 +76,8 @@ def analyze(
             f"no request in {', '.join(log.files[:3])}: {log.num_skipped} lines hold none. A line is the JSON body of "
             "an OpenAI request; docs/performance.md has the commands that convert other logs"
         )
-    uses = uses_of(passages)
-    chunks = merged(uses, passages.starts)
+    uses = count_chunk_uses(passages)
+    chunks = merge_adjacent_chunks(uses, passages.starts)
     return {
         "traces": log.files,
         "num_requests": len(counts[0]),
@@ -112,7 +112,7 @@ def _top(chunks: Sequence[tuple[int, int, int]], passages: Passages, tokens: Tok
     return found
 
 
-def _curve(uses: Uses, num_tokens: int, num_elsewhere: int, bytes_per_token: int | None) -> list[dict[str, Any]]:
+def _curve(uses: ChunkUses, num_tokens: int, num_elsewhere: int, bytes_per_token: int | None) -> list[dict[str, Any]]:
     """Return the shares of all tokens that stores of several sizes find. The largest finds `num_elsewhere` tokens."""
     total = int(uses.sizes.sum())
     if not total:

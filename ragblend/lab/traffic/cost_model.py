@@ -71,7 +71,7 @@ def _tokens(prompt: PromptTokenCounts, settings: BlendSettings) -> tuple[float, 
 
 
 def _seconds(prompt: PromptTokenCounts, settings: BlendSettings, profile: MachineProfile) -> tuple[float, float, float]:
-    full_s, cached_s = profile.full_s(prompt.tokens), profile.full_s(prompt.prefix)
+    full_s, cached_s = profile.full_prefill_s(prompt.tokens), profile.full_prefill_s(prompt.prefix)
     if not prompt.elsewhere:
         return full_s, full_s - cached_s, full_s - cached_s
     load_s = profile.load_s(settings.bytes_per_s, prompt.elsewhere) if settings.bytes_per_s else 0.0
@@ -79,7 +79,7 @@ def _seconds(prompt: PromptTokenCounts, settings: BlendSettings, profile: Machin
     return full_s, full_s - cached_s, profile.blend_s(load_s, compute_s, settings.probes_first)
 
 
-def verdict(facts: Mapping[str, Any]) -> str:
+def blending_verdict(facts: Mapping[str, Any]) -> str:
     """Return one line on an analysis: whether blending pays, and the reason where it does not."""
     saving, num_requests = facts["saving"], facts["num_requests"]
     beyond = saving["blend_saves_beyond_prefix"]
@@ -104,7 +104,7 @@ def _reason(shares: Mapping[str, float], num_slower: int, num_requests: int) -> 
     return f"of the tokens after the cached prefixes, {shares['new'] / rest if rest else 0:.0%} are new"
 
 
-def hint(first_use_share: float) -> str | None:
+def precompute_hint(first_use_share: float) -> str | None:
     """Return one line on ingesting documents ahead of requests; None if that adds little."""
     if first_use_share < MARGINAL:
         return None

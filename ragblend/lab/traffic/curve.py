@@ -1,7 +1,7 @@
 """Tokens that a store of a given capacity finds, evicting what was used longest ago (LRU), as ragblend's stores do.
 
-`uses_of` turns repeated passages into uses of chunks; `lru_hits` counts the tokens of them that a store finds. Sizes
-and capacities are in tokens, which all have the same bytes of KV.
+`count_chunk_uses` cuts repeated passages into chunks and lists the uses of each. `lru_hits` counts the tokens that a
+store finds. Sizes and capacities are in tokens, which all have the same bytes of KV.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SNAP = 8
 """Bounds of passages within this many tokens of each other count as one bound."""
 
 
-class Uses(NamedTuple):
+class ChunkUses(NamedTuple):
     """Chunks, and their uses by requests. The first use, which stores the chunk, is included."""
 
     starts: Numbers  # of each chunk, in all new text
@@ -37,15 +37,15 @@ class Uses(NamedTuple):
         return np.bincount(self.chunks, minlength=len(self.sizes))
 
 
-def uses_of(passages: Passages) -> Uses:
-    """Return the uses of chunks: stretches between two places where a repeated passage began or ended."""
+def count_chunk_uses(passages: Passages) -> ChunkUses:
+    """Cut repeated passages into chunks where a repetition begins or ends. Return the chunks with their uses."""
     sources = np.frombuffer(passages.run_sources, np.int64)
     ends = sources + np.frombuffer(passages.run_lengths, np.int32)
     requests = np.frombuffer(passages.run_requests, np.int64)
     bounds = np.unique(np.concatenate((sources, ends)))
     if not len(bounds):
         empty = np.empty(0, np.int64)
-        return Uses(empty, empty, empty, empty)
+        return ChunkUses(empty, empty, empty, empty)
     cuts = bounds[np.concatenate(([True], np.diff(bounds) > SNAP))]
     sizes = np.diff(np.append(cuts, bounds[-1]))
     first = np.searchsorted(cuts, sources, "right") - 1
@@ -62,12 +62,11 @@ def uses_of(passages: Passages) -> Uses:
     chunks, when = np.searchsorted(used, chunks[order]), when[order]
     # A chunk that a prompt has twice counts as one use.
     once = np.sort(np.unique(when * len(used) + chunks, return_index=True)[1])
-    return Uses(cuts[used], sizes[used], chunks[once], when[once])
+    return ChunkUses(cuts[used], sizes[used], chunks[once], when[once])
 
 
-def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (start, end, requests) of chunks. Adjacent chunks with the same requests are merged, unless a passage
-    `begins` between them."""
+def merge_adjacent_chunks(uses: ChunkUses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return chunks as (start, end, requests). Adjacent ones with equal requests are merged, except at `begins`."""
     marks = np.zeros(len(uses.sizes), np.uint64)  # of the set of requests
     np.add.at(marks, uses.chunks, (uses.requests.astype(np.uint64) + np.uint64(1)) * _MIX)
     ends = uses.starts + uses.sizes
@@ -79,7 +78,7 @@ def merged(uses: Uses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def lru_hits(uses: Uses, capacity: float) -> int:
+def lru_hits(uses: ChunkUses, capacity: float) -> int:
     """Return the number of tokens that a store of `capacity` tokens finds."""
     sizes, stored = uses.sizes.tolist(), OrderedDict[int, None]()
     total = hits = 0

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ragblend.engine.namespaces import salted_namespace
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.files.reading import open_regular_file
 from ragblend.frameworks.content import is_media
 
@@ -28,7 +28,7 @@ Piece = str | tuple[int, ...]
 
 
 class LoggedRequest(NamedTuple):
-    """One prompt."""
+    """One logged prompt: the pieces of its text, the number of its media, and its namespace."""
 
     pieces: Sequence[Piece]
     num_media: int  # images, files and sounds, whose tokens are unknown
@@ -42,7 +42,7 @@ class RequestLog:
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        self.files = [_checked(user_path(path, "the log")) for path in paths]
+        self.files = [_checked(expand_user_path(path, "the log")) for path in paths]
         self.num_skipped, self.skipped = 0, list[str]()
 
     def __iter__(self) -> Iterator[LoggedRequest]:

@@ -35,7 +35,7 @@ class PrefixCache:
         self._recent: set[int] = set()  # a hash per whole block, of it and all blocks before it
         self._older: set[int] = set()
 
-    def see(self, ids: Ids, namespace: str = "") -> int:
+    def count_cached_and_add(self, ids: Ids, namespace: str = "") -> int:
         """Return a prompt's number of cached tokens, and cache it. The last token is always computed, as in vLLM."""
         data, size, keys = ids.tobytes(), BLOCK * ids.itemsize, list[int]()
         key = xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "replace"))
@@ -71,7 +71,7 @@ class Passages:
         ids = np.concatenate(self._texts[first:last])
         return ids[start - self.starts[first] : end - self.starts[first]]
 
-    def see(self, request: int, ids: Ids, prefix: int, namespace: str = "") -> int:
+    def count_reusable_and_add(self, request: int, ids: Ids, prefix: int, namespace: str = "") -> int:
         """Return the number of tokens after the first `prefix` that a store could give a prompt, and add the prompt."""
         index = self._indexes.setdefault(namespace, TokenIndex(self._texts.__getitem__))
         rest = ids[prefix:]

@@ -24,7 +24,7 @@ _PIECE = re.compile(
 )
 
 
-class Estimate:
+class EstimatedTokens:
     """Tokens estimated as pieces of words."""
 
     name, is_estimate = "estimate", True
@@ -63,4 +63,4 @@ class ModelTokens:
         return str(self._tokenizer.decode(list(ids)))
 
 
-Tokens = Estimate | ModelTokens
+Tokens = EstimatedTokens | ModelTokens

@@ -15,7 +15,7 @@ from typing import Any
 from ragblend.config import Settings
 from ragblend.corpus.citations import citation_facts, describe_source
 from ragblend.corpus.folder_scan import display_source
-from ragblend.demo.show import examples
+from ragblend.demo.show import example_questions
 from ragblend.engine.api import Engine, Stream
 from ragblend.engine.report import Generation
 from ragblend.engine.transformers.checkpoints import DEMO
@@ -100,7 +100,7 @@ class UiState:
         known = set(names)
         return [
             {"question": question.text, "answer": question.answer}
-            for question in examples()
+            for question in example_questions()
             if all(span["source"] in known for span in question.gold)
         ]
 

@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("ragblend ui needs Starlette and uvicorn: pip install 'ragblend[ui]'") from error
 
-from ragblend.config import Settings, with_flags
+from ragblend.config import Settings, arguments_to_flags
 from ragblend.engine.api import Engine
 from ragblend.errors import RagblendError, StoreFullError, UsageError
 from ragblend.index import ChunkIndex
@@ -62,7 +62,9 @@ def make_app(
         try:
             ui.engine, ui.index = open_engine(job)
         except Exception as error:
-            ui.problem = with_flags(str(error)) if isinstance(error, RagblendError | ImportError) else repr(error)
+            ui.problem = (
+                arguments_to_flags(str(error)) if isinstance(error, RagblendError | ImportError) else repr(error)
+            )
             log.error("%s", ui.problem)
             raise
 
@@ -191,7 +193,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _close_after_jobs(jobs: JobQueue, ui: UiState) -> None:
     """Close the engine and the index after the last job. May block."""
-    jobs.join()
+    jobs.wait_for_running_job()
     ui.questions.clear()
     if ui.index is not None:
         ui.index.close()
@@ -251,7 +253,7 @@ def _stream_events(job: UiJob) -> Response:
 async def _error_response(request: Request, error: Exception) -> Response:
     statuses = {TooLargeError: 413, SlowBodyError: 408, StoreFullError: 507}
     status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
-    return JSONResponse({"error": with_flags(str(error))}, status, {"connection": "close"})
+    return JSONResponse({"error": arguments_to_flags(str(error))}, status, {"connection": "close"})
 
 
 async def _disconnected_response(request: Request, error: Exception) -> Response:

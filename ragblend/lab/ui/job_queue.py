@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from ragblend.config import with_flags
+from ragblend.config import arguments_to_flags
 from ragblend.errors import RagblendError
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ class UiJob:
         if self._stop.is_set():
             raise JobCancelled
 
-    def detach(self) -> None:
-        """Note that the listener has gone: cancel the job unless it is kept."""
+    def cancel_unless_kept(self) -> None:
+        """Cancel the job because its listener has gone, unless the job is kept."""
         if not self._is_kept:
             self._stop.set()
 
@@ -85,7 +85,7 @@ class UiJob:
         except JobCancelled:
             self.emit("error", message="This was stopped. Results finished before are kept.")
         except (RagblendError, ImportError, OSError) as error:
-            self.emit("error", message=with_flags(str(error)))
+            self.emit("error", message=arguments_to_flags(str(error)))
         except Exception as error:
             log.exception("%s failed", self.title)
             self.emit("error", message=f"{type(error).__name__}: {error}. This is a bug; the terminal has the details.")
@@ -104,11 +104,11 @@ class UiJob:
                     name, facts = "", {}
                 yield name, facts
         finally:
-            self.detach()
+            self.cancel_unless_kept()
 
 
 class JobQueue:
-    """The worker. `current` is the running job's progress; None while no job runs."""
+    """Queue of jobs and the thread that runs one at a time. `current`: the running job's progress; None without one."""
 
     def __init__(self) -> None:
         self.current: JobProgress | None = None
@@ -134,8 +134,8 @@ class JobQueue:
         for job in list(self._jobs):  # without the lock, because a signal handler calls this
             job.cancel()
 
-    def join(self) -> None:
-        """Wait for the running job to end."""
+    def wait_for_running_job(self) -> None:
+        """Wait until the running job has ended. Waiting jobs are not awaited."""
         self._executor.shutdown(wait=True)
 
     def _run(self, job: UiJob) -> None:

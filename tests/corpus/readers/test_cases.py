@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ragblend.corpus.documents import Document, FileContents, read_documents
+from ragblend.corpus.documents import Document, FileDocuments, read_documents
 from ragblend.corpus.readers.tables import parse_table
 from ragblend.errors import UnreadableDocumentError
 
@@ -30,7 +30,7 @@ def build(name: str) -> bytes:
     return data
 
 
-def read(name: str) -> tuple[FileContents, list[Document]]:
+def read(name: str) -> tuple[FileDocuments, list[Document]]:
     contents = read_documents(f"/FILE.{CASES[name]['kind']}", build(name))
     documents = list(contents.documents)
     assert contents.failure == ""

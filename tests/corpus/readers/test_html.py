@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.corpus.readers.html import parse_html, read_html
-from ragblend.corpus.readers.html_markup import clean_markup
+from ragblend.corpus.readers.html_markup import simplify_markup
 from ragblend.corpus.readers.types import ParsedRecord
 
 
@@ -305,7 +305,7 @@ def test_a_large_flat_page_keeps_its_structure() -> None:
 
 
 def test_markup_is_cleaned_of_what_the_text_does_not_depend_on() -> None:
-    assert clean_markup('<P Class="a>b" id=c><FONT size=1>x</FONT><br/>') == "<p>x<br>"
-    assert clean_markup("<a class='x'>b</a><i hidden>c</I>") == "<a>b</a><span hidden>c</span>"
-    assert clean_markup("<img src='data:" + "A" * 5000 + "' alt='x>y'>") == "<img alt='x>y'>"
-    assert clean_markup("<nav role=navigation data-x=1>") == "<nav role=navigation data-x=1>"
+    assert simplify_markup('<P Class="a>b" id=c><FONT size=1>x</FONT><br/>') == "<p>x<br>"
+    assert simplify_markup("<a class='x'>b</a><i hidden>c</I>") == "<a>b</a><span hidden>c</span>"
+    assert simplify_markup("<img src='data:" + "A" * 5000 + "' alt='x>y'>") == "<img alt='x>y'>"
+    assert simplify_markup("<nav role=navigation data-x=1>") == "<nav role=navigation data-x=1>"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.corpus.documents import read_documents
-from ragblend.corpus.readers.mail import read_eml, read_mbox
+from ragblend.corpus.readers.mail import read_mail, read_mbox
 from ragblend.corpus.readers.types import Mark, ParsedRecord, UnreadableRecord
 from ragblend.errors import UnreadableDocumentError
 
@@ -19,7 +19,7 @@ LINE = b"From ann@example.com Mon Jan  5 10:00:00 2026\n"
 
 
 def read(data: bytes) -> ParsedRecord:
-    (record,) = read_eml(data)
+    (record,) = read_mail(data)
     assert isinstance(record, ParsedRecord)
     return record
 

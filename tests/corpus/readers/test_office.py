@@ -21,7 +21,7 @@ from ragblend.corpus.readers.opendocument import read_odp, read_odt
 from ragblend.corpus.readers.rtf import read_rtf
 from ragblend.corpus.readers.slides import read_pptx
 from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
-from ragblend.corpus.readers.word import read_doc, read_docx
+from ragblend.corpus.readers.word import read_docx, read_mislabeled_doc
 from ragblend.errors import UnreadableDocumentError
 
 
@@ -129,9 +129,9 @@ def test_word_leaves_out_deleted_hidden_and_repeated_text() -> None:
 def test_doc_files_are_read_by_what_they_hold(data: bytes, message: str) -> None:
     if message:
         with pytest.raises(UnreadableDocumentError, match=message):
-            only(read_doc(data))
+            only(read_mislabeled_doc(data))
     else:
-        assert only(read_doc(data)).text == "Old letter"
+        assert only(read_mislabeled_doc(data)).text == "Old letter"
 
 
 # --- PowerPoint -----------------------------------------------------------------------------------------------------

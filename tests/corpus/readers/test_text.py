@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.corpus.documents import read_documents
-from ragblend.corpus.readers.text import read_markdown, read_text, read_underlined
+from ragblend.corpus.readers.text import read_markdown, read_restructured_text, read_text
 from ragblend.corpus.readers.text_headings import find_markdown_headings, find_underlined_headings
 from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
 from ragblend.corpus.readers.xml_text import read_xml, strip_markup
@@ -98,7 +98,7 @@ def test_titles_with_a_line_of_marks_below_are_headings(text: str, found: str) -
 
 @given(text=st.text(alphabet="#=-~`*ab \n\t", max_size=120))
 def test_marks_are_in_order_at_the_beginning_of_lines(text: str) -> None:
-    for record in (read(read_markdown, text or "x"), read(read_underlined, text or "x")):
+    for record in (read(read_markdown, text or "x"), read(read_restructured_text, text or "x")):
         offsets = [mark.offset for mark in record.marks]
         assert offsets == sorted(set(offsets))
         assert all(offset == 0 or record.text[offset - 1] == "\n" for offset in offsets)

@@ -10,7 +10,7 @@ from tier_support import make_kv
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
-from ragblend.engine.tuning.machine import machine_facts, serving_facts
+from ragblend.engine.tuning.machine import machine_facts, vllm_machine_facts
 from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, MemoryTierTracker, ReadAheadQueue
 from ragblend.engine.vllm.worker import StoredSpan
 
@@ -37,12 +37,15 @@ def spans(count: int) -> tuple[StoredSpan, ...]:
 def test_a_profile_of_vllm_is_another_than_one_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    one = serving_facts(None)
+    one = vllm_machine_facts(None)
     assert one["threads"] == "3"
-    assert len({str(facts) for facts in (one, machine_facts(), serving_facts(None, 2), serving_facts("a GPU"))}) == 4
+    assert (
+        len({str(facts) for facts in (one, machine_facts(), vllm_machine_facts(None, 2), vllm_machine_facts("a GPU"))})
+        == 4
+    )
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
-    assert serving_facts(None)["threads"] == "0-3"
-    assert serving_facts("a GPU") == {**one, "gpu": "a GPU", "threads": None}
+    assert vllm_machine_facts(None)["threads"] == "0-3"
+    assert vllm_machine_facts("a GPU") == {**one, "gpu": "a GPU", "threads": None}
 
 
 def test_the_worker_tells_what_came_and_what_went_and_only_then(disk: DiskStore) -> None:
@@ -106,23 +109,23 @@ def test_after_a_rest_the_workers_are_asked_once() -> None:
 def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_is_fused() -> None:
     loading, ahead = LoadingController(None), ReadAheadQueue(100 * NBYTES)
     ahead.on_request_queued("a", spans(2))
-    assert ahead.take(loading) == []  # it may have its turn with the next step
-    assert ahead.take(loading) == KEYS[:2]
-    assert ahead.take(loading) == []
+    assert ahead.take_keys(loading) == []  # it may have its turn with the next step
+    assert ahead.take_keys(loading) == KEYS[:2]
+    assert ahead.take_keys(loading) == []
     ahead.on_request_started("a")
     ahead.on_request_queued("b", spans(4)[1:])
-    assert [ahead.take(loading) for _ in range(3)] == [[], [], []]  # the disk is for a
+    assert [ahead.take_keys(loading) for _ in range(3)] == [[], [], []]  # the disk is for a
     ahead.remove_request("a")
     loading.apply_delta(MemoryTierDelta((KEYS[1],)))
-    assert ahead.take(loading) == KEYS[2:4]
+    assert ahead.take_keys(loading) == KEYS[2:4]
 
 
 def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead() -> None:
     loading, ahead = LoadingController(MACHINE), ReadAheadQueue(100 * NBYTES)
     ahead.on_request_queued("a", spans(2))
-    assert [ahead.take(loading) for _ in range(3)] == [[], [], []]
+    assert [ahead.take_keys(loading) for _ in range(3)] == [[], [], []]
     loading.apply_delta(MemoryTierDelta())
-    assert [ahead.take(loading) for _ in range(2)] == [[], KEYS[:2]]
+    assert [ahead.take_keys(loading) for _ in range(2)] == [[], KEYS[:2]]
 
 
 def test_what_is_read_ahead_fits_into_memory() -> None:
@@ -131,9 +134,9 @@ def test_what_is_read_ahead_fits_into_memory() -> None:
     for name, stored in (("large", every[:3]), ("first", every[:2]), ("second", every[2:4]), ("gone", every[4:])):
         ahead.on_request_queued(name, stored)
     ahead.remove_request("gone")
-    assert [ahead.take(loading) for _ in range(8)] == [[], [], [], KEYS[:2], [], [], [], []]
+    assert [ahead.take_keys(loading) for _ in range(8)] == [[], [], [], KEYS[:2], [], [], [], []]
     ahead.remove_request("first")
-    assert ahead.take(loading) == KEYS[2:4]
+    assert ahead.take_keys(loading) == KEYS[2:4]
     no_memory = ReadAheadQueue(0)
     no_memory.on_request_queued("a", every)
-    assert [no_memory.take(loading) for _ in range(3)] == [[], [], []]
+    assert [no_memory.take_keys(loading) for _ in range(3)] == [[], [], []]

@@ -15,7 +15,7 @@ from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     BlendParams,
     parse_params,
-    report_from,
+    report_from_params,
     report_to_json,
 )
 from ragblend.errors import UsageError
@@ -43,15 +43,15 @@ def test_a_report_survives_json_and_newer_fields():
     sent = json.loads(json.dumps({PARAMS_KEY: {**report_to_json(report), "from_the_future": 1}}))
     for chunk in sent[PARAMS_KEY]["chunks"]:
         chunk["from_the_future"] = [2]
-    assert report_from(sent) == report
+    assert report_from_params(sent) == report
     older = report_to_json(report)
     for name in ("failed", "chunks", "recompute_ratio"):
         older.pop(name, None)
-    assert report_from({PARAMS_KEY: older}) == replace(report, chunks=[], recompute_ratio=0.0)
+    assert report_from_params({PARAMS_KEY: older}) == replace(report, chunks=[], recompute_ratio=0.0)
     for change in ({"version": 1}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]}):
-        assert report_from({PARAMS_KEY: {**report_to_json(report), **change}}) is None
+        assert report_from_params({PARAMS_KEY: {**report_to_json(report), **change}}) is None
     for other in (None, {}, {PARAMS_KEY: 3}):
-        assert report_from(other) is None
+        assert report_from_params(other) is None
 
 
 @given(raw=anything)

@@ -160,10 +160,10 @@ def test_settings_come_from_the_environment_where_none_are_given(
     environment = {"REMOTE": "redis://:secret@cache:6379/0", "DISK_GIB": "3", "KV_DTYPE": "int8", "RATIO": "0.9"}
     for name, value in environment.items():
         monkeypatch.setenv(f"RAGBLEND_{name}", value)
-    config = ConnectorConfig.read({"store": str(tmp_path), "disk_gib": 2})
+    config = ConnectorConfig.from_extra_config({"store": str(tmp_path), "disk_gib": 2})
     assert (config.remote, config.disk_gib, config.kv_dtype) == ("redis://:secret@cache:6379/0", 2, "int8")
     assert config.ratio == ConnectorConfig().ratio  # only the tiers' settings
-    assert ConnectorConfig.read({"remote": None}).remote is None
+    assert ConnectorConfig.from_extra_config({"remote": None}).remote is None
     disk = config.open_tiers().disk_tier
     assert disk is not None
     assert disk.capacity_bytes == 2 << 30
@@ -171,10 +171,10 @@ def test_settings_come_from_the_environment_where_none_are_given(
     assert [type(tier) for tier in config.open_tiers(memory=True).tiers] == [MemoryStore, DiskStore, RemoteStore]
     monkeypatch.setenv("RAGBLEND_DISK_GIB", "much")
     with pytest.raises(UsageError, match="RAGBLEND_DISK_GIB"):
-        ConnectorConfig.read({})
+        ConnectorConfig.from_extra_config({})
 
 
 @pytest.mark.parametrize("extra", [{"remote": "nowhere"}, {"remote": "redis://x", "remote_timeout_s": 0}])
 def test_a_remote_that_is_none_is_refused(extra: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="remote"):
-        ConnectorConfig.read({"store": str(tmp_path), **extra}).open_tiers()
+        ConnectorConfig.from_extra_config({"store": str(tmp_path), **extra}).open_tiers()

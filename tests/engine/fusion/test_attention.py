@@ -12,7 +12,7 @@ from ragblend.engine.fusion import attention
 from ragblend.engine.fusion.attention import (
     BLOCK_ROWS,
     PLAIN,
-    AttentionParams,
+    AttentionExtras,
     ProbeQueries,
     attend_rows,
     attend_with_weights,
@@ -53,8 +53,8 @@ def draw(seed: int, rows: list[int], kv_heads: int) -> tuple[ProbeQueries, Layer
     return ProbeQueries(states, torch.tensor(rows), SCALE), LayerKV(keys, values)
 
 
-def params(window: int | None, softcap: float | None, has_sinks: bool) -> AttentionParams:
-    return AttentionParams(window, softcap, torch.tensor([-1.0, 0.5, 2.0, 0.0]) if has_sinks else None)
+def params(window: int | None, softcap: float | None, has_sinks: bool) -> AttentionExtras:
+    return AttentionExtras(window, softcap, torch.tensor([-1.0, 0.5, 2.0, 0.0]) if has_sinks else None)
 
 
 sights = st.one_of(

@@ -33,7 +33,7 @@ def fit(
 
 def change(correction: DriftCorrection, moved: Tensor) -> Tensor:
     """Return the change of the values at every position, [H, T, D], if recomputed ones moved by `moved` [H, N, D]."""
-    drift = correction.drift(LayerKV(moved, moved), LayerKV(torch.zeros_like(moved), torch.zeros_like(moved)))
+    drift = correction.estimate_drift(LayerKV(moved, moved), LayerKV(torch.zeros_like(moved), torch.zeros_like(moved)))
     return correction.shares @ drift.values
 
 

@@ -14,11 +14,11 @@ from ragblend.engine.fusion.plan import (
     FusePlan,
     FuseResult,
     Placement,
-    attention_shares,
     first_token_kl,
+    question_attention_shares,
     record_fusion,
 )
-from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
+from ragblend.engine.fusion.rules import RULES, CheckLayer, schedule_check_layers
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 
@@ -36,7 +36,7 @@ def placements_of(prompt: Prompt) -> tuple[Placement, ...]:
 
 
 def plan_of(prompt: Prompt, rule: str) -> FusePlan:
-    checks = check_schedule(RULES[rule], 0.15, 6)
+    checks = schedule_check_layers(RULES[rule], 0.15, 6)
     return FusePlan(torch.tensor(prompt.ids), placements_of(prompt), RULES[rule], checks, len(prompt.prefix))
 
 
@@ -112,7 +112,7 @@ def test_a_chunk_that_ends_the_prompt_leaves_its_last_token_exact():
     prompt = Prompt([("chunk", [5, 6, 7]), ("chunk", [8, 9])])
     plan = plan_of(prompt, "ask")
     fused = FuseResult(torch.empty(0), torch.tensor([1]), attention=torch.tensor([0.1, 0.2, 0.3, 0.15, 0.25]))
-    assert attention_shares(plan, fused) == pytest.approx((0.25, 0.2, 0.55))
+    assert question_attention_shares(plan, fused) == pytest.approx((0.25, 0.2, 0.55))
 
 
 def test_the_engines_report_has_the_shares_of_the_rule_that_ran(tiny_engine):

@@ -19,9 +19,9 @@ from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rules import RULES, CheckLayer, check_schedule
+from ragblend.engine.fusion.rules import RULES, CheckLayer, schedule_check_layers
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
-from ragblend.engine.transformers.layers import TransformersLayers, cache_argument
+from ragblend.engine.transformers.layers import TransformersLayers, cache_argument_name
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
@@ -135,7 +135,7 @@ def blend(
         torch.tensor(prompt.ids),
         tuple(placements),
         RULES[rule],
-        checks or check_schedule(RULES[rule], ratio, layers.num_layers),
+        checks or schedule_check_layers(RULES[rule], ratio, layers.num_layers),
         len(prompt.prefix),
         probe_layers=RULES[rule].probe_layers(layers.num_layers, layers.global_layers),
         **plan_fields,
@@ -173,7 +173,7 @@ def blend_from_elsewhere(layers: TransformersLayers, *args: Any, **options: Any)
 @torch.no_grad()
 def full_prefill(model: Any, ids: list[int]) -> tuple[Tensor, DynamicCache]:
     kv = DynamicCache()
-    logits = model(torch.tensor([ids]), **{cache_argument(model): kv}).logits[0, -1]
+    logits = model(torch.tensor([ids]), **{cache_argument_name(model): kv}).logits[0, -1]
     for layer in kv.layers:
         layer.keys, layer.values = as_held(model, layer.keys, layer.values)
     return logits, kv
@@ -340,7 +340,7 @@ def attended(model: Any, prompt: Prompt, layers: Sequence[int]) -> Tensor:
         kv.update(*as_cached(model, *placed), layer)
     with torch.no_grad():
         question = torch.tensor([prompt.ids[end:]])
-        seen = model(question, output_attentions=True, **{cache_argument(model): kv}).attentions
+        seen = model(question, output_attentions=True, **{cache_argument_name(model): kv}).attentions
     return torch.stack([seen[layer][0].mean(dim=(0, 1)) for layer in layers]).mean(0)
 
 

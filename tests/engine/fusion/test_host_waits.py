@@ -9,12 +9,12 @@ import torch
 from device_looks import DeviceLooks
 from tiny_models import FAMILIES, make_model
 
-from ragblend.engine.fusion.attention import on_host
+from ragblend.engine.fusion.attention import positions_on_host
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rules import RULES, check_schedule
+from ragblend.engine.fusion.rules import RULES, schedule_check_layers
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.transformers.layers import TransformersLayers
 
@@ -34,7 +34,7 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
         fused = FusedKV.allocate(layers.kv_shapes, count, layers.like)
         placements.append(Placement(prefill_chunk(layers, fused, header), start, exact=start == 0))
         start += count
-    checks = check_schedule(RULES[rule], 0.2, num_layers)
+    checks = schedule_check_layers(RULES[rule], 0.2, num_layers)
     plan = FusePlan(ids, tuple(placements), RULES[rule], checks, probe_layers=RULES[rule].probe_layers(num_layers))
     fused = FusedKV.allocate(layers.kv_shapes, TOTAL, layers.like)
     to = (num_layers, layers.place_keys, fused, layers.device)
@@ -54,7 +54,7 @@ def test_twice_the_layers_take_no_more_host_reads(rule: str, family: str) -> Non
 def test_a_host_read_is_counted_once_per_tensor() -> None:
     rows = torch.arange(5)
     with DeviceLooks() as seen:
-        on_host(rows)
-        on_host(rows)
-        on_host(torch.arange(5))
+        positions_on_host(rows)
+        positions_on_host(rows)
+        positions_on_host(torch.arange(5))
     assert list(seen.places.values()) == [2]  # once for each tensor

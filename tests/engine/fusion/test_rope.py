@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
-from ragblend.engine.fusion.attention import FIXED_FREQUENCY, add_rotated, exact_context, inverse_tables, rotate
+from ragblend.engine.fusion.attention import FIXED_FREQUENCY, add_rotated, inverse_tables, max_placeable_tokens, rotate
 from ragblend.errors import UnsupportedModelError
 
 DIM = 16
@@ -116,18 +116,18 @@ def test_half_precision_is_rotated_in_float32_and_rounded_once(dtype):
 )
 def test_length_dependent_and_unknown_rope_is_refused_by_name(rope_type, reason):
     with pytest.raises(UnsupportedModelError, match=rf"'{rope_type}'.*{reason}.*llama3, yarn"):
-        exact_context({"rope_type": rope_type}, 4096)
+        max_placeable_tokens({"rope_type": rope_type}, 4096)
 
 
 @pytest.mark.parametrize("rope_type", [kind for kind in FIXED_FREQUENCY if kind != "longrope"])
 def test_fixed_frequency_rope_is_exact_to_the_models_limit(rope_type):
-    assert exact_context({"rope_type": rope_type, "original_max_position_embeddings": 64}, 4096) == 4096
+    assert max_placeable_tokens({"rope_type": rope_type, "original_max_position_embeddings": 64}, 4096) == 4096
 
 
 def test_longrope_is_exact_up_to_its_original_length():
-    assert exact_context({"rope_type": "longrope", "original_max_position_embeddings": 256}, 4096) == 256
-    assert exact_context({"rope_type": "longrope"}, 4096) == 4096
-    assert exact_context({}, 4096) == 4096
+    assert max_placeable_tokens({"rope_type": "longrope", "original_max_position_embeddings": 256}, 4096) == 256
+    assert max_placeable_tokens({"rope_type": "longrope"}, 4096) == 4096
+    assert max_placeable_tokens({}, 4096) == 4096
 
 
 @pytest.mark.parametrize(("scaling", "rotary"), [(1.0, 8), (1.0, 4), (1.3, 8)])

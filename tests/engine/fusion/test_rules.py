@@ -9,17 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.fusion.plan import charged_budget, charged_budget_at
+from ragblend.engine.fusion.plan import charged_budget, charged_budget_for_layers
 from ragblend.engine.fusion.rules import (
     DEEP_MODEL_LAYERS,
     DEFAULT_RATIO,
     DEFAULT_RULE,
     RULES,
     RuleInputs,
-    check_schedule,
     find_rule,
     is_probe_worthwhile,
     num_to_recompute,
+    schedule_check_layers,
     validate_ratio,
 )
 from ragblend.errors import UsageError
@@ -85,7 +85,7 @@ def test_auto_names_a_rule_and_unknown_names_are_refused():
 )
 def test_a_check_that_cannot_be_run_is_refused(ratio, layer, message):
     with pytest.raises(UsageError, match=message):
-        check_schedule(RULES["cacheblend"], ratio, 8, layer)
+        schedule_check_layers(RULES["cacheblend"], ratio, 8, layer)
 
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, float("nan"), float("inf")])
@@ -122,12 +122,18 @@ def test_the_charged_budget_counts_every_token_layer():
 
 @given(rows=st.lists(st.floats(0, 100), min_size=2, max_size=12), check_layer=st.integers(0, 1))
 def test_the_budget_at_the_models_own_depth_is_the_charged_budget(rows, check_layer):
-    assert charged_budget_at(len(rows), rows, 100, check_layer) == pytest.approx(charged_budget(rows, 100))
+    assert charged_budget_for_layers(len(rows), rows, 100, check_layer) == pytest.approx(charged_budget(rows, 100))
 
 
 def test_a_deeper_model_spreads_the_check_over_more_layers():
     rows = [100, 20, 20, 20]
-    assert charged_budget_at(32, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx((100 + 30 + 31 * 20) / 3200)
-    assert charged_budget_at(4, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(190 / 400)
-    assert charged_budget_at(32, rows, 100, 1) == pytest.approx((100 + 31 * 20) / 3200)
-    assert charged_budget_at(320, rows, 100, 1) < charged_budget_at(32, rows, 100, 1) < charged_budget(rows, 100)
+    assert charged_budget_for_layers(32, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(
+        (100 + 30 + 31 * 20) / 3200
+    )
+    assert charged_budget_for_layers(4, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(190 / 400)
+    assert charged_budget_for_layers(32, rows, 100, 1) == pytest.approx((100 + 31 * 20) / 3200)
+    assert (
+        charged_budget_for_layers(320, rows, 100, 1)
+        < charged_budget_for_layers(32, rows, 100, 1)
+        < charged_budget(rows, 100)
+    )

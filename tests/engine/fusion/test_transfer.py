@@ -12,7 +12,8 @@ from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype
+from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype, slice_kv_rows
+from ragblend.engine.store.memory import MemoryStore
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LAYERS, HEADS, TOKENS, DIM = 8, 4, 2048, 64
@@ -28,15 +29,21 @@ def make_kv(index: int) -> MemoryKV:
 
 @on_gpu
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(tier: str, kv_dtype: str, tmp_path: Path):
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("tier", ["memory", "page-locked memory", "disk"])
+def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(
+    tier: str, together: bool, kv_dtype: str, tmp_path: Path
+):
     kvs = [convert_kv_dtype(make_kv(index), kv_dtype) for index in range(3)]
-    if tier == "disk":
-        store = DiskStore(tmp_path, fsync=False)
+    if tier != "memory":
+        store = DiskStore(tmp_path, fsync=False) if tier == "disk" else MemoryStore(1 << 40)
+        store.page_locked = True
         for kv in kvs:
             store.put(kv)
         kvs = [store.get(kv.header.key) for kv in kvs]
-    placements = [Placement(kv, index * TOKENS, exact=False) for index, kv in enumerate(kvs)]
+    kvs[1] = slice_kv_rows(kvs[1], 7, TOKENS - 9)  # a run of a chunk
+    starts = [0, TOKENS, 2 * TOKENS - 16]
+    placements = [Placement(kv, start, exact=False) for kv, start in zip(kvs, starts, strict=True)]
     device = torch.device("cuda")
     busy = torch.randn(4096, 4096, device=device)
     stream = torch.cuda.Stream()  # vLLM does not compute on the default stream
@@ -44,12 +51,12 @@ def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(tier: str, kv_dty
     for _ in range(5):  # freed memory comes round again
         with torch.cuda.stream(stream):
             fused = FusedKV.allocate([(HEADS, DIM, DIM)] * LAYERS, 3 * TOKENS, torch.empty(0, device=device))
-            with LayerLoader(placements, LAYERS, lambda _, keys, __: keys, fused, device, together=True) as loader:
+            with LayerLoader(placements, LAYERS, lambda _, keys, __: keys, fused, device, together=together) as loader:
                 for layer in range(LAYERS):
                     busy = (busy @ busy).clamp(-1, 1)
                     loader.wait(layer)
-                    for index, kv in enumerate(kvs):
-                        rows = slice(index * TOKENS, (index + 1) * TOKENS)
+                    for kv, start in zip(kvs, starts, strict=True):
+                        rows = slice(start, start + kv.header.num_tokens)
                         expected = kv.layer(layer)
                         torch.testing.assert_close(fused.keys(layer)[:, rows].cpu(), expected.keys, atol=0, rtol=0)
                         torch.testing.assert_close(fused.values(layer)[:, rows].cpu(), expected.values, atol=0, rtol=0)

@@ -30,7 +30,7 @@ from tiny_models import FAMILIES, WINDOWED
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragblend.engine.fusion.plan import Placement
-from ragblend.engine.fusion.rules import RULES, default_check_layer, find_rule, is_probe_worthwhile, plan_selection
+from ragblend.engine.fusion.rules import RULES, default_check_layer, find_rule, is_probe_worthwhile, resolve_rule
 from ragblend.engine.store.kv import LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 
@@ -204,7 +204,7 @@ def test_rules_read_global_layers_where_there_are_any_and_windows_where_there_ar
     def reads(family: str, rule: str) -> tuple[int, tuple[int, ...]]:
         layers = tiny_layers(family)
         counts = {"num_fresh": 7, "num_candidates": 48, "num_chunk_tokens": 74}
-        choice = plan_selection(rule, 0.15, layers.num_layers, global_layers=layers.global_layers, **counts)
+        choice = resolve_rule(rule, 0.15, layers.num_layers, global_layers=layers.global_layers, **counts)
         return choice.checks[0].layer, choice.probe_layers
 
     assert reads("gemma3", "ask") == (0, (2, 5))

@@ -22,15 +22,15 @@ from tier_support import make_kv as make_usual_kv
 from ragblend.engine.store import chunk_file
 from ragblend.engine.store.chunk_file import (
     DiskKV,
-    MismatchError,
+    IncompatibleEntryError,
     SharedFile,
-    UnreadableError,
+    UnreadableEntryError,
     decode_chunk,
     encode_chunk,
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.keys import chunk_key, key_of
+from ragblend.engine.store.keys import chunk_key, key_from_header
 from ragblend.engine.store.kv import DTYPES, ChunkKV, KVHeader, LayerKV, MemoryKV, convert_kv_dtype
 from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.errors import DamagedEntryError
@@ -176,7 +176,7 @@ def test_versions_and_codes_of_tomorrow_are_left_alone(
     kv = golden_quantized_kv("fp8")
     write(path, kv)
     monkeypatch.setattr(chunk_file, name, value)  # the reader of yesterday
-    with pytest.raises(MismatchError, match=said):
+    with pytest.raises(IncompatibleEntryError, match=said):
         read(path, kv)
 
 
@@ -202,7 +202,7 @@ def test_every_byte_of_a_version_2_file_is_under_a_checksum(path: Path, kv_dtype
     for position in range(len(data)):
         damaged = bytearray(data)
         damaged[position] ^= 1 << position % 8
-        with pytest.raises(UnreadableError):
+        with pytest.raises(UnreadableEntryError):
             decode_chunk(bytes(damaged), kv.header.key)
 
 
@@ -251,7 +251,12 @@ def test_a_similar_version_has_its_context_in_its_header_and_not_in_its_key(path
     kv = similar_kv()
     assert_same(read(write(path, kv), kv), kv)
     behind_others = replace(kv.header, prefix_ids=(1, 2, 5, 5), context=(2,))
-    assert key_of(kv.header) == key_of(behind_others) == kv.header.key != key_of(replace(kv.header, context=()))
+    assert (
+        key_from_header(kv.header)
+        == key_from_header(behind_others)
+        == kv.header.key
+        != key_from_header(replace(kv.header, context=()))
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,9 +267,9 @@ def test_context_lengths_that_do_not_make_the_key_are_refused(path: Path, contex
 
     kv = similar_kv()
     path.write_bytes(edited(encode_chunk(kv), context=context))
-    with pytest.raises(UnreadableError):
+    with pytest.raises(UnreadableEntryError):
         read(path, kv)
-    with pytest.raises(UnreadableError):
+    with pytest.raises(UnreadableEntryError):
         decode_chunk(path.read_bytes(), kv.header.key)
 
 

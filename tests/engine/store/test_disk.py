@@ -315,7 +315,7 @@ while num_kills < amount or not (num_leftovers and num_visible):
             num_visible += 1
     assert all(result.ok for result in store.verify())
     assert set(store.keys()) <= {kv.header.key for kv in kvs}
-    num_leftovers += store.clean()
+    num_leftovers += store.delete_temporary_files()
     assert not list(store.root.glob("*/.*")), "a dead writer's temp file was not cleaned"
     if rng.random() < 0.5:
         store.gc(max_bytes=0)
@@ -356,7 +356,7 @@ def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:
         (directory / name).write_bytes(b"half an entry")
     os.utime(directory / names["old"], (0, time.time() - 4000))
     assert list(store.keys()) == [kv.header.key]
-    assert store.clean() == 2
+    assert store.delete_temporary_files() == 2
     assert {path.name for path in directory.glob(".*")} == {names[kind] for kind in ("alive", "elsewhere", "odd")}
 
 

@@ -11,7 +11,15 @@ import torch
 from tier_support import make_kv
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype, dtype_name, is_in_memory, rows_of
+from ragblend.engine.store.kv import (
+    KVHeader,
+    LayerKV,
+    MemoryKV,
+    convert_kv_dtype,
+    dtype_name,
+    is_in_memory,
+    slice_kv_rows,
+)
 from ragblend.engine.store.quantize import CODE_DTYPES
 
 HEADER = KVHeader("0" * 32, "model", (1,), (5, 6, 7), 2, "float32")
@@ -54,7 +62,7 @@ def test_rows_of_a_chunk_are_those_of_its_layers(kv_dtype: str, tmp_path: Path) 
     read = store.get(held.header.key)
     assert read is not None
     for kv, (start, end) in itertools.product((held, read), itertools.combinations(range(25), 2)):
-        part = rows_of(kv, start, end)
+        part = slice_kv_rows(kv, start, end)
         assert part.header == dataclasses.replace(kv.header, token_ids=kv.header.token_ids[start:end])
         assert is_in_memory(part) == (kv is held)
         for index in range(kv.header.num_layers):

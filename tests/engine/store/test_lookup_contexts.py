@@ -109,7 +109,7 @@ def test_an_engine_opened_later_uses_the_context_policy_of_the_store(tmp_path):
     behind = Chunk(second, context="similar", context_texts=(first,))
     with load_engine("demo", tmp_path) as engine:
         engine.precompute(first)
-        assert (engine.context, open_store(tmp_path).read_context()) == ("none", None)
+        assert (engine.context, open_store(tmp_path).read_context_policy()) == ("none", None)
         engine.set_context_policy("similar")
         assert engine.precompute(behind) > 0
         assert engine.precompute(behind) == 0

@@ -168,7 +168,7 @@ def test_a_writer_killed_in_the_middle_of_a_put_leaves_a_whole_object_and_nothin
         assert data is not None
         assert data == data[:1] * (4 << 20)
         assert list(values.sizes()) == [("a" * 32, 4 << 20)]
-    values.clean()
+    values.delete_temporary_files()
     assert [path.name for path in (tmp_path / "shared").rglob("*") if path.is_file()] == [f"{'a' * 32}.safetensors"]
 
 

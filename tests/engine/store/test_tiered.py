@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,16 @@ from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskKV, DiskStore
 from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, MemoryKV, StoredLayer, dequantized, load_into_memory
+from ragblend.engine.store.kv import (
+    ChunkKV,
+    KVHeader,
+    LayerKV,
+    MemoryKV,
+    StoredLayer,
+    convert_kv_dtype,
+    dequantized,
+    load_into_memory,
+)
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -115,6 +125,46 @@ def test_memory_does_not_keep_what_a_slice_was_cut_from() -> None:
     expected = cut.keys.clone()
     whole.zero_()  # the cache the chunk was cut from goes on living
     assert torch.equal(found.layer(0).keys, expected)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 300, 512])
+def test_page_locked_memory_returns_what_was_put_and_wastes_little(
+    num_tokens: int, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU there is no page-locked memory; ordinary memory stands in for it, and its blocks are counted."""
+    real, blocks = torch.empty, list[int]()
+
+    def allocate(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        block = real(*args, **options)
+        if pin_memory:
+            blocks.append(1 << (block.nbytes - 1).bit_length())  # what torch allocates for it
+        return block
+
+    shape = (4, num_tokens, 32)
+    header = KVHeader("a" * 32, "m", (), tuple(range(num_tokens)), 24, "float32")
+    layers = tuple(LayerKV(torch.randn(shape), torch.randn(shape)) for _ in range(24))
+    kv = convert_kv_dtype(MemoryKV(header, layers), kv_dtype)
+    store = MemoryStore(1 << 40)
+    store.page_locked = True
+    monkeypatch.setattr(torch, "empty", allocate)
+    store.put(kv)
+    found = store.get("a" * 32)
+    assert found is not None
+    assert_same(found, kv)
+    assert len(blocks) < 10
+    assert sum(blocks) < (1.2 if num_tokens > 1 else 1.5) * kv.nbytes
+    found.layers[3][0].zero_()
+    assert store.get("a" * 32) is None  # writing into an entry is detected here, too
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_page_locked_memory_entries_are_in_ordinary_memory(caplog: pytest.LogCaptureFixture) -> None:
+    store, kv = MemoryStore(10_000), make_kv()
+    store.page_locked = True
+    store.put(kv)
+    assert_same(store.get(kv.header.key), kv)
+    assert "no page-locked memory" in caplog.text
 
 
 @pytest.mark.parametrize("under_inference", [False, True])

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from ragblend.cli.app import app
 from ragblend.engine.load import load_engine
-from ragblend.engine.transformers.loaded_model import pair_fingerprint
+from ragblend.engine.transformers.loaded_model import loaded_model_fingerprint
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.llm import ChatBlend
@@ -136,13 +136,13 @@ def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_i
     tokenizer = AutoTokenizer.from_pretrained(saved)
     model = peft.PeftModel.from_pretrained(load(saved), str(adapter)).eval()
     again = peft.PeftModel.from_pretrained(load(saved), adapter)
-    marks = [pair_fingerprint(each) for each in (load(saved), model, again)]
+    marks = [loaded_model_fingerprint(each) for each in (load(saved), model, again)]
     assert marks[0] != marks[1] == marks[2]
     with load_engine((model, tokenizer), on_miss="inline") as engine:
         assert engine.fingerprint == marks[1]
         answer = engine.generate(PROMPT, max_tokens=4)
         with model.disable_adapter():
-            assert pair_fingerprint(model) not in marks[1:]
+            assert loaded_model_fingerprint(model) not in marks[1:]
             for mode in ("blend", "full"):
                 with pytest.raises(RagblendError, match="adapters were changed after"):
                     engine.generate(PROMPT, mode=mode, max_tokens=4)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import TOLERANCE, self_check
 from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
-from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers, cache_argument
+from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers, cache_argument_name
 from ragblend.errors import UnsupportedModelError
 from ragblend.lab.bench.common.shapes import DecoderShape
 from ragblend.lab.bench.common.workloads import random_model
@@ -264,7 +264,7 @@ def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):
     with torch.inference_mode():
         logits, kv = tiny_layers(family).full_prefill(ids)
         model, cache = stock_model(family), DynamicCache(config=stock_model(family).config)
-        expected = model(ids[None], **{cache_argument(model): cache})
+        expected = model(ids[None], **{cache_argument_name(model): cache})
     torch.testing.assert_close(logits, expected.logits[0, -1], atol=1e-4, rtol=0)
     made = [layer for layer in cache.layers if layer.keys is not None]  # Gemma 4 has layers without KV
     for layer, other in zip(kv, made, strict=True):

@@ -14,8 +14,8 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.checkpoints import model_fingerprint
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.layers import cache_argument
-from ragblend.engine.transformers.model import inspect_model
+from ragblend.engine.transformers.layers import cache_argument_name
+from ragblend.engine.transformers.model import describe_fusable_model
 from ragblend.lab.explain import explain
 from ragblend.lab.traffic.cost_model import kv_bytes_per_token
 from ragblend.options import ModelOptions
@@ -29,7 +29,7 @@ def full(model: Any, ids: tuple[int, ...]) -> tuple[Tensor, list[LayerKV]]:
 
     own, model.config.sliding_window = model.config.sliding_window, 30
     kv = DynamicCache()
-    logits = model(torch.tensor([ids]), **{cache_argument(model): kv}).logits[0, -1]
+    logits = model(torch.tensor([ids]), **{cache_argument_name(model): kv}).logits[0, -1]
     model.config.sliding_window = own
     return logits, [LayerKV(layer.keys[0], layer.values[0]) for layer in kv.layers]
 
@@ -71,7 +71,7 @@ def test_gemma_that_reads_images_too_answers_text_as_its_decoder_alone(
     model.config.text_config.sliding_window = 30
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    assert f"{family.title()}ForConditionalGeneration" in inspect_model(tmp_path / "model")
+    assert f"{family.title()}ForConditionalGeneration" in describe_fusable_model(tmp_path / "model")
     with load_engine(str(tmp_path / "model"), tmp_path / "kv", on_miss="inline") as engine:
         list(engine.precompute_all(CHUNKS))
         expected = greedy(stock_model(family), engine.renderer.render(PROMPT), 8)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragblend.engine.load import load_engine
-from ragblend.engine.transformers.loaded_model import pair_fingerprint
+from ragblend.engine.transformers.loaded_model import loaded_model_fingerprint
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.llm import BlendLLM, ChatBlend
@@ -43,28 +43,28 @@ def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(saved: Pat
 
 def test_two_loadings_share_kv_and_one_changed_weight_does_not(saved: Path) -> None:
     (first, _), (second, _), (other, _) = load(saved), load(saved), load(saved)
-    assert pair_fingerprint(first) == pair_fingerprint(second)
+    assert loaded_model_fingerprint(first) == loaded_model_fingerprint(second)
     change(other)
-    assert pair_fingerprint(other) != pair_fingerprint(first)
+    assert loaded_model_fingerprint(other) != loaded_model_fingerprint(first)
     again = load(saved)[0]
     change(again)
-    assert pair_fingerprint(again) == pair_fingerprint(other)
+    assert loaded_model_fingerprint(again) == loaded_model_fingerprint(other)
 
 
 def test_the_fingerprint_of_a_model_without_a_folder_depends_on_weights_config_and_dtype(tiny_model: Any) -> None:
     first, second = tiny_model("llama"), tiny_model("llama")
-    assert pair_fingerprint(first) == pair_fingerprint(second)
+    assert loaded_model_fingerprint(first) == loaded_model_fingerprint(second)
     change(second, 1e-6)
-    assert pair_fingerprint(first) != pair_fingerprint(second)
+    assert loaded_model_fingerprint(first) != loaded_model_fingerprint(second)
     third = tiny_model("llama")
     third.config.rms_norm_eps *= 2
-    assert pair_fingerprint(first) != pair_fingerprint(third)
-    assert pair_fingerprint(tiny_model("llama").to(torch.bfloat16)) != pair_fingerprint(first)
+    assert loaded_model_fingerprint(first) != loaded_model_fingerprint(third)
+    assert loaded_model_fingerprint(tiny_model("llama").to(torch.bfloat16)) != loaded_model_fingerprint(first)
 
 
 def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(saved: Path) -> None:
     plain, scaled = load(saved)[0], load(saved, rms_norm_eps=0.1)[0]
-    assert pair_fingerprint(plain) != pair_fingerprint(scaled)
+    assert loaded_model_fingerprint(plain) != loaded_model_fingerprint(scaled)
 
 
 def test_what_cannot_be_set_any_more_is_refused(saved: Path) -> None:

@@ -117,12 +117,12 @@ def test_forced_tokens_take_no_step_and_leave_the_kv_that_steps_would(
     prompt_ids = engine.renderer.render(PROMPT)
     with torch.inference_mode():
         logits = stock_model("llama")(torch.tensor([prompt_ids + answer.token_ids])).logits[0].float()
-    guide = engine.request(PROMPT, structured_outputs={"json": SCHEMA}).grammar.guide()  # type: ignore[union-attr]
+    guide = engine.request(PROMPT, structured_outputs={"json": SCHEMA}).grammar.new_guide()  # type: ignore[union-attr]
     place, num_chosen = 0, 0
     while not guide.ended:
         row = guide.mask_logits(logits[len(prompt_ids) - 1 + place])
         assert int(row.argmax()) == answer.token_ids[place]
-        taken = guide.accept_token(answer.token_ids[place], 400)
+        taken = guide.accept_with_forced(answer.token_ids[place], 400)
         assert taken == answer.token_ids[place : place + len(taken)]
         place, num_chosen = place + len(taken), num_chosen + 1
     assert (place, num_chosen) == (len(answer.token_ids), len(steps) + 1)
@@ -140,7 +140,7 @@ def test_a_grammar_that_allows_everything_changes_nothing(engine: TransformersEn
 def test_rows_that_no_word_has_are_never_chosen(renderer: Renderer) -> None:
     num_words = renderer.backend.get_vocab_size(with_added_tokens=True)  # type: ignore[union-attr]
     for size in (num_words, num_words + 1, num_words + 100):
-        guide = GrammarCompiler(renderer, size, [2]).compile({"regex": "(.|\n)*"}).guide()
+        guide = GrammarCompiler(renderer, size, [2]).compile({"regex": "(.|\n)*"}).new_guide()
         row = guide.mask_logits(torch.zeros(size))
         assert torch.isinf(row[num_words:]).all()
         assert row[2] == 0  # the empty text is allowed, so it may end
@@ -148,10 +148,10 @@ def test_rows_that_no_word_has_are_never_chosen(renderer: Renderer) -> None:
 
 
 def test_every_token_that_ends_an_answer_may_end_it(renderer: Renderer) -> None:
-    guide = GrammarCompiler(renderer, 300, [2, 5]).compile({"regex": "a*"}).guide()
+    guide = GrammarCompiler(renderer, 300, [2, 5]).compile({"regex": "a*"}).new_guide()
     row = guide.mask_logits(torch.zeros(300))
     assert [row[token].item() for token in (2, 5)] == [0, 0]
-    strict = GrammarCompiler(renderer, 300, [2, 5]).compile({"regex": "a+"}).guide()
+    strict = GrammarCompiler(renderer, 300, [2, 5]).compile({"regex": "a+"}).new_guide()
     assert torch.isinf(strict.mask_logits(torch.zeros(300))[[2, 5]]).all()
 
 
@@ -205,11 +205,11 @@ def test_a_structural_tag_is_text_until_its_trigger_and_json_behind_it(
     assert answer.text.startswith("\n" if special else "<call>\n")  # a control token is not shown
     triggered = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [TAG]}
     grammar = engine.request(PROMPT, structured_outputs={"structural_tag": {"format": triggered}}).grammar
-    guide = grammar.guide()  # type: ignore[union-attr]
-    for piece in engine.renderer.literal('the theory <call>\n{"name": '):
+    guide = grammar.new_guide()  # type: ignore[union-attr]
+    for piece in engine.renderer.split_control_tokens('the theory <call>\n{"name": '):
         for token in [piece] if isinstance(piece, int) else engine.renderer.text_ids(piece):
             assert guide.mask_logits(torch.zeros(300))[token] == 0
-            guide.accept_token(token, 1)
+            guide.accept_with_forced(token, 1)
     row = guide.mask_logits(torch.zeros(300))
     assert torch.isinf(row[engine.renderer.text_ids("t")]).all()  # inside, only a string may follow
 

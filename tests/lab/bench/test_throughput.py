@@ -26,13 +26,13 @@ from ragblend.lab.bench.throughput import (
     ThroughputResult,
     TimedAnswer,
     arrival_times,
-    capacities,
     check_answers,
+    compute_capacities,
     highest_rate,
     measure_idle_ttfts,
+    measure_rates,
     replay_requests,
     summarize_point,
-    sweep,
     table_lines,
 )
 from ragblend.lab.bench.ttft import ModeAndRule
@@ -87,7 +87,7 @@ class Scripted:
         self.all_sent = threading.Barrier(count)
         self.sent: list[Any] = []
 
-    def deltas(self, request: Any) -> Generator[OutputDelta]:
+    def run_request(self, request: Any) -> Generator[OutputDelta]:
         self.sent.append(request)
         self.all_sent.wait(timeout=60)
         yield OutputDelta()
@@ -112,7 +112,7 @@ def test_waiting_for_others_counts_as_time_to_first_token() -> None:
 
 def test_an_answer_without_a_token_is_an_error() -> None:
     class Silent:
-        def deltas(self, request: Any) -> Generator[OutputDelta]:
+        def run_request(self, request: Any) -> Generator[OutputDelta]:
             yield OutputDelta(finish_reason="abort")
 
     with pytest.raises(RagblendError, match="without a token"):
@@ -197,7 +197,7 @@ def test_a_mode_far_beyond_the_bound_is_not_driven_further() -> None:
         taken.append((case, rate))
         return answers_of(rate if case == FULL else rate / 4)
 
-    runs = sweep([FULL, BLEND], [8.0, 1.0, 2.0, 3.0, 8.0], bound_s=1.0, measure=measure)
+    runs = measure_rates([FULL, BLEND], [8.0, 1.0, 2.0, 3.0, 8.0], bound_s=1.0, measure=measure)
     assert taken == [(FULL, 1.0), (BLEND, 1.0), (FULL, 2.0), (BLEND, 2.0), (FULL, 3.0), (BLEND, 3.0), (BLEND, 8.0)]
     assert [(run.mode, run.rate) for run in runs] == [(case.mode, rate) for case, rate in taken]
 
@@ -210,9 +210,9 @@ def kept_up(rate: float, ttft_s: float) -> list[TimedAnswer]:
 def result() -> ThroughputResult:
     slowness = {FULL: 1.0, PREFIX: 0.8, BLEND: 0.25}
     rates = [1.0, 2.0, 4.0, 8.0, 16.0]
-    runs = sweep([*slowness], rates, 2.0, lambda case, rate: kept_up(rate, rate * slowness[case]))
+    runs = measure_rates([*slowness], rates, 2.0, lambda case, rate: kept_up(rate, rate * slowness[case]))
     hardware = {"cpu": "a CPU", "gpu": None, "threads": 1}
-    found = capacities(runs, {case: slow / 2 for case, slow in slowness.items()}, 2.0)
+    found = compute_capacities(runs, {case: slow / 2 for case, slow in slowness.items()}, 2.0)
     return ThroughputResult(ThroughputConfig(), "llama-50m", hardware, 2.0, runs, found)
 
 
@@ -227,8 +227,8 @@ def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
 
 def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
     cases = {FULL: 1.0, PREFIX: 0.1, BLEND: 0.1}
-    runs = sweep([*cases], [1.0, 2.0, 4.0], 2.0, lambda case, rate: kept_up(rate, rate * cases[case]))
-    full, prefix, blend = capacities(runs, cases, 2.0)
+    runs = measure_rates([*cases], [1.0, 2.0, 4.0], 2.0, lambda case, rate: kept_up(rate, rate * cases[case]))
+    full, prefix, blend = compute_capacities(runs, cases, 2.0)
     assert (blend.rate_at_bound, blend.at_least) == (4.0, True)
     assert full.blend_gain == 2.0
     assert (prefix.at_least, prefix.blend_gain) == (True, None)  # neither met the bound
@@ -238,10 +238,10 @@ def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
 
 
 def test_without_blend_or_without_a_rate_there_is_no_gain() -> None:
-    runs = sweep([FULL], [1.0], 2.0, lambda case, rate: answers_of(1.0))
-    (full,) = capacities(runs, {FULL: 1.0}, 2.0)
+    runs = measure_rates([FULL], [1.0], 2.0, lambda case, rate: answers_of(1.0))
+    (full,) = compute_capacities(runs, {FULL: 1.0}, 2.0)
     assert (full.max_rate, full.at_least, full.blend_gain) == (1.0, True, None)
-    (full,) = capacities(runs, {FULL: 1.0}, 0.5)
+    (full,) = compute_capacities(runs, {FULL: 1.0}, 0.5)
     assert (full.max_rate, full.rate_at_bound, full.at_least) == (None, None, False)
 
 

@@ -46,7 +46,7 @@ from ragblend.lab.quality.study import (
     QualityRecord,
     QualityResult,
     engine_for,
-    label_of,
+    run_label,
     run_quality,
     summarize,
     table_lines,
@@ -348,7 +348,7 @@ def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_p
         contexts=("none", "similar"),
     )
     result = run_quality(config)
-    runs = {label_of(run): run for run in result.runs if run["kind"] == "all"}
+    runs = {run_label(run): run for run in result.runs if run["kind"] == "all"}
     assert list(runs) == [
         "full",
         *(f"{what}{behind}" for behind in ("", ", similar") for what in ("reuse", "cacheblend 15.0%")),
@@ -359,6 +359,6 @@ def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_p
     less = runs["reuse, similar"]["answer_kl"] - runs["cacheblend 15.0%"]["answer_kl"]
     assert runs["reuse, similar"]["answer_kl_over_base"][0] == pytest.approx(less)
     alone = run_quality(replace(config, contexts=("similar",)))
-    again = {label_of(run): run for run in alone.runs if run["kind"] == "all"}
+    again = {run_label(run): run for run in alone.runs if run["kind"] == "all"}
     assert list(again) == ["full", "reuse, similar", "cacheblend 15.0%, similar"]
     assert again["reuse, similar"]["first_token_kl"] == runs["reuse, similar"]["first_token_kl"]

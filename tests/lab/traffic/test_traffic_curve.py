@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import composite, integers, lists
 
-from ragblend.lab.traffic.curve import Uses, lru_hits, merged, uses_of
+from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hits, merge_adjacent_chunks
 from ragblend.lab.traffic.passages import Passages
 
 
 @composite
-def some_uses(draw) -> Uses:
+def some_uses(draw) -> ChunkUses:
     sizes = draw(lists(integers(1, 9), min_size=1, max_size=6))
     order = draw(lists(integers(0, len(sizes) - 1), max_size=60))
     starts = np.cumsum([0, *sizes[:-1]])
-    return Uses(starts, np.array(sizes), np.array(order, np.int64), np.arange(len(order)))
+    return ChunkUses(starts, np.array(sizes), np.array(order, np.int64), np.arange(len(order)))
 
 
-def hits_by_stack_distance(found: Uses, capacity: int) -> int:
+def hits_by_stack_distance(found: ChunkUses, capacity: int) -> int:
     """A use is a hit where the chunks used since the last use of the same one, itself included, fit (Mattson 1970)."""
     order, hits = found.chunks.tolist(), 0
     for place, chunk in enumerate(order):
@@ -31,12 +31,12 @@ def hits_by_stack_distance(found: Uses, capacity: int) -> int:
 
 
 @given(some_uses(), integers(1, 50))
-def test_lru_is_what_stack_distances_give(found: Uses, capacity: int) -> None:
+def test_lru_is_what_stack_distances_give(found: ChunkUses, capacity: int) -> None:
     assert lru_hits(found, capacity) == hits_by_stack_distance(found, capacity)
 
 
 @given(some_uses())
-def test_a_store_with_room_for_all_finds_every_second_use(found: Uses) -> None:
+def test_a_store_with_room_for_all_finds_every_second_use(found: ChunkUses) -> None:
     again = sum(int(found.sizes[chunk]) for chunk in found.chunks) - int(found.sizes[np.unique(found.chunks)].sum())
     assert lru_hits(found, int(found.sizes.sum())) == again
 
@@ -48,10 +48,10 @@ def ids(seed: int, count: int) -> np.ndarray:
 def test_uses_are_of_chunks_between_places_where_passages_begin_and_end() -> None:
     first, second, third = ids(0, 100), ids(1, 60), ids(2, 80)
     passages = Passages()
-    passages.see(0, np.concatenate((first, second, third)), 0)
-    passages.see(1, np.concatenate((third, ids(3, 40), first)), 0)
-    passages.see(2, np.concatenate((ids(4, 40), second, ids(5, 30), second)), 0)
-    found = uses_of(passages)
+    passages.count_reusable_and_add(0, np.concatenate((first, second, third)), 0)
+    passages.count_reusable_and_add(1, np.concatenate((third, ids(3, 40), first)), 0)
+    passages.count_reusable_and_add(2, np.concatenate((ids(4, 40), second, ids(5, 30), second)), 0)
+    found = count_chunk_uses(passages)
     assert sorted(found.sizes.tolist()) == pytest.approx([60, 80, 100], abs=3)
     assert found.counts.tolist() == [2, 2, 2], "a prompt that has a chunk twice uses it once"
     assert (np.diff(found.requests) >= 0).all()
@@ -61,9 +61,11 @@ def test_chunks_that_the_same_requests_need_are_one_unless_they_came_apart_at_fi
     first, second = ids(0, 100), ids(1, 60)
     together, apart = Passages(), Passages()
     for number, text in enumerate((first, second)):
-        apart.see(number, text, 0)
+        apart.count_reusable_and_add(number, text, 0)
     for number, order in enumerate(([first, second], [ids(2, 50), first, second], [ids(3, 50), first, second])):
         for passages in (together, apart):
-            passages.see(2 + number, np.concatenate(order), 0)
-    assert [end - start for start, end, _ in merged(uses_of(together), together.starts)] == [160]
-    assert [end - start for start, end, _ in merged(uses_of(apart), apart.starts)] == [100, 60]
+            passages.count_reusable_and_add(2 + number, np.concatenate(order), 0)
+    assert [end - start for start, end, _ in merge_adjacent_chunks(count_chunk_uses(together), together.starts)] == [
+        160
+    ]
+    assert [end - start for start, end, _ in merge_adjacent_chunks(count_chunk_uses(apart), apart.starts)] == [100, 60]

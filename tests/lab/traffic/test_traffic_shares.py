@@ -15,8 +15,8 @@ from generated_traffic import KINDS, Generated, generate
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.lab.traffic.analysis import AnalysisConfig, analyze
-from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_saving, verdict
-from ragblend.lab.traffic.tokens import Estimate, ModelTokens, Tokens
+from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, blending_verdict, mean_saving
+from ragblend.lab.traffic.tokens import EstimatedTokens, ModelTokens, Tokens
 
 POINT = 0.01
 
@@ -40,10 +40,10 @@ def assert_close(found: dict[str, Any], truth: Generated) -> None:
     [("sessions", "worth it"), ("questions", ": worth it"), ("agents", "not worth it, because 8")],
 )
 def test_shares_are_the_true_ones_and_the_verdict_follows(kind: str, words: str, tmp_path: Path) -> None:
-    truth = made(kind, Estimate())
-    found = analyze([write(tmp_path / "log", truth)], Estimate())
+    truth = made(kind, EstimatedTokens())
+    found = analyze([write(tmp_path / "log", truth)], EstimatedTokens())
     assert_close(found, truth)
-    assert words in verdict(found)
+    assert words in blending_verdict(found)
 
 
 def test_a_models_tokens_give_the_same_shares(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
@@ -55,16 +55,16 @@ def test_a_models_tokens_give_the_same_shares(make_tokenizer: Callable[..., Any]
 
 
 def test_a_request_that_comes_again_and_again_is_all_prefix(tmp_path: Path) -> None:
-    entry = next(iter(made("questions", Estimate())))
-    found = analyze([write(tmp_path / "log", [entry] * 2000)], Estimate())
+    entry = next(iter(made("questions", EstimatedTokens())))
+    found = analyze([write(tmp_path / "log", [entry] * 2000)], EstimatedTokens())
     assert found["shares"]["prefix"] > 0.98
     assert found["shares"]["elsewhere"] == 0
-    assert "not worth it" in verdict(found)
+    assert "not worth it" in blending_verdict(found)
 
 
 def test_memory_is_that_of_the_text_that_differs(tmp_path: Path) -> None:
     """A trace of the same requests twenty times as long takes under 100 bytes more per request."""
-    entries = list(made("questions", Estimate(), num_sessions=50))
+    entries = list(made("questions", EstimatedTokens(), num_sessions=50))
 
     def peak(times: int) -> int:
         path = tmp_path / f"log-{times}"
@@ -73,7 +73,7 @@ def test_memory_is_that_of_the_text_that_differs(tmp_path: Path) -> None:
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
         tracemalloc.start()
         try:
-            analyze([path], Estimate())
+            analyze([path], EstimatedTokens())
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -83,9 +83,9 @@ def test_memory_is_that_of_the_text_that_differs(tmp_path: Path) -> None:
 
 
 def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path: Path) -> None:
-    path = write(tmp_path / "log", made("questions", Estimate()))
-    plain = analyze([path], Estimate())["chunks"]
-    shown = analyze([path], Estimate(), AnalysisConfig(show_texts=True))["chunks"]
+    path = write(tmp_path / "log", made("questions", EstimatedTokens()))
+    plain = analyze([path], EstimatedTokens())["chunks"]
+    shown = analyze([path], EstimatedTokens(), AnalysisConfig(show_texts=True))["chunks"]
     assert [set(each) for each in plain] == [{"hash", "tokens", "requests"}] * len(plain)
     assert [each["hash"] for each in plain] == [each["hash"] for each in shown]
     assert plain[0]["requests"] >= plain[-1]["requests"] >= 2
@@ -96,7 +96,9 @@ def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path: Path) -> None
 def test_a_log_without_requests_is_an_error_with_the_number_of_lines(tmp_path: Path) -> None:
     (tmp_path / "broken").write_text('{"messages": [\n')
     with pytest.raises(EmptyCorpusError, match="3 lines hold none"):
-        analyze([write(tmp_path / "log", [{"level": "info"}, {"messages": []}]), tmp_path / "broken"], Estimate())
+        analyze(
+            [write(tmp_path / "log", [{"level": "info"}, {"messages": []}]), tmp_path / "broken"], EstimatedTokens()
+        )
 
 
 # -- what is saved

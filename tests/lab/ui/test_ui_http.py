@@ -327,8 +327,8 @@ def test_a_second_request_waits_and_one_that_hung_up_is_not_answered(
         assert question != "slow" or gate.wait(60)
         return retrieve(index, QUESTION, settings)
 
-    leave, answer = job_queue.UiJob.detach, QuestionRun.answer
-    monkeypatch.setattr(job_queue.UiJob, "detach", lambda job: (leave(job), left.set()))
+    leave, answer = job_queue.UiJob.cancel_unless_kept, QuestionRun.answer
+    monkeypatch.setattr(job_queue.UiJob, "cancel_unless_kept", lambda job: (leave(job), left.set()))
     monkeypatch.setattr(
         QuestionRun, "answer", lambda asked, mode, job: (answer(asked, mode, job), answered.append(mode))
     )
@@ -384,7 +384,7 @@ def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_en
             async for name, _ in (job := worker.submit(lambda job: question.answer("reuse", job), "it")).events():
                 names.append(name)
                 if name == "piece":
-                    job.detach()
+                    job.cancel_unless_kept()
             worker.join()
             return names
 

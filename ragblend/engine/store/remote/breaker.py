@@ -18,7 +18,8 @@ class CircuitBreaker:
 
     A request that exceeds its time limit is a failure. `threshold` consecutive failures open the breaker for `pause_s`
     seconds; each further failure doubles the pause, up to `max_pause_s`. A successful probe closes it, but only a
-    successful request resets the pause: a server that answers pings and fails all else is paused longer and longer.
+    successful request resets the pause. A server that answers nothing but pings is therefore paused for longer each
+    time.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CircuitBreaker:
                 self._num_failures, self._pause_s = 0, self._first_pause_s
 
     def record_write_success(self) -> None:
-        """Record a successful write. It does not reset the count of failed reads."""
+        """Record a successful write. It resets the pause only if no read has failed since the last successful read."""
         with self._lock:
             if self._state == "closed" and not self._num_failures:
                 self._pause_s = self._first_pause_s

@@ -91,7 +91,7 @@ class ObjectValues:
         return True
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name True if there is an object; queried in parallel, within one time limit."""
+        """Return for each name True if there is an object. All names are queried in parallel, within one time limit."""
         queries = ThreadPoolExecutor(_NUM_QUERIES, thread_name_prefix="ragblend-objects")
         try:
             with self._errors(self._timeout_s):
@@ -107,8 +107,8 @@ class ObjectValues:
         """Return every name with its object's bytes. Lists the whole prefix."""
         return self._list("", SUFFIX)
 
-    def clean(self) -> int:
-        """Delete killed writers' temporary files from a local folder; return their number. Others have none."""
+    def delete_temporary_files(self) -> int:
+        """Delete killed writers' temporary files from a local folder; return their number. Other backends have none."""
         return self._directory.remove_stale_files() if self._directory is not None else 0
 
     def list_metadata(self) -> list[str]:

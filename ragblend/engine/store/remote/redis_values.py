@@ -123,7 +123,7 @@ class RedisValues:
                 if size is not None:
                     yield key.decode("utf-8", "replace").removeprefix(PREFIX), size
 
-    def clean(self) -> int:
+    def delete_temporary_files(self) -> int:
         """Return 0: a value appears in one step, so there is nothing to delete."""
         return 0
 

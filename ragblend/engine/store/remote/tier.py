@@ -25,11 +25,11 @@ from itertools import takewhile
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
-from ragblend.engine.store.base import CONTAINS_BATCH, ByteStore, KVStore, StoreCounters, VerifyResult
+from ragblend.engine.store.base import CONTAINS_BATCH, ByteStore, EntryCheck, KVStore, StoreCounters
 from ragblend.engine.store.chunk_file import (
     ReadRequirements,
-    UnreadableError,
-    UnsignedError,
+    UnreadableEntryError,
+    UnsignedEntryError,
     decode_chunk,
     encode_chunk,
 )
@@ -55,8 +55,7 @@ _OVERDUE = 0.9  # share of the time limit after which a missing result counts as
 class RemoteStatus(NamedTuple):
     """The state of a remote tier. `latency_s`: round trip of a ping in seconds, None if it failed.
 
-    `num_waiting`: writes that are queued or in progress; `num_dropped`: writes dropped since the RemoteStore was
-    created.
+    `num_waiting`: writes queued or in progress; `num_dropped`: writes dropped since the RemoteStore was created.
     """
 
     url: str
@@ -149,8 +148,7 @@ class RemoteStore(KVStore):
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
-        """Fetch `keys` in parallel; return those that arrived by `until_s` (monotonic seconds), default `timeout_s`
-        from now.
+        """Fetch `keys` in parallel; return those that arrived by `until_s` (monotonic), default `timeout_s` from now.
 
         Each key counts as a `get`.
         """
@@ -230,9 +228,9 @@ class RemoteStore(KVStore):
         """Return the chunk in a value; None, counted and marked for rewriting, if it fails verification."""
         try:
             return decode_chunk(data, key, self._requirements)
-        except UnreadableError as error:
+        except UnreadableEntryError as error:
             log.warning("KV %s from %s is not used: %s", key, self.values.url, error)
-            self._count(num_damaged=1, num_unsigned=isinstance(error, UnsignedError))
+            self._count(num_damaged=1, num_unsigned=isinstance(error, UnsignedEntryError))
             self._mark_bad(key)
             return None
 
@@ -245,7 +243,7 @@ class RemoteStore(KVStore):
     # -- writing
 
     def put(self, kv: ChunkKV) -> None:
-        """Queue a chunk for sending. One that does not fit the queue and cannot be read back counts as dropped."""
+        """Queue a chunk for sending. If it neither fits into the queue nor can be read back, it counts as dropped."""
         held = load_into_memory(kv)
         with self._lock:
             self._flights.pop(held.header.key, None)
@@ -253,7 +251,7 @@ class RemoteStore(KVStore):
             self._count(num_puts=1)
 
     def set_read_back_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the tiers, fastest first, from which a queued write without tensors is read again."""
+        """Set the tiers, fastest first, from which a queued write is read if the queue does not hold its tensors."""
 
         def read_back(key: str) -> MemoryKV | None:
             found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
@@ -287,7 +285,7 @@ class RemoteStore(KVStore):
         return 0.0 if self.breaker.is_closed else max(0.01, self.breaker.wait_s())
 
     def contains(self, key: str) -> bool:
-        """Return True if the entry is stored or queued; False for a damaged one and without an answer."""
+        """Return True if the entry is stored or queued; False if it is damaged or the backend does not answer."""
         return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
@@ -318,9 +316,9 @@ class RemoteStore(KVStore):
             self._bad.pop(key, None)
         return self.values.delete(key) or queued
 
-    def clean(self) -> int:
-        """Delete killed writers' temporary files; return their number. Raises BackendUnreachableError."""
-        return self.values.clean()
+    def delete_temporary_files(self) -> int:
+        """Delete the temporary files of killed writers; return their number. Raises BackendUnreachableError."""
+        return self.values.delete_temporary_files()
 
     def keys(self) -> Iterator[str]:
         """Return the keys of all entries, unverified; none while the backend does not answer."""
@@ -330,7 +328,7 @@ class RemoteStore(KVStore):
         """Return the bytes of all entries; 0 while the backend does not answer."""
         return sum(size for _, size in self._sizes())
 
-    def verify(self) -> Iterator[VerifyResult]:
+    def verify(self) -> Iterator[EntryCheck]:
         """Fetch and verify every value. A damaged value is rewritten by the next `put` of its key.
 
         Raises BackendUnreachableError if the backend does not answer.
@@ -339,10 +337,10 @@ class RemoteStore(KVStore):
             try:
                 if (data := self.values.get(key)) is not None:
                     decode_chunk(data, key, self._requirements)
-                    yield VerifyResult(key, True, "")
-            except UnreadableError as error:
+                    yield EntryCheck(key, True, "")
+            except UnreadableEntryError as error:
                 self._mark_bad(key)
-                yield VerifyResult(key, False, f"in {self.values.url}: {error}")
+                yield EntryCheck(key, False, f"in {self.values.url}: {error}")
 
     # -- state
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, g
 from typer import Option
 
 from ragblend.errors import UsageError
-from ragblend.files.places import user_path
+from ragblend.files.places import expand_user_path
 from ragblend.options import CONTEXT, MODES, ContextPolicy, Mode
 
 DEFAULT_SHAPE = "llama-200m"
@@ -51,7 +51,7 @@ class BenchConfig:
         from ragblend.engine.store.kv import dtype_name
         from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 
-        for name, (_, option) in get_options(type(self)).items():
+        for name, (_, option) in get_typer_options(type(self)).items():
             low, value = option.min, getattr(self, name)
             if low is not None and value is not None and value < low:
                 raise UsageError(f"{name} is {value}; choose {low} or more")
@@ -84,7 +84,7 @@ class BenchConfig:
         return facts
 
 
-def get_options(config: type[BenchConfig]) -> dict[str, tuple[Any, Any]]:
+def get_typer_options(config: type[BenchConfig]) -> dict[str, tuple[Any, Any]]:
     """Return the type and the typer option of each field that has one."""
     hints = get_type_hints(config, include_extras=True)
     return {
@@ -133,8 +133,8 @@ class PromptConfig(BenchConfig):
     vllm_options: VllmOptions = field(default_factory=dict)
 
     @property
-    def lengths(self) -> tuple[int, int, int]:
-        """Chunks of a prompt, tokens of a chunk and tokens of a question: arguments of `make_prompts`."""
+    def prompt_shape(self) -> tuple[int, int, int]:
+        """Number of chunks, tokens of a chunk and tokens of the question: the first arguments of `make_prompts`."""
         return self.num_chunks, self.chunk_tokens, self.question_tokens
 
     @property
@@ -244,7 +244,7 @@ class LoadConfig(PromptConfig):
         if self.ratio is None:
             object.__setattr__(self, "ratio", find_rule(self.rule, find_shape(self.shape).num_layers).ratio)
         if self.store is not None:
-            object.__setattr__(self, "store", str(user_path(self.store, "store")))
+            object.__setattr__(self, "store", str(expand_user_path(self.store, "store")))
         if any(slowdown <= 0 for slowdown in self.slowdowns):
             raise UsageError(f"slowdowns are {self.slowdowns}; choose more than 0")
 

@@ -22,8 +22,7 @@ _RESET_PEAK = "5"  # proc(5): writing 5 resets the peak resident set size to the
 
 
 def hardware_card(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return CPU, memory, GPU, operating system, library versions and threads as JSON values. `gpu` is None unless
-    `device` is a CUDA device."""
+    """Return CPU, memory, GPU, system, versions and threads as JSON values. `gpu`: None unless `device` is a GPU."""
     return {
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -39,7 +38,7 @@ def hardware_card(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
 
 
-def card_lines(card: dict[str, Any]) -> list[str]:
+def hardware_lines(card: dict[str, Any]) -> list[str]:
     """Return the card as lines of text, one fact each; facts that are None are omitted."""
     return [f"{name:<15}{value}" for name, value in card.items() if value is not None]
 

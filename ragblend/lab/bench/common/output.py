@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ragblend.engine.report import BlendReport
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import BenchConfig, PromptConfig
-from ragblend.lab.bench.common.hardware import card_lines
+from ragblend.lab.bench.common.hardware import hardware_lines
 from ragblend.lab.plots import check_plot
 
 Echo = Callable[[str], None]
@@ -63,7 +63,7 @@ class Benchmark(NamedTuple):
         path = check_plot(plot)
         result = self.measure(config, on_progress)
         facts = result.as_dict()
-        for line in (*card_lines(facts["hardware"]), "", *self.table(result)):
+        for line in (*hardware_lines(facts["hardware"]), "", *self.table(result)):
             echo(line)
         if path is not None and self.draw is not None:
             self.draw(facts, path)
@@ -100,6 +100,6 @@ def format_table(columns: Sequence[Column], runs: Iterable[object]) -> list[str]
     return [titles, *("".join(column.cell(run) for column in columns) for run in runs)]
 
 
-def medians(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
+def median_fields(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
     """Return the medians of these fields of reports."""
     return {name: float(statistics.median(getattr(report, name) for report in reports)) for name in names}

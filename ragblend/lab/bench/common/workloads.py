@@ -36,7 +36,7 @@ _WEIGHT_STD = 0.02
 
 
 def model_config(shape: DecoderShape) -> Any:
-    """Return the transformers config of `shape`. Mistral has no sliding window, gpt-oss few experts."""
+    """Return the transformers config of `shape`. A Mistral gets no sliding window, a gpt-oss only few experts."""
     from transformers import AutoConfig
 
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
@@ -98,8 +98,7 @@ def _fill_normal(flat: Tensor, generator: torch.Generator) -> None:
 
 
 def number_tokenizer(vocab_size: int) -> Any:
-    """Return a transformers tokenizer whose words are the numbers 0 .. `vocab_size` - 1, each its own token id. Any
-    other word is token 0."""
+    """Return a transformers tokenizer of the numbers below `vocab_size`, each its token id. Other words are token 0."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -178,12 +177,12 @@ def engine_for(
     return make_engine(random_model(shape, dtype, seed, device), store, name, mark)
 
 
-def make_engine(model: Any, store: KVStore, name: str, mark: str) -> TransformersEngine:
-    """Return an engine over a transformers model, for prompts of `make_prompts`. `mark` is the model's fingerprint."""
+def make_engine(model: Any, store: KVStore, name: str, fingerprint: str) -> TransformersEngine:
+    """Return an engine over a transformers model, for prompts of `make_prompts`."""
     layers = TransformersLayers(model)
     renderer = Renderer(synthetic_tokenizer(layers.config.vocab_size))
     # "inline", so that no background work disturbs the timing.
-    return TransformersEngine(layers, renderer, store, name=name, fingerprint=mark, on_miss="inline")
+    return TransformersEngine(layers, renderer, store, name=name, fingerprint=fingerprint, on_miss="inline")
 
 
 def precompute_chunks(engine: Engine, chunks: Sequence[Chunk], on_progress: Progress) -> None:
