@@ -216,9 +216,12 @@ def delete_texts_except(
     number of deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay
     recorded, and the next call deletes them once the tier answers.
     """
-    documents = IndexedDocuments(registry)
-    if documents.pending_deletions() and all(tier.is_available() for tier in engine.store.remote_tiers):
-        _run_deletions(documents, engine, registry)
+    documents, earlier_problem = IndexedDocuments(registry), ""
+    # A call that adds documents does not wait for a tier that is known not to answer.
+    is_removal = bool(texts_of) and not any(texts_of.values())
+    is_due = is_removal or all(tier.is_available() for tier in engine.store.remote_tiers)
+    if is_due and documents.pending_deletions():
+        _, earlier_problem = _run_deletions(documents, engine, registry)
     released = registry.preview_orphaned_texts(texts_of)
     num_removed, problem = _delete_kv(released, engine, registry)
     for name, texts in texts_of.items():  # after the deletion, so that after a kill the same call finds the texts
@@ -229,4 +232,4 @@ def delete_texts_except(
         num_removed, problem = num_removed + num_late, problem or late_problem
     if released:
         registry.truncate_log()
-    return num_removed, problem
+    return num_removed, problem or earlier_problem

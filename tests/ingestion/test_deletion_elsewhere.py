@@ -85,8 +85,9 @@ def test_a_removal_during_an_outage_is_completed_by_the_next_call(
             raise BackendUnreachableError("it is down")
 
         down.setattr(one.store.tiers[-1].values, "delete", delete)
-        with pytest.raises(BackendUnreachableError, match="it is down"):
-            delete_precomputed(["a"], one)
+        for _ in range(2):
+            with pytest.raises(BackendUnreachableError, match="it is down"):
+                delete_precomputed(["a"], one)
         store(one, b="Alice Kern plays the piano.")
         assert (on_disk(one), in_remote(one)) == ({"c"}, {"a", "b", "c"})
     store(two, b="Alice Kern plays the piano.")  # which is a document of another catalogue
