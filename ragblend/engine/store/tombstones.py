@@ -90,9 +90,7 @@ class Tombstones:
         arguments = (weakref.ref(self), self._watch_ended, has_polled)
         threading.Thread(target=_poll_repeatedly, args=arguments, name="ragblend-deletions", daemon=True).start()
         if timeout_s and not has_polled.wait(timeout_s):
-            log.warning(
-                "deletions by other machines are unknown: %s did not answer within %g s", self._remote.url, timeout_s
-            )
+            log.warning("deletions by other machines are unknown: no answer of %s yet", self._remote.url)
 
     def end_watch(self) -> None:
         """End the thread that `watch` started."""
@@ -169,7 +167,10 @@ class Tombstones:
         if self._applied is not None:
             self._applied.add(name)
         if self._disk is not None and (path := self._path(name)) is not None and not path.exists():
-            Directory(self._disk.root, fsync=True).write(path, data)
+            try:
+                Directory(self._disk.root, fsync=True).write(path, data)
+            except RagblendError as error:  # the disk is full: the next process applies the tombstone again
+                log.warning("%s", error)
 
     def _path(self, name: str) -> Path | None:
         return None if self._folder is None else self._folder / f"{name}.json"

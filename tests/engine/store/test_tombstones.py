@@ -20,7 +20,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.signing import StoreKey
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.errors import BackendUnreachableError
+from ragblend.errors import BackendUnreachableError, StoreFullError
 
 KVS = [make_kv(seed, namespace="ab"[seed % 2]) for seed in range(6)]
 Remotes = Callable[[], RemoteStore]
@@ -219,6 +219,22 @@ def test_without_an_answer_of_the_remote_tier_the_entries_are_deleted_here(tmp_p
     values.is_down = False
     assert store.delete_everywhere(keys_of(0, 1)) == {*keys_of(0, 1)}
     assert (values.data, len(values.noted)) == ({}, 1)
+
+
+def test_on_a_full_disk_entries_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = DictValues()
+    one, two = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two"))
+    for store in (one, two):
+        store.put(KVS[0])
+        assert store.flush(10)
+
+    def write(self: object, path: Path, data: bytes) -> None:
+        raise StoreFullError("the disk is full")
+
+    monkeypatch.setattr(tombstones.Directory, "write", write)
+    one.delete_everywhere(keys_of(0))
+    two.apply_deletions()
+    assert (on_disk(one), on_disk(two), values.data, len(values.noted)) == (set(), set(), {}, 1)
 
 
 @settings(deadline=None, max_examples=60)
