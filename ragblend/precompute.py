@@ -143,8 +143,6 @@ def ingest(
             prefill = workers.prefill if workers is not None else prefill_here
             wanted = chunk_variants(chunks, engine.context)
             precompute_chunks(wanted, engine, on_progress, report, notify, index=opened, prefill=prefill)
-            indexed = set(followed.sources).difference(opened.sources("precomputed"))
-            opened.set_status(indexed, "precomputed")
             refresh_pins(followed.sources, engine, opened)
         if notify is not None:
             for folder, num_files in find_moved_files(opened, followed, found).items():

@@ -296,6 +296,17 @@ def test_an_index_whose_catalogue_is_gone_is_no_index(folder, damage):
         assert best(index, "x") == "x"
 
 
+def test_an_open_index_whose_catalogue_was_replaced_says_to_open_it_again(folder):
+    with reopen(folder) as index:
+        shutil.copy(folder / CATALOG_FILE, folder / "copy")
+        (folder / "copy").replace(folder / CATALOG_FILE)
+        for change in (lambda: index.search("tea"), lambda: index.remove_document("tea.txt")):
+            with pytest.raises(StoreMismatchError, match=r"was deleted or replaced .* open the index again"):
+                change()
+    with reopen(folder) as index:
+        assert best(index, "black tea") == "Black tea is fully oxidised."
+
+
 @pytest.mark.parametrize("damage", ["not a database", "truncate", "page"])
 def test_a_damaged_catalogue_is_an_error_with_a_remedy_never_an_answer(folder, damage):
     path = folder / CATALOG_FILE
@@ -328,7 +339,7 @@ def test_a_changed_row_is_noticed_when_read_and_by_check(folder, column):
 
 DAMAGED_ROWS = {
     "chunks": "UPDATE chunks SET ordinal = 7 WHERE text LIKE 'Green tea%'",
-    "documents": "UPDATE documents SET status = '' WHERE source = 'tea.txt'",
+    "documents": "UPDATE documents SET status = 'x' WHERE source = 'tea.txt'",
     "files": "UPDATE files SET top = '' WHERE path = 'tea.txt'",
     "index_facts": "UPDATE index_facts SET value = '7' WHERE name = 'generation'",
 }

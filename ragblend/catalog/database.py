@@ -44,9 +44,10 @@ def resolve_catalog(folder: Path, url: str | None = None) -> str | Path:
 class Catalog:
     """The catalogue at `place`: an SQLite file, the URL of a PostgreSQL database, or None for one in memory.
 
-    Safe between threads and processes. Each call sees the commits of other processes. After `close` or a lost
-    connection, the next call opens the database again. Raises CorruptError for a damaged file, StoreMismatchError for a
-    database with other tables, BackendUnreachableError for a server that does not answer.
+    Safe between threads and processes. Each call sees the commits of other processes. The next call after `close`, a
+    lost connection, or the deletion or replacement of the file opens the database again. Raises CorruptError for a
+    damaged file, StoreMismatchError for a database with other tables, BackendUnreachableError for a server that does
+    not answer.
     """
 
     def __init__(self, place: str | Path | None = None) -> None:
@@ -60,7 +61,7 @@ class Catalog:
         self.is_shared = self._dialect.is_shared  # True for a database server, which stores on several machines share
         self._lock = threading.RLock()
         self._connection: Connection | None = None
-        self._is_writing = False
+        self._is_in_call = self._is_writing = False
         self._num_changes = 0  # changes by this object, because SQLite's data_version does not count its own commits
         _OPEN_CATALOGS.add(self)
         with self._locked():  # an error is raised here, not at the first prompt
@@ -77,6 +78,11 @@ class Catalog:
         """Return a value that changes after each commit of others, and after this object changes token ids."""
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes
+
+    @property
+    def identity(self) -> object:
+        """A value that differs from the one of a database that stood at the same place before."""
+        return self._dialect.identity
 
     def truncate_log(self) -> None:
         """Remove deleted rows from the file's write-ahead log, unless another process is reading it."""
@@ -125,8 +131,11 @@ class Catalog:
     def _locked(self) -> Iterator[Connection]:
         """Hold the lock and yield the connection. Errors of the database are raised as RagblendErrors."""
         with self._lock:
-            is_opened = self._connection is None or self._connection.invalidated  # by an interruption
+            is_outermost, self._is_in_call = not self._is_in_call, True
             try:
+                if is_outermost and self._dialect.file_id() != self._dialect.opened_file_id:
+                    self.close()
+                is_opened = self._connection is None or self._connection.invalidated  # by an interruption
                 if is_opened:
                     self._connection = self._dialect.connect()
                     self._num_changes += not self.is_shared  # a new connection starts data_version again
@@ -141,6 +150,8 @@ class Catalog:
             except Exception:
                 with self._dialect.wrap_errors():
                     raise
+            finally:
+                self._is_in_call = not is_outermost
 
     def _rows(self, query: Select[Any], **values: object) -> Sequence[Row[Any]]:
         """Return the rows of a query."""
@@ -216,7 +227,7 @@ def _in_child() -> None:
     """Replace locks and connections: the thread that held a lock does not exist in the child."""
     _fork_locks.clear()
     for catalog in list(_OPEN_CATALOGS):
-        catalog._lock, catalog._is_writing = threading.RLock(), False
+        catalog._lock, catalog._is_in_call, catalog._is_writing = threading.RLock(), False, False
         if catalog._connection is not None and catalog.key is not None:
             _PARENT_CONNECTIONS.append(catalog._connection)  # closing it here would release the parent's locks
             catalog._connection = None

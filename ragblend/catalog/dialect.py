@@ -24,6 +24,10 @@ class Dialect(ABC):
     """Equal for catalogues over the same database; None for one in memory."""
     is_shared = False
     """True for a database server, whose catalogue stores on several machines may share."""
+    opened_file_id: object = None
+    """Set by `connect`. None for a database server, and for a database in memory."""
+    identity: object = None
+    """Set by `connect`. Differs between a database and the one that later replaces it at the same place."""
 
     @abstractmethod
     def connect(self) -> Connection:
@@ -31,6 +35,10 @@ class Dialect(ABC):
 
         Raises StoreMismatchError for a database with other tables.
         """
+
+    def file_id(self) -> object:
+        """Return a value that differs from `opened_file_id` if the opened file was deleted or replaced."""
+        return None
 
     def release(self, connection: Connection) -> None:
         """Return the connection of a shared database to its pool after a call."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, select, update
+from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, select
 
 from ragblend.catalog.index_rows import (
     IngestedFile,
@@ -44,9 +44,8 @@ from ragblend.catalog.schema import (
     select_checked,
     split_into_batches,
     text_key,
-    with_checksum,
 )
-from ragblend.errors import NotFoundError
+from ragblend.errors import NotFoundError, StoreMismatchError
 from ragblend.prompt.types import Chunk
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
@@ -76,12 +75,14 @@ _DELETE_EMPTY_FILE = delete(FILES).where(
 class IndexedDocuments:
     """The documents of an index in the catalogue of `registry`. One transaction can change documents and registry.
 
-    Each method runs in the open transaction, or else in its own. Raises the errors of `Catalog`.
+    Each method runs in the open transaction, or else in its own. Raises the errors of `Catalog`, and
+    StoreMismatchError for searches and changes after the catalogue's file was replaced.
     """
 
     def __init__(self, registry: ChunkRegistry) -> None:
         self.registry = registry
         self._rows, self._write = registry._rows, registry._write
+        self._identity = registry.identity
 
     def close(self) -> None:
         """Close the catalogue without saving search files."""
@@ -137,9 +138,9 @@ class IndexedDocuments:
         """Number of chunks."""
         return int(self._rows(select(func.count()).select_from(CHUNKS))[0][0])
 
-    def sources(self, status: str | None = None) -> list[str]:
-        """Return the sources of all documents, or of those with this `status`, in the order of their addition."""
-        return [row.source for row in self._select_checked(DOCUMENTS) if status in (None, row.status)]
+    def sources(self) -> list[str]:
+        """Return the sources of all documents, in the order of their addition."""
+        return [row.source for row in self._select_checked(DOCUMENTS)]
 
     def content_hashes_by_file(self) -> dict[str, dict[str, str]]:
         """Return {source: content hash} of each file's documents, by file, in the order of their addition.
@@ -224,11 +225,10 @@ class IndexedDocuments:
                 for (number,) in damaged["documents"]:
                     self._delete_document(connection, number)
                 for table, column in ((DOCUMENTS, "content_hash"), (FILES, "version")):
-                    rows = connection.execute(select(table)).all()
-                    intact = [
-                        row for row in rows if is_intact([row._mapping[c.name] for c in columns_with_checksum(table)])
-                    ]
-                    _update(connection, table, intact, **{column: ""})
+                    rows = [row._mapping for row in connection.execute(select(table))]
+                    intact = [row for row in rows if is_intact([row[c.name] for c in columns_with_checksum(table)])]
+                    connection.execute(delete(table))
+                    insert_rows(connection, table, ({**row, column: ""} for row in intact))
                 self._advance()
         self.registry.remove_damaged_rows()
 
@@ -287,8 +287,8 @@ class IndexedDocuments:
             if number is None:
                 number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
             self._delete_document(connection, number)
-            document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
-            insert_rows(connection, DOCUMENTS, [{**document, "status": "indexed"}])
+            document = {"number": number, "source": source, "file": file, "content_hash": content_hash, "status": ""}
+            insert_rows(connection, DOCUMENTS, [document])
             insert_rows(
                 connection,
                 CHUNKS,
@@ -305,25 +305,13 @@ class IndexedDocuments:
                 select(DOCUMENTS.c.number, DOCUMENTS.c.file).where(DOCUMENTS.c.source == source)
             ).first()
             if found is None:
-                raise self._not_found(source)
+                raise NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend stats")
             self._advance()
             self._delete_document(connection, found.number)
             records = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
             self.record_files(IngestedFile(record.path, "", record.top) for record in records)  # the file is read again
             self._record_orphans(connection, source, (row.text for row in old))
         return len(old)
-
-    def set_status(self, sources: Iterable[str], status: str) -> None:
-        """Set the status of documents, for example "precomputed".
-
-        Raises NotFoundError for an unknown source; then no status is changed.
-        """
-        wanted = set(sources)
-        with self._write() as connection:
-            rows = [row for row in self._select_checked(DOCUMENTS) if row.source in wanted]
-            for source in wanted.difference(row.source for row in rows):
-                raise self._not_found(source)
-            _update(connection, DOCUMENTS, rows, status=status)
 
     def record_files(self, records: Iterable[IngestedFile]) -> None:
         """Record ingested files, each in place of its older record. A file without documents is not recorded."""
@@ -354,6 +342,10 @@ class IndexedDocuments:
 
     def _fact(self, name: str) -> str:
         rows = self._rows(select_checked(INDEX_FACTS, equals_parameters(INDEX_FACTS, "name")), b_name=name)
+        if self.registry.identity != self._identity:
+            raise StoreMismatchError(
+                f"{self.registry.name} was deleted or replaced after this index was opened; open the index again"
+            )
         value = next((str(row.value) for row in rows if is_intact(row)), "")
         if not value or (name == "generation" and not value.isdecimal()):
             raise self.registry.damage_error(f"the row {name!r} of the index's facts is missing or damaged")
@@ -368,9 +360,6 @@ class IndexedDocuments:
         generation = self.generation() + 1
         self._put_fact("generation", str(generation))
         return generation
-
-    def _not_found(self, source: str) -> NotFoundError:
-        return NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend stats")
 
     @staticmethod
     def _delete_document(connection: Connection, number: int) -> None:
@@ -396,15 +385,3 @@ class IndexedDocuments:
 
 def _facts_as_text(facts: Mapping[str, object]) -> str:
     return json.dumps({key: str(value) for key, value in facts.items()})
-
-
-def _update(connection: Connection, table: Table, rows: Iterable[Row[Any]], **changes: object) -> None:
-    """Change columns of rows, and their checksums."""
-    key = next(iter(table.primary_key.columns))
-    changed = [with_checksum(table, {**row._mapping, **changes}) for row in rows]
-    if changed:
-        names = [*changes, "checksum"]
-        statement = update(table).where(key == bindparam("b_key")).values({n: bindparam(f"b_{n}") for n in names})
-        connection.execute(
-            statement, [{"b_key": row[key.name], **{f"b_{n}": row[n] for n in names}} for row in changed]
-        )

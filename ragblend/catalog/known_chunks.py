@@ -124,6 +124,7 @@ class KnownChunks:
     def _clear(self) -> None:
         self._index = TokenIndex(self._cached_ids)
         self._version: tuple[int, int] | None = None
+        self._identity = self._registry.identity
         self._last_number = 0
         self._num_removals = 0
 
@@ -132,7 +133,8 @@ class KnownChunks:
         version = self._registry.change_counter()
         if version == self._version:
             return
-        if self._version is not None and version < self._version:  # another database replaced it
+        is_older = self._version is not None and version < self._version
+        if is_older or self._identity != self._registry.identity:  # another database replaced it
             self._clear()
         self._cached_ids.cache_clear()  # a removed chunk has no ids any more, so the index finds no run of it
         self._cached_document.cache_clear()

@@ -35,7 +35,7 @@ from sqlalchemy.types import UserDefinedType
 
 from ragblend.files.sqlite import row_checksum
 
-SCHEMA_VERSION = 2  # 1: without the tables of an index
+SCHEMA_VERSION = 2
 METADATA = MetaData()
 
 
@@ -236,6 +236,7 @@ DOCUMENTS = _checked_table(
     *(_text(name) for name in ("file", "content_hash", "status")),
     unchecked="",
 )
+"""The documents of the index. `status` is empty; earlier versions wrote a word into it that nothing reads."""
 Index("documents_by_file", DOCUMENTS.c.file)
 CHUNKS = _checked_table(
     "chunks",

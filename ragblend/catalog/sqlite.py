@@ -6,13 +6,14 @@ import hashlib
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import cast
+from uuid import uuid4
 
-from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, select
+from sqlalchemy import Connection, Engine, NullPool, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
@@ -34,8 +35,34 @@ class SqliteDialect(Dialect):
         self.name, self.key = str(path), path
 
     def connect(self) -> Connection:
-        """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue."""
-        return _open(self.path, self.fix_hint())
+        """Open the file, creating it if missing. Files of earlier versions are copied into the catalogue.
+
+        In a folder that cannot be written and has no catalogue, the copies are in memory.
+        """
+        path = self.path
+        is_writable = path is not None and _make_folder(path)
+        is_kept = path is not None and (is_writable or path.exists())
+        if is_kept and path is not None:
+            _create_private(path)
+        self.opened_file_id = self.file_id()  # before the file is opened: another process may replace it in between
+        connection = _connect_to(path if is_kept else None)
+        try:
+            _check_schema(connection, path, self.fix_hint())
+            if path is not None and (is_writable or not is_kept):
+                import_former_files(path.parent, _sqlite(connection), removes_files=is_kept)
+            self.identity = (self.opened_file_id, _read_meta(connection, "id"))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def file_id(self) -> tuple[int, int] | None:
+        """Return device and inode of the file at the path; None without a file."""
+        if self.path is not None:
+            with suppress(OSError):
+                found = self.path.stat()
+                return found.st_dev, found.st_ino
+        return None
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
         """Begin a transaction. An IMMEDIATE one waits for other writers."""
@@ -105,48 +132,15 @@ def _sqlite(connection: Connection) -> sqlite3.Connection:
     return cast("sqlite3.Connection", connection.connection.dbapi_connection)
 
 
-def _open(path: Path | None, fix: str) -> Connection:
-    folder = path.parent if path is not None else None
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise make_write_error(error, path) from error
-    is_writable = folder is not None and os.access(folder, os.W_OK)
-    if folder is not None and is_writable and (kind := find_network_file_system(folder)):
-        raise StoreNotWritableError(
-            f"{folder} is on a network file system ({kind}), where SQLite's locks do not protect the catalogue. "
-            "Use a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local disk "
-            "and only its KV on the network: `kv_dir`"
-        )
-    is_kept = path is not None and (is_writable or path.exists())
-    if is_kept and path is not None:
-        _create_private(path)
-    connection = _connect_to(path if is_kept else None)
-    try:
-        if is_kept and not is_writable and _lacks_tables(connection):  # it is upgraded in memory
-            copy, is_kept = _connect_to(None), False
-            _sqlite(connection).backup(_sqlite(copy))
-            connection.close()
-            connection = copy
-        _check_schema(connection, path, fix)
-        if folder is not None and (is_writable or not is_kept):
-            import_former_files(folder, _sqlite(connection), removes_files=is_kept)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
-    """Create missing tables. Raises StoreMismatchError or CorruptError if the file has other tables."""
-    if _lacks_tables(connection):
+    """Create the tables in an empty file. Raises StoreMismatchError or CorruptError if the file has other tables."""
+    if not _read_schema(connection):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
-        if _lacks_tables(connection):  # or another process was faster
+        if not _read_schema(connection):  # or another process was faster
             METADATA.create_all(connection)
             made = f"{SCHEMA_VERSION} {_digest(_read_schema(connection))}"
-            connection.execute(delete(META))
-            connection.execute(META.insert().values(name="schema", value=made))
+            rows = [{"name": "schema", "value": made}, {"name": "id", "value": uuid4().hex}]
+            connection.execute(META.insert(), rows)
             connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.exec_driver_sql("COMMIT")
     schema = _read_schema(connection)
@@ -157,7 +151,8 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
             "choose another folder for the store: `store='OTHER_DIR'`"
         )
     version = connection.exec_driver_sql("PRAGMA user_version").scalar()
-    if _recorded_schema(connection, schema) != f"{version} {_digest(schema)}":
+    recorded = _read_meta(connection, "schema") if META.name in tables else None
+    if recorded != f"{version} {_digest(schema)}":
         raise CorruptError(f"{path} is damaged (its tables are not those of version {version}). {fix}")
     if version != SCHEMA_VERSION:
         raise StoreMismatchError(
@@ -166,17 +161,8 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
         )
 
 
-def _lacks_tables(connection: Connection) -> bool:
-    """Return True for an empty file, and for an undamaged one of an earlier version."""
-    schema = _read_schema(connection)
-    version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-    is_former = version < SCHEMA_VERSION and _recorded_schema(connection, schema) == f"{version} {_digest(schema)}"
-    return not schema or is_former
-
-
-def _recorded_schema(connection: Connection, schema: Sequence[tuple[str, str, str]]) -> str | None:
-    query = select(META.c.value).where(META.c.name == "schema")
-    return connection.execute(query).scalar() if ("table", META.name) in {row[:2] for row in schema} else None
+def _read_meta(connection: Connection, name: str) -> str | None:
+    return connection.execute(select(META.c.value).where(META.c.name == name)).scalar()
 
 
 def _read_schema(connection: Connection) -> Sequence[tuple[str, str, str]]:
@@ -186,6 +172,23 @@ def _read_schema(connection: Connection) -> Sequence[tuple[str, str, str]]:
 
 def _digest(schema: Sequence[tuple[str, str, str]]) -> str:
     return hashlib.blake2b(repr(schema).encode(), digest_size=16).hexdigest()
+
+
+def _make_folder(path: Path) -> bool:
+    """Create the folder of a catalogue if missing. Return True if it can be written."""
+    folder = path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise make_write_error(error, path) from error
+    is_writable = os.access(folder, os.W_OK)
+    if is_writable and (kind := find_network_file_system(folder)):
+        raise StoreNotWritableError(
+            f"{folder} is on a network file system ({kind}), where SQLite's locks do not protect the catalogue. "
+            "Use a database, `catalog='postgresql://USER:PASSWORD@HOST/DATABASE'`; or put the store on a local "
+            "disk and only its KV on the network: `kv_dir`"
+        )
+    return is_writable
 
 
 def _create_private(path: Path) -> None:

@@ -39,7 +39,7 @@ class FaissVectors:
         made_for, generation, _ = _TRAILER.unpack(data[end:])
         found = FaissVectors(dim, generation)
         found.faiss = faiss.deserialize_index(np.frombuffer(data[:end], np.uint8))
-        if (made_for, found.dim) != (index_id, dim):
+        if (made_for, found.faiss.d) != (index_id, dim):
             raise ValueError("belongs to another index")
         return found
 
@@ -47,11 +47,6 @@ class FaissVectors:
         """Return the contents of a vectors file. index_id: 16 bytes."""
         data = bytes(faiss.serialize_index(self.faiss).tobytes()) + _TRAILER.pack(index_id, self.generation, b"")[:-32]
         return data + hashlib.sha256(data).digest()
-
-    @property
-    def dim(self) -> int:
-        """Length of a vector."""
-        return int(self.faiss.d)
 
     def __len__(self) -> int:
         return int(self.faiss.ntotal)

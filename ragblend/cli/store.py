@@ -215,9 +215,7 @@ def gc(
     from ragblend.operations.maintenance import collect_garbage
 
     max_bytes = parse_bytes(max_size) if max_size is not None else None
-    result = collect_garbage(
-        settings.store, settings.store if orphans else None, max_bytes, dry_run, kv_dir=settings.kv_dir
-    )
+    result = collect_garbage(settings.store, max_bytes, dry_run, orphans=orphans, kv_dir=settings.kv_dir)
     verb = "would be freed" if dry_run else "freed"
     kept = format_bytes(result.kept_bytes)
     text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"

@@ -85,6 +85,7 @@ class _Vectors:
     def __init__(self, name: str) -> None:
         self._name = name  # of the embedder
         self._lock = threading.Lock()
+        self._identity: object = None  # of the registry's database
         self._clear()
 
     def _clear(self) -> None:
@@ -117,8 +118,10 @@ class _Vectors:
     def _update(self, registry: ChunkRegistry) -> None:
         added = registry.variants_after(self._last_number, self._name)
         self._num_read += len(added)
-        if self._num_read - registry.count_variants(self._name) > self._num_read // 4:  # then the rows are read again
+        num_removed = self._num_read - registry.count_variants(self._name)
+        if num_removed > self._num_read // 4 or registry.identity != self._identity:  # then the rows are read again
             self._clear()
+            self._identity = registry.identity
             added = registry.variants_after(0, self._name)
             self._num_read = len(added)
         for number, variant in added:

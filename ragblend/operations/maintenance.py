@@ -82,15 +82,11 @@ class VerifyReport:
 
 
 def verify_and_quarantine(
-    store: str | Path,
-    index: str | Path | None = None,
-    progress: Progress = ignore_progress,
-    *,
-    kv_dir: str | None = None,
+    store: str | Path, progress: Progress = ignore_progress, *, kv_dir: str | None = None
 ) -> VerifyReport:
     """Read every stored byte and check the index. Damaged entries are moved to quarantine, so that they are never used.
 
-    index: the folder of the documents, if it is not `store`. kv_dir: the folder of the entries, if configured.
+    kv_dir: the folder of the entries, if configured.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     report = VerifyReport()
@@ -102,7 +98,7 @@ def verify_and_quarantine(
     report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}
     _verify_registry(disk, report)
     try:
-        with open_index(store if index is None else index) as opened:
+        with open_index(store) as opened:
             is_checked = opened.registry.key == catalog_location(disk)
             report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
             _compare_with_index(disk, opened, report)
@@ -205,11 +201,7 @@ def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: st
         disk.delete_metadata(DEFAULTS_FILE)
         report.dropped.append(f"{DEFAULTS_FILE} was removed; {_LOSS_MESSAGES[DEFAULTS_FILE]}")
     if CATALOG_FILE in report.damaged_files:
-        try:
-            with open_registry(disk) as registry:
-                is_sound = _remove_damaged_rows(registry)
-        except CorruptError:
-            is_sound = False
+        is_sound = _remove_damaged_rows(disk)
         if not is_sound:  # the file's structure is damaged, so deleting rows does not repair it
             delete_catalog_files(disk.root)
             _record_stored(disk)
@@ -217,10 +209,19 @@ def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: st
         report.dropped.append(f"{what} removed; {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
-def _remove_damaged_rows(registry: ChunkRegistry) -> bool:
-    """Delete the damaged rows of a catalogue. Return True if it then has no damage."""
-    IndexedDocuments(registry).remove_damaged_rows()
-    return not registry.find_problems()
+def _remove_damaged_rows(disk: DiskStore) -> bool:
+    """Delete the damaged rows of a store's catalogue, and record all entries again. Return False if it still has
+    damage.
+    """
+    try:
+        with open_registry(disk) as registry:
+            IndexedDocuments(registry).remove_damaged_rows()
+            is_sound = not registry.find_problems()
+    except CorruptError:
+        return False
+    if is_sound:
+        _record_stored(disk)
+    return is_sound
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
@@ -231,17 +232,8 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
     still = {result.key for result in disk.verify_metadata(calibration_error)}
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:
-            if (known := getattr(engine, "known_chunks", None)) is not None:
-                known.close()  # it may have a removed file open
-            try:
-                with open_registry(disk) as registry:
-                    is_sound = _remove_damaged_rows(registry)
-            except RagblendError:
-                is_sound = False
-            if not is_sound:
+            if not _remove_damaged_rows(disk):
                 report.unrepaired.append(reason)
-                continue
-            _record_stored(disk)
         elif place in still:
             disk.delete_metadata(place)
             report.dropped.append(f"{place} was removed; {_LOSS_MESSAGES[place.partition('/')[0]]}")
@@ -283,13 +275,13 @@ class GcReport(NamedTuple):
 
 def collect_garbage(
     store: str | Path,
-    index: str | Path | None,
     max_bytes: int | None = None,
     dry_run: bool = False,
     *,
+    orphans: bool = False,
     kv_dir: str | None = None,
 ) -> GcReport:
-    """Remove temp files, damaged entries, with `index` also orphans, then the least recently used KV over `max_bytes`.
+    """Remove temp files, damaged entries, with `orphans` also those, then the least recently used KV over `max_bytes`.
 
     Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
     KV computed after such a chunk, their registered texts, and pins of documents that are not indexed. Documents that
@@ -297,16 +289,16 @@ def collect_garbage(
     tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
-    if index is None:
+    if not orphans:
         result = disk.gc(max_bytes, None, dry_run)
         if not dry_run:
             _unrecord_missing(disk)
         return GcReport(*result)
-    with open_index(index) as opened, opened.registry_for(disk) as registry:
+    with open_index(store) as opened, opened.registry_for(disk) as registry:
         used = _load_live_chunks(opened, registry)
         if used is None:
             raise RagblendError(
-                f"the tokenizer of the index {index} cannot be loaded, so orphans are unknown; "
+                f"the tokenizer of the index {store} cannot be loaded, so orphans are unknown; "
                 "run ragblend gc without --orphans, or make the model available"
             )
         kept = set(map(str.strip, opened.texts())).union(registry.texts_of_named_documents())
@@ -315,21 +307,21 @@ def collect_garbage(
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             texts = tuple(text for text in registry.texts() if text not in kept)
             return GcReport(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
-        orphans, freed_bytes = _drop_orphans(disk, opened, registry, used)
+        dropped, freed_bytes = _drop_orphans(disk, opened, registry, used)
         with opened.write_transaction(), registry.block_additions():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
             kept.update(registry.texts_of_named_documents(), registry.texts_after(used.last_text))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.delete_texts(texts)
             registry.remove_ids_without_text()
-            registry.remove_entry_chunks(orphans)
+            registry.remove_entry_chunks(dropped)
             pins = _stray_pins(disk, opened, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)
         registry.truncate_log()
         result = disk.gc(max_bytes)
         _unrecord_missing(disk)
-        result = result._replace(evicted=(*orphans, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
+        result = result._replace(evicted=(*dropped, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
     return GcReport(*result, texts, pins)
 
 
@@ -355,10 +347,9 @@ def _drop_orphans(
 
 def _unrecord_missing(disk: DiskStore) -> None:
     """Delete the registry's records of missing entries. It is the last step, so `verify` reports them after a kill."""
-    if has_registry(disk):
-        with open_registry(disk) as registry:
-            if gone := [key for key in registry.stored_entries() if not disk.has_file(key)]:
-                registry.remove_stored_entries(gone)
+    with open_registry(disk, create=False) as registry:
+        if gone := [key for key in registry.stored_entries() if not disk.has_file(key)]:
+            registry.remove_stored_entries(gone)
 
 
 def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
@@ -370,7 +361,7 @@ def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) ->
 def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[str]:
     """Yield the keys of entries that no chunk in use needs."""
     after_prefix = (header for header in headers if header.prefix_ids)
-    found = find_orphaned_keys(after_prefix, lambda ids: None if ids in used.ids else True, used.joint)
+    found = find_orphaned_keys(after_prefix, lambda ids: None if ids in used.ids else True, used.renderer.separator_ids)
     return (key for key, _ in found)
 
 
@@ -459,7 +450,6 @@ class _LiveChunks(NamedTuple):
     """The chunks that documents have, as token ids, at one state of index and registry."""
 
     ids: set[tuple[int, ...]]
-    joint: tuple[int, ...]  # token ids between two chunks of a prompt
     generation: int  # of the index
     last_text: int  # row number of the registry's latest text
     renderer: Renderer
@@ -484,6 +474,4 @@ def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks
     if renderer.fingerprint != made.tokenizer_fingerprint:
         return None
     texts = set(index.texts()).union(registry.texts_of_named_documents())
-    return _LiveChunks(
-        set(map(renderer.chunk_ids, texts)), renderer.separator_ids, made.generation, last_text, renderer
-    )
+    return _LiveChunks(set(map(renderer.chunk_ids, texts)), made.generation, last_text, renderer)

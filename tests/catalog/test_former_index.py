@@ -17,14 +17,21 @@ from ragblend.catalog.schema import DocumentName, text_key
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.errors import CorruptError, StoreMismatchError
 from ragblend.files.sqlite import row_checksum
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, FORMER_MANIFEST, VECTORS_FILE
+from ragblend.files.store_folder import (
+    CATALOG_FILE,
+    FORMER_INDEX_FILE,
+    FORMER_MANIFEST,
+    FORMER_REGISTRY_FILE,
+    VECTORS_FILE,
+)
 from ragblend.index import ChunkIndex, open_index
 
 HERE = Path(__file__).parent
-DUMPS = {FORMER_INDEX_FILE: "former_index.sql", CATALOG_FILE: "former_catalog.sql"}
-"""Write `chunks.sqlite` and `catalog.sqlite` as the last version with a separate index database did."""
+DUMPS = {FORMER_INDEX_FILE: "former_index.sql", FORMER_REGISTRY_FILE: "former_registry.sql"}
+"""Write `chunks.sqlite` and `texts.sqlite` as the last version without a catalogue did."""
 OWNER = DocumentName("index:1efb8f56cf484f9e95d941d216b3d3d6")
 DARK, ROCK, GREY, SPLITS = "Basalt is dark.", "Basalt is a rock.", "Slate is grey.", "Slate splits."
+ADDED = "Of a framework."
 
 
 @pytest.fixture
@@ -34,9 +41,24 @@ def folder(tmp_path: Path) -> Path:
     for name, dump in DUMPS.items():
         with closing(sqlite3.connect(found / name, isolation_level=None)) as file:
             file.executescript((HERE / dump).read_text())
+    register(found / FORMER_REGISTRY_FILE)
     for name in (VECTORS_FILE, FORMER_MANIFEST):
         (found / name).write_bytes(b"of the former index")
     return found
+
+
+def register(path: Path) -> None:
+    """Write the texts of the former index, and one of a framework, in place of those of the dump."""
+    owners = {DARK: OWNER.collection, ROCK: OWNER.collection, GREY: OWNER.collection, SPLITS: OWNER.collection}
+    owners[ADDED] = "langchain/9"
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.create_function("row_checksum", -1, row_checksum, deterministic=True)
+        file.execute("DELETE FROM registered_texts")
+        file.execute("DELETE FROM text_holders")
+        for text, owner in owners.items():
+            row = {"owner": owner, "key": text_key(text), "text": text}
+            file.execute("INSERT INTO registered_texts (key, text) VALUES (:key, :text)", row)
+            file.execute("INSERT INTO text_holders VALUES (:owner, :key, row_checksum(:owner, :key))", row)
 
 
 def change(path: Path, statement: str) -> None:
@@ -52,7 +74,7 @@ def assert_whole(index: ChunkIndex) -> None:
         "": {"langchain/7": "h"},
     }
     assert index.files() == {f"/d/{name}.md": IngestedFile(f"/d/{name}.md", f"v{name}", "/d") for name in "ab"}
-    assert index.sources("precomputed") == ["/d/a.md"]
+    assert index.sources() == ["/d/a.md", "/d/b.md", "langchain/7"]
     assert [chunk.text for chunk in index.chunks()] == [DARK, ROCK, GREY, DARK]
     assert dict(next(index.chunks()).metadata) == {"title": "/d/"}
     assert (index.manifest.chunk_size, index.manifest.generation, index.collection) == (64, 5, OWNER.collection)
@@ -63,8 +85,8 @@ def assert_whole(index: ChunkIndex) -> None:
     assert [hit.chunk.text for hit in index.search(ROCK, 1)] == [ROCK]
     np.testing.assert_array_equal(index.embed([DARK]), HashingEmbedder(8).embed([DARK]))
     assert index.registry.texts_of(OWNER) == {DARK, ROCK, GREY, SPLITS}
-    assert index.registry.texts_of(DocumentName("langchain", "9")) == {"Of a framework."}
-    assert index.registry.stored_entries() == {"entry-a": "model"}
+    assert index.registry.texts_of(DocumentName("langchain", "9")) == {ADDED}
+    assert index.registry.stored_entries() == {"entry-a": "model", "entry-b": "model"}
     assert index.find_problems() == []
 
 
@@ -72,9 +94,9 @@ def test_the_index_is_read_in_once(folder: Path, caplog: pytest.LogCaptureFixtur
     for _ in range(2):
         with open_index(folder, HashingEmbedder(8)) as index:
             assert_whole(index)
-    former = folder / FORMER_INDEX_FILE
     assert [record.message for record in caplog.records] == [
-        f"{former} was written by an earlier version; its 3 documents were copied into the catalogue"
+        f"{folder / name} was written by an earlier version; its {what} were copied into the catalogue"
+        for name, what in ((FORMER_REGISTRY_FILE, "5 texts"), (FORMER_INDEX_FILE, "3 documents"))
     ]
     assert sorted(path.name for path in folder.iterdir()) == [CATALOG_FILE, VECTORS_FILE]
 
@@ -93,9 +115,10 @@ def test_a_reading_that_is_cut_short_anywhere_is_finished_by_the_next(
     removed: list[str] = []
 
     def killed(path: Path) -> None:
-        if len(removed) == cut:
-            raise KeyboardInterrupt
-        removed.append(path.name)
+        if not path.name.startswith(FORMER_REGISTRY_FILE):
+            if len(removed) == cut:
+                raise KeyboardInterrupt
+            removed.append(path.name)
         path.unlink(missing_ok=True)
 
     with monkeypatch.context() as patch:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentName
@@ -56,6 +57,23 @@ def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place:
     assert ("text 0" in one, "text 2" in one) == (False, True)
     one.add(["text 0"], lambda _: ids_of(3))  # the text again, with the ids of another tokenization
     assert chunks_found(other, 4) == {1, 2, 3}
+
+
+def test_chunks_are_added_to_and_found_in_the_file_that_replaced_the_open_one(path: Path) -> None:
+    known = KnownChunks(ChunkRegistry(path), "t", "")
+    add(known, [0, 1])
+    assert chunks_found(known, 5) == {0, 1}
+    delete_catalog_files(path.parent)
+    assert chunks_found(known, 5) == set()
+    add(known, [0])  # the removed file has its ids
+    assert chunks_found(known, 5) == {0}
+    assert ChunkRegistry(path).count_ids("t", "") == 1
+    with ChunkRegistry(path.parent / "other" / CATALOG_FILE) as other:
+        for number in range(2, 5):
+            add(KnownChunks(other, "t", ""), [number])
+    delete_catalog_files(path.parent)
+    (path.parent / "other" / CATALOG_FILE).replace(path)
+    assert chunks_found(known, 5) == {2, 3, 4}
 
 
 def test_processes_see_what_the_other_adds_and_removes(kept_place: str | Path) -> None:

@@ -213,25 +213,25 @@ def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
     with opened() as engine:
         bring_in(docs, engine, context="similar")
         keys = {name: engine.key(similar(name)) for name in TEXTS}
-    store, index = tmp_path / "kv", tmp_path / "kv"
+    store = tmp_path / "kv"
     assert push_store(store, open_remote(url)).num_sent == 8
     before = {path.name: path.read_bytes() for path in store.glob("kv/??/*")}
     place = next(store.glob(f"kv/??/{keys['bell']}*"))
     place.write_bytes(place.read_bytes()[:-1] + b"?")
-    report = verify_and_quarantine(store, index)
+    report = verify_and_quarantine(store)
     assert (list(report.damaged), report.orphans, report.num_without_kv) == ([keys["bell"]], 0, 0)
-    with opened() as engine, open_engine_index(index, engine, create=False) as found:
+    with opened() as engine, open_engine_index(store, engine, create=False) as found:
         assert repair_store(report, engine, found) == 1
     assert {path.name: path.read_bytes() for path in store.glob("kv/??/*")} == before
-    with opened(kv_dtype="int8") as engine, open_engine_index(index, engine, create=False) as found:
+    with opened(kv_dtype="int8") as engine, open_engine_index(store, engine, create=False) as found:
         assert precompute_index(engine, found, rewrite=True).num_rewritten_kv == 8
     assert {header.stored_dtype for header in DiskStore(store).headers()} == {"int8"}
-    with opened() as engine, open_engine_index(index, engine, create=False) as found:
+    with opened() as engine, open_engine_index(store, engine, create=False) as found:
         assert precompute_index(engine, found, rewrite=True).num_rewritten_kv == 8
     assert {header.stored_dtype for header in DiskStore(store).headers()} == {"float32"}
-    with open_index(index) as found:  # forgotten by the index alone, as a crash would leave it
+    with open_index(store) as found:  # forgotten by the index alone, as a crash would leave it
         found.remove_document(str(docs / "fox.txt"))
-    collect_garbage(store, index)
+    collect_garbage(store, orphans=True)
     assert {key for key in keys.values() if DiskStore(store).has_file(key)} == {keys["moss"]}
 
 

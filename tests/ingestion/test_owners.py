@@ -98,9 +98,9 @@ def test_gc_of_orphans_keeps_what_a_framework_has_added(engine: TransformersEngi
     ingest(tmp_path / "slate.txt", engine, tmp_path / "store")
     add(engine, BASALT, "1")
     precompute_documents([CHALK], engine)  # nothing by which it could be removed
-    report = collect_garbage(tmp_path / "store", tmp_path / "store", dry_run=True)
+    report = collect_garbage(tmp_path / "store", orphans=True, dry_run=True)
     assert (report.texts, len(report.evicted)) == ((CHALK,), 1)
-    report = collect_garbage(tmp_path / "store", tmp_path / "store")
+    report = collect_garbage(tmp_path / "store", orphans=True)
     assert (report.texts, len(report.evicted)) == ((CHALK,), 1)
     stored = {*DiskStore(tmp_path / "store", create=False).keys()}  # the engine's memory has them still
     assert stored == {engine.key(text) for text in (BASALT, SLATE)}

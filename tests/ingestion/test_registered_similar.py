@@ -15,6 +15,7 @@ from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from similar_texts import TEXTS, texts_behind
 
 from ragblend import BlendLLM, Chunk, Prompt, load_engine, open_index
+from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
@@ -230,6 +231,17 @@ def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
         registry.remove_damaged_rows()
         assert registry.find_problems() == []
     assert precompute_documents([*ALL, "Ida Holm lives in Norburg and plays the flute."], engine).num_new_kv == 2
+
+
+def test_similar_chunks_come_from_the_catalogue_that_replaced_another(opened):
+    engine = opened()
+    precompute_documents([FOX, BELL], engine)
+    delete_catalog_files(engine.store.disk_tier.root)
+    precompute_documents([KERN, MOSS], engine)
+    with open_registry(engine.store) as registry:
+        finder = registered_similar.open_registered_finder(engine, registry)
+        assert finder is not None
+        assert finder.similar_texts(KERN, 3, lambda _: True) == [MOSS]
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def corpus(tmp_path: Path) -> Iterator[Corpus]:
     (tmp_path / "docs").mkdir()
     with (
         load_engine("demo", tmp_path / "kv") as engine,
-        open_engine_index(tmp_path / "index", engine, "hashing", 32) as index,
+        open_engine_index(tmp_path / "kv", engine, "hashing", 32) as index,
     ):
         yield Corpus(tmp_path, engine, index)
 
@@ -199,7 +199,7 @@ def test_what_a_remote_tier_could_not_be_told_is_told_next_time(tmp_path, monkey
     (tmp_path / "docs").mkdir()
     with (
         load_engine("demo", tmp_path / "kv", remote=f"file://{tmp_path}/shared") as engine,
-        open_engine_index(tmp_path / "index", engine, "hashing", 32) as index,
+        open_engine_index(tmp_path / "kv", engine, "hashing", 32) as index,
     ):
         corpus = Corpus(tmp_path, engine, index)
         corpus.write(a_txt=FOX, b_txt=KERN)
@@ -458,9 +458,9 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     orphans = [corpus.engine.key(chunk) for chunk in chunks]
     corpus.engine.store.pin("gone.txt", orphans[:1])
     corpus.engine.store.pin("by hand", before[:1])
-    assert verify_and_quarantine(corpus.root / "kv", corpus.root / "index").orphans == 3
+    assert verify_and_quarantine(corpus.root / "kv").orphans == 3
     for dry_run in (True, False):
-        garbage = collect_garbage(corpus.root / "kv", corpus.root / "index", dry_run=dry_run)
+        garbage = collect_garbage(corpus.root / "kv", orphans=True, dry_run=dry_run)
         assert sorted(garbage.evicted) == sorted(orphans)
         assert (garbage.texts, garbage.pins) == (("An orphan.",), ("gone.txt",))
     assert sorted(DiskStore(corpus.root / "kv").keys()) == before

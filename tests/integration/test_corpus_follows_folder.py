@@ -180,7 +180,6 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
         "hashes": {
             source: hashed for found in index.content_hashes_by_file().values() for source, hashed in found.items()
         },
-        "precomputed": sorted(index.sources("precomputed")),
         "files": {path: note.version for path, note in index.files().items()},
         "leftovers": index.orphaned_texts().last_number,
         "texts": texts,
@@ -201,7 +200,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
     num_runs = 1
     with (
         load_engine("demo", tmp_path / "kv", memory_gib=0) as engine,
-        open_engine_index(tmp_path / "index", engine, "hashing", CHUNK_TOKENS) as index,
+        open_engine_index(tmp_path / "kv", engine, "hashing", CHUNK_TOKENS) as index,
     ):
         ingest(folder.root, engine, index, **OPTIONS)
         for _ in range(NUM_STEPS):
@@ -225,7 +224,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         assert again.num_unchanged == again.num_documents == len(followed["chunks"])
     with (
         load_engine("demo", tmp_path / "fresh" / "kv", memory_gib=0) as engine,
-        open_engine_index(tmp_path / "fresh" / "index", engine, "hashing", CHUNK_TOKENS) as index,
+        open_engine_index(tmp_path / "fresh" / "kv", engine, "hashing", CHUNK_TOKENS) as index,
     ):
         ingest(folder.root, engine, index, **OPTIONS)
         fresh = state(tmp_path / "fresh", engine, index)
@@ -236,8 +235,8 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         for layer in range(mine.header.num_layers):
             for one, other in zip(mine.layer(layer), theirs.layer(layer), strict=True):
                 torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    verified = verify_and_quarantine(tmp_path / "kv", tmp_path / "index")
+    verified = verify_and_quarantine(tmp_path / "kv")
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
-    garbage = collect_garbage(tmp_path / "kv", tmp_path / "index")
+    garbage = collect_garbage(tmp_path / "kv", orphans=True)
     assert (garbage.evicted, garbage.texts, garbage.pins) == ((), (), ())
     counted(f"{NUM_STEPS} edits of a folder of {NUM_FILES} files, {num_runs} ingestions: as a fresh one, seed {seed}")
