@@ -179,8 +179,11 @@ class KVStore(ABC):
         Call it before entries are stored again: afterwards, an earlier deletion does not apply to them.
         """
 
-    def watch_deletions(self, timeout_s: float = 0.0) -> None:
-        """Call `apply_deletions` in the background until `close`. Wait up to `timeout_s` seconds for the first call."""
+    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
+        """Call `apply_deletions` in the background until `close`. Wait up to `timeout_s` seconds for the first call.
+
+        leaves_disk: another process over the same disk watches, too, and deletes from it.
+        """
 
     def replace(self, kv: ChunkKV) -> None:
         """Put an entry with the same KV in another stored dtype. Raises what `put` and `delete` raise."""

@@ -357,10 +357,10 @@ class TieredStore(KVStore):
         for tombstones in self._tombstones:
             tombstones.poll()
 
-    def watch_deletions(self, timeout_s: float = 0.0) -> None:
+    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
         """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds for the first time."""
         for tombstones in self._tombstones:
-            tombstones.watch(timeout_s)
+            tombstones.watch(timeout_s, leaves_disk=leaves_disk)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""

@@ -59,6 +59,7 @@ class Tombstones:
         self._folder = None if self._disk is None else self._disk.root / FORGOTTEN_DIR
         self._applied: set[str] | None = None  # names; None before the first poll
         self._writes: dict[str, _Write] = {}  # by key: writes of this store that a tombstone may still concern
+        self._leaves_disk = False
         self._has_warned = False
         self._watch_ended: threading.Event | None = None  # set to end the thread that polls
         self._lock = threading.Lock()
@@ -81,11 +82,15 @@ class Tombstones:
         """Record that the store begins to write an entry. `is_copy`: it was fetched from the remote tier."""
         self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
-    def watch(self, timeout_s: float = 0.0) -> None:
+    def watch(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
         """Poll at once and every POLL_INTERVAL_S seconds in a thread. Wait up to `timeout_s` seconds for the first
-        poll, which applies the tombstones of before the store was opened."""
+        poll, which applies the tombstones of before the store was opened.
+
+        leaves_disk: another process over the disk watches, too, and deletes from it.
+        """
         if self._watch_ended is not None:
             return
+        self._leaves_disk = leaves_disk
         self._watch_ended, has_polled = threading.Event(), threading.Event()
         arguments = (weakref.ref(self), self._watch_ended, has_polled)
         threading.Thread(target=_poll_repeatedly, args=arguments, name="ragblend-deletions", daemon=True).start()
@@ -144,14 +149,18 @@ class Tombstones:
         data = self._remote.values.get_metadata(name)
         keys, namespace = _parse_tombstone(name, data, self._remote)
         applied_s, tiers = time.time(), [tier for tier in self._store.tiers if not tier.is_remote]
-        if (path := self._path(name)) is not None and path.exists():
-            # Another process has applied it to the disk, which may contain new entries of these keys since.
-            applied_s, tiers = path.stat().st_mtime, [tier for tier in tiers if tier.disk_tier is None]
+        is_applied = (path := self._path(name)) is not None and path.exists()
+        if path is not None and is_applied:
+            applied_s = path.stat().st_mtime
+        if is_applied or self._leaves_disk:
+            # Another process applies it to the disk, which may contain new entries of these keys since.
+            tiers = [tier for tier in tiers if tier.disk_tier is None]
         if namespace is not None:
             headers = (header for tier in tiers for header in tier.headers())
             keys.update(header.key for header in headers if is_in_namespace(header.namespace, namespace))
             keys.update(key for key, write in [*self._writes.items()] if is_in_namespace(write.namespace, namespace))
         for key in keys:
+            self._remote.drop_result(key)
             self._store.delete_from(key, tiers)
             write = self._writes.get(key)
             if write is not None and write.is_copy:  # it may have been written later, and can be fetched again
@@ -166,7 +175,8 @@ class Tombstones:
     def _record_applied(self, name: str, data: bytes) -> None:
         if self._applied is not None:
             self._applied.add(name)
-        if self._disk is not None and (path := self._path(name)) is not None and not path.exists():
+        path = self._path(name)
+        if self._disk is not None and path is not None and not self._leaves_disk and not path.exists():
             try:
                 Directory(self._disk.root, fsync=True).write(path, data)
             except RagblendError as error:  # the disk is full: the next process applies the tombstone again

@@ -208,7 +208,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
         for remote in store.remote_tiers:
             remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
-        store.watch_deletions()
+        store.watch_deletions(leaves_disk=True)  # to the scheduler, which copies fetched entries there
         if layers.rank == 0:
             self._watch = MemoryTierTracker(store)
             self._metric_sources = [TierMetrics(store, shows_bytes=True)]

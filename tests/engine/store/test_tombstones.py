@@ -156,6 +156,26 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path: Path) -> N
     assert on_disk(two) == in_memory(two) == set()
 
 
+def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path: Path) -> None:
+    """A remote tier keeps results of fetches for other requests. One of two processes leaves the disk to the other."""
+    values = DictValues()
+    one, two, worker = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two", "two"))
+    one.put(KVS[0])
+    assert one.flush(10)
+    for store in (two, worker):
+        store.watch_deletions(60, leaves_disk=store is worker)
+        store.fetch_many(keys_of(0))
+        assert store.flush(10)
+    one.delete_everywhere(keys_of(0))
+    worker.apply_deletions()
+    assert (on_disk(worker), in_memory(worker)) == ({*keys_of(0)}, set())
+    two.apply_deletions()
+    assert two.fetch_many(keys_of(0)) == {}
+    assert on_disk(two) == set()
+    for store in (two, worker):
+        store.close()
+
+
 def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(tmp_path: Path) -> None:
     """Redis without persistence, killed: a machine that was down the whole time still learns of it."""
     server = RedisServer(tmp_path)

@@ -311,10 +311,15 @@ class RemoteStore(KVStore):
         """Delete an entry; return True if there was one. Raises BackendUnreachableError if that is unknown."""
         queued = self._queue.peek(key) is not None
         self._queue.discard(key)
+        self.drop_result(key)
         with self._lock:
-            self._flights.pop(key, None)
             self._bad.pop(key, None)
         return self.values.delete(key) or queued
+
+    def drop_result(self, key: str) -> None:
+        """Drop the result of a recent fetch, so that the next `get` fetches again."""
+        with self._lock:
+            self._flights.pop(key, None)
 
     def delete_temporary_files(self) -> int:
         """Delete the temporary files of killed writers; return their number. Raises BackendUnreachableError."""
