@@ -290,7 +290,7 @@ def test_push_over_keys_of_another_type_sends_what_it_says(
         counted(f"push over {num_planted} lists in place of entries: as many sent, and there")
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(200 if FULL else NUM_KILLS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [1, pytest.param(NUM_KILLS, marks=pytest.mark.slow)])
 def test_a_killed_ingestion_of_changed_files_ends_as_one_that_was_not(
     num_kills: int, commands: Commands, place: Place, counted: Counted
 ) -> None:
