@@ -95,7 +95,7 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
 
 
 def opening_title(settings: Settings) -> str:
-    """Return what `open_engine` does, for the lines of progress meanwhile."""
+    """Return what `open_engine` does, for its lines of progress."""
     return "connecting to the server" if settings.is_served else "loading the model"
 
 

@@ -520,7 +520,7 @@ def test_remove_counts_the_kv_that_was_computed_after_a_removed_chunk(docs, run)
     whole = run.facts("stats", *PLACE)["num_stored_chunks"]
     code, out, _ = run("remove", "docs/a.md", *PLACE)
     left = run.facts("stats", *PLACE)["num_stored_chunks"]
-    num_others = whole - left - 2  # besides the chunk's own two variants
+    num_others = whole - left - 2  # two are variants of the chunk itself
     assert (code, num_others > 0) == (0, True)
     assert (
         f"1 chunk and {whole - left} KV caches removed\n{num_others} of these KV caches had been computed after" in out
