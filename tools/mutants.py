@@ -75,7 +75,7 @@ codes-not-rounded               store      _codes
 kv-dtype-ignored                store      TieredStore.put
     convert_kv_dtype(A, B)  ->  A
 deleted-entry-promoted          store      _with_promotion
-    self._num_deletes == A  ->  True
+    self.num_deletes == A  ->  True
 ids-of-run-not-compared         prompt     TokenIndex._runs_on
     A[B:C] == D[E:F]  ->  A[B:C] == A[B:C]
 control-token-not-protected     prompt     Renderer._render
@@ -105,7 +105,7 @@ connector-key-without-namespace vllm       ChunkLookup._key
 no-token-left-to-sample         vllm       PromptMatcher.find_runs
     A and A[-1].end > B  ->  False
 deleted-while-fetched           vllm       _fetch_one
-    self._num_applied() != A  ->  False
+    self._store.num_deletes != A  ->  False
 """
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +29,10 @@ class OrphanedTexts(NamedTuple):
     Their KV and registry rows have to be deleted.
     """
 
-    texts: tuple[str, ...]
-    sources: tuple[str, ...]  # documents that were removed
-    source_of: dict[str, str]  # by text, the first document that had it
-    last_number: int  # `schedule_deletions` removes the rows up to this number; 0: there are none
+    texts: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # documents that were removed
+    source_of: Mapping[str, str] = MappingProxyType({})  # by text, the first document that had it
+    last_number: int = 0  # `schedule_deletions` removes the rows up to this number; 0: there are none
 
 
 class PendingDeletion(NamedTuple):

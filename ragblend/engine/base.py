@@ -70,6 +70,8 @@ def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
         return None
     registry = open_registry(disk)
     disk.on_put = partial(record_entry, registry)
+    if not registry.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
+        disk.on_delete = registry.remove_stored_entries
     return registry
 
 

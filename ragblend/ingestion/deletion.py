@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain
 from typing import TypeVar
 
+from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey, text_key
@@ -64,69 +65,66 @@ def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engi
     released = registry.remove_from_document(orphaned.texts, DocumentKey(index.collection))
     for source in orphaned.sources:
         engine.store.unpin(source)
-    places = _map_deleters(engine)
+    places = _places(engine)
     pending = []
     for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
         pending += [PendingDeletion(key, place, orphaned.source_of.get(text, ""), text_key(text)) for place in places]
     if released and engine.context == "similar":
-        unseen = _find_unseen_remote_keys(
-            (engine.key(Chunk(text, context="similar")) for text in index.texts()), engine, places
-        )
-        pending += [PendingDeletion(key, place, "", b"") for key, place in unseen]
+        similar = (engine.key(Chunk(text, context="similar")) for text in index.texts())
+        unseen = _find_unseen_remote_keys(similar, engine, registry)
+        pending += [PendingDeletion(key, place, "", b"") for key in unseen for place in places if place != LOCAL]
     with index.write_transaction():  # also a transaction of the registry if they share a catalogue
         registry.remove_stored_entries({entry.key for entry in pending})
         index.schedule_deletions(pending, orphaned)
 
 
-def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, places: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (key, tier) of similar variants that no local tier has, but a remote tier may have from other machines.
+def _places(engine: Engine) -> list[str]:
+    """Return the tiers from which entries are deleted (`PendingDeletion.place`), the local ones first."""
+    return [LOCAL, *(tier.remote_url for tier in engine.store.remote_tiers)]
 
-    This machine does not know which texts such a variant was computed after. When any text is removed, they are all
-    deleted from the remote tiers, and the next ingestion computes them again.
+
+def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, registry: ChunkRegistry) -> list[str]:
+    """Return the keys of similar variants that no local tier has, but a remote tier may have from other machines.
+
+    Without a shared catalogue, this machine does not know which texts such a variant was computed after. When any text
+    is removed, they are all deleted from the remote tiers, and the next ingestion computes them again.
     """
-    elsewhere = [place for place in places if place != LOCAL]
-    if not elsewhere:
+    if registry.is_shared or not engine.store.remote_tiers:
         return []
     here = [tier for tier in engine.store.tiers if not tier.is_remote]
-    unseen = [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
-    return [(key, place) for key in unseen for place in elsewhere]
+    return [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
 
 
-def _run_deletions(index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+def _run_deletions(index: IndexedDocuments, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
     """Delete the recorded entries, first from the local tiers, which must not wait for an unreachable remote tier.
 
     Return the number of deleted entries, and the error of an unreachable remote tier, or "".
     """
-    places, recorded = _map_deleters(engine), index.pending_deletions()
+    recorded, store = index.pending_deletions(), engine.store
     deleted: set[str] = set()
     problem = ""
-    for place, delete in places.items():
+    for place in _places(engine):
         entries = [entry for entry in recorded if entry.place == place]
         for start in range(0, len(entries), _BATCH):
-            batch, done, unwanted = entries[start : start + _BATCH], list[PendingDeletion](), list[str]()
+            batch = entries[start : start + _BATCH]
             with index.write_transaction(), registry.block_additions() as is_registered:
+                pending = [entry for entry in batch if index.is_deletion_pending(entry)]
+                unwanted = [entry.key for entry in pending if entry.text_key and not is_registered(entry.text_key)]
                 try:
-                    for entry in batch:
-                        if not is_registered(entry.text_key) and index.is_deletion_pending(entry):
-                            unwanted.append(entry.key)
-                            if delete(entry.key):
-                                deleted.add(entry.key)
-                        done.append(entry)
+                    if place == LOCAL:
+                        deleted.update(filter(store.delete_local, unwanted))
+                    else:
+                        deleted |= store.delete_everywhere(unwanted)
+                    deleted.update(entry.key for entry in pending if not entry.text_key and store.delete(entry.key))
                 except BackendUnreachableError as error:
                     problem = str(error)
-                index.clear_deletions(done)
+                else:
+                    index.clear_deletions(batch)
                 if place == LOCAL:
                     registry.remove_entry_chunks(unwanted)  # including entries that were evicted earlier
             if problem:
                 break
     return len(deleted), problem
-
-
-def _map_deleters(engine: Engine) -> dict[str, Callable[[str], bool]]:
-    """Return the function that deletes an entry, by tier (`PendingDeletion.place`). The local tiers come first."""
-    store = engine.store
-    # For a remote tier, `store.delete` deletes from the local tiers again: another thread may have fetched the entry.
-    return {LOCAL: store.delete_local, **{tier.remote_url: store.delete for tier in store.remote_tiers}}
 
 
 def keys_to_delete(
@@ -175,18 +173,20 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
     """Delete the KV of texts, and KV computed after them, from every tier. Returns like `delete_texts_except`."""
     if not texts:
         return 0, ""
-    places = _map_deleters(engine)
-    keys = [*keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))]
-    unseen = _find_unseen_remote_keys(registry.stored_variant_keys(), engine, places)
+    keys = keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))
+    unseen = _find_unseen_remote_keys(registry.stored_variant_keys(), engine, registry)
     registry.remove_stored_entries(keys)
-    registry.set_variants_stored([*keys, *(key for key, _ in unseen)], is_stored=False)
-    num_removed, problem = 0, ""
-    for place, delete in places.items():
-        try:
-            for key in (*keys, *(key for key, where in unseen if where == place)):
-                num_removed += delete(key) and place == LOCAL
-        except BackendUnreachableError as error:
-            problem = str(error)
+    registry.set_variants_stored([*keys, *unseen], is_stored=False)
+    num_removed, problem = sum(map(engine.store.delete_local, keys)), ""
+    try:
+        engine.store.delete_everywhere(keys)
+        for key in unseen:
+            engine.store.delete(key)
+    except BackendUnreachableError as error:
+        problem = str(error)
+        left = [(key, text_key(text)) for key, text in keys.items()] + [(key, b"") for key in unseen]
+        pending = [PendingDeletion(key, place, "", of_text) for place in _places(engine)[1:] for key, of_text in left]
+        IndexedDocuments(registry).schedule_deletions(pending, OrphanedTexts())
     registry.remove_entry_chunks(keys)
     return num_removed, problem
 
@@ -212,10 +212,16 @@ def delete_texts_except(
 ) -> tuple[int, str]:
     """Remove all but the kept texts from each document, and delete the KV of texts that then belong to no document.
 
-    kept_texts: the texts that each document keeps. Only documents of the engine's namespace count: if a text belongs to
-    a document of another namespace, its KV is deleted nevertheless. Return the number of deleted entries, and the error
-    of an unreachable remote tier, or "".
+    kept_texts: the texts that each document keeps. Documents of other namespaces do not count as owners. Return the
+    number of deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay
+    recorded, and the next call deletes them once the tier answers.
     """
+    documents, earlier_problem = IndexedDocuments(registry), ""
+    # A call that adds documents does not wait for a tier that is known not to answer.
+    is_removal = bool(kept_texts) and not any(kept_texts.values())
+    is_due = is_removal or all(tier.is_available() for tier in engine.store.remote_tiers)
+    if is_due and documents.pending_deletions():
+        _, earlier_problem = _run_deletions(documents, engine, registry)
     released = registry.preview_orphaned_texts(kept_texts)
     num_removed, problem = _delete_kv(released, engine, registry)
     for name, texts in kept_texts.items():  # after the deletion, so that after a kill the same call finds the texts
@@ -226,4 +232,4 @@ def delete_texts_except(
         num_removed, problem = num_removed + num_late, problem or late_problem
     if released:
         registry.truncate_log()
-    return num_removed, problem
+    return num_removed, problem or earlier_problem

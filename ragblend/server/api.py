@@ -27,8 +27,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ragblend.engine.store.tiered import TieredStore
-from ragblend.engine.store.tombstones import publish_tombstone
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.admin import add_store_routes
@@ -116,14 +114,13 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None
     from ragblend.server.routes import documents_router
 
     loop, client = asyncio.get_running_loop(), app.state.engine_client
-    store = _SharedStore(*served.store.tiers, kv_dtype=served.store.kv_dtype)
 
     def make_engine(namespace: str) -> FrontEndEngine:
         return FrontEndEngine(
             client,
             loop,
             served.renderer,
-            store,
+            served.store,
             served.model_info(),
             served.prefix_ids,
             namespace=namespace,
@@ -136,15 +133,6 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None
     documents.start()
 
 
-class _SharedStore(TieredStore):
-    """Store that publishes a tombstone for each deletion, so that other replicas delete the entry, too."""
-
-    def delete(self, key: str) -> bool:
-        for remote in self.remote_tiers:
-            publish_tombstone(remote, keys=[key])
-        return super().delete(key)
-
-
 class ServerResources:
     """Store, model and tokenizer of a vLLM server, for its HTTP front end."""
 
@@ -153,7 +141,7 @@ class ServerResources:
             vllm_config.kv_transfer_config.kv_connector_extra_config
         )
         self._model = vllm_config.model_config
-        self.store = config.open_shared()
+        self.store = config.open_tiers()
         self._fingerprint = model_fingerprint(self._model)
         self.store.set_expected_spec(self._fingerprint, model_kv_spec(self._model))
 

@@ -18,9 +18,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
+from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH, ForbiddenError
 from ragblend.engine.vllm.auth_gate import current_grant
-from ragblend.engine.vllm.params import check_namespace
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
 from ragblend.server.documents import DocumentIngester
 from ragblend.server.requests import (

@@ -23,6 +23,7 @@ from forked import Commands, Done, Kill
 from places import INGEST, PLACE, Place, secret, succeeded
 from servers import RedisServer, running_redis
 
+from ragblend.engine.store.remote.tier import open_remote
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
 
@@ -166,9 +167,8 @@ def test_a_removal_without_its_remote_tier_forgets_here_and_is_finished_when_tha
 
 
 def num_keys(server: RedisServer) -> int:
-    import redis
-
-    return int(redis.Redis(port=server.port).dbsize())
+    with closing(open_remote(server.url)) as remote:
+        return sum(1 for _ in remote.keys())  # noqa: SIM118
 
 
 @pytest.mark.slow

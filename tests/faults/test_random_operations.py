@@ -24,7 +24,7 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.documents import delete_precomputed
-from ragblend.operations.maintenance import collect_garbage, verify_and_quarantine
+from ragblend.operations.maintenance import verify_and_quarantine
 from ragblend.options import ContextPolicy
 from ragblend.precompute import ingest, open_engine_index, precompute_documents
 from ragblend.prompt.types import Chunk
@@ -133,9 +133,8 @@ class Everything:
             if number % 40 == 39 or number == num_steps - 1:
                 for machine in self.machines:
                     machine.ingest_folder(self.context)
-                if len({machine.root for machine in self.machines}) > 1:
-                    for machine in self.machines:  # deletes from its own disk what the other has removed
-                        collect_garbage(machine.root, orphans=True)
+                for machine in self.machines:  # as it does every few seconds
+                    machine.engine.store.apply_deletions()
                 self.assert_whole()
 
     def expected(self) -> set[str]:

@@ -147,7 +147,7 @@ def test_a_slow_remote_is_given_up_at_its_time_limit(redis_server, first, checkp
             output = ask(llm, *request)
             assert tokens(output) == first["plain"][index]
             assert report(output)["num_chunk_hits"] == 0
-        assert not connector(llm).scheduler.remote.breaker.is_closed  # and is not asked any more
+        assert not connector(llm).scheduler.store.remote_tiers[0].breaker.is_closed  # and is not asked any more
     proxy.close()
 
 

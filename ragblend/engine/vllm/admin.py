@@ -18,10 +18,9 @@ from contextlib import closing
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
+from ragblend.engine.namespaces import is_in_namespace
 from ragblend.engine.store.disk import StoreEntry
 from ragblend.engine.store.tiered import TieredStore
-from ragblend.engine.store.tombstones import publish_tombstone
-from ragblend.engine.vllm.params import is_in_namespace
 from ragblend.errors import UsageError
 
 PATH = "/v1/ragblend/store"
@@ -100,22 +99,17 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
     namespace = fields.get("namespace")
     if not isinstance(namespace, str):
         raise UsageError('send {"namespace": "..."}')
-    for remote in store.remote_tiers:
-        publish_tombstone(remote, namespace=namespace)
-    local_keys = [entry.key for entry in _entries(store) if is_in_namespace(entry.header.namespace, namespace)]
-    num_removed, num_unread = sum(map(store.delete, local_keys)), 0
+    namespace_of = {entry.key: entry.header.namespace for entry in _entries(store)}
+    keys, num_unread = {key for key, own in namespace_of.items() if is_in_namespace(own, namespace)}, 0
     with closing(open_registry(store)) as registry:
-        registry.remove_entry_chunks(local_keys)
-    held = {entry.key for entry in _entries(store)}
+        registry.remove_entry_chunks(keys)
     for remote in store.remote_tiers:
-        listed = list(remote.keys())
-        for key in listed:
-            if key not in held:
-                kv = remote.get(key)
-                num_unread += kv is None
-                if kv is not None and is_in_namespace(kv.header.namespace, namespace):
-                    num_removed += store.delete(key)
-    return {"num_removed": num_removed, "num_unread": num_unread}
+        for key in set(remote.keys()).difference(namespace_of):
+            kv = remote.get(key)
+            num_unread += kv is None
+            if kv is not None and is_in_namespace(kv.header.namespace, namespace):
+                keys.add(key)
+    return {"num_removed": len(store.delete_everywhere(keys, namespace)), "num_unread": num_unread}
 
 
 def _fields(body: bytes) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY, check_namespace
+from ragblend.engine.namespaces import check_namespace
+from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import open_regular_file

@@ -15,7 +15,6 @@ from ragblend.config import Settings, read_environment, trusted_setting
 from ragblend.engine.base import record_entries_on_put
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.open import GIB, open_store
-from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
@@ -90,18 +89,9 @@ class ConnectorConfig(TierOptions):
         """Size of the memory tier of one worker, in bytes. Each worker of this vLLM has a separate memory tier."""
         return int(self.memory_gib * GIB)
 
-    def open_local(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
-        """Open the store on this machine: the disk tier and, if `memory`, a memory tier above it."""
-        tiers = {**self.tiers, "memory_gib": self.memory_gib if memory else 0.0, "remote": None}
+    def open_tiers(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
+        """Open the store: the disk tier, a remote tier if one is configured and, if `memory`, a memory tier."""
+        tiers = {**self.tiers, "memory_gib": self.memory_gib if memory else 0.0}
         store = open_store(self.store, fsync=fsync, **tiers)  # type: ignore[arg-type]
         record_entries_on_put(store)
         return store
-
-    def open_remote(self) -> RemoteStore | None:
-        """Open the remote tier without a request to it. None if none is configured."""
-        return None if self.remote is None else open_remote(self.remote, timeout_s=self.remote_timeout_s)
-
-    def open_shared(self) -> TieredStore:
-        """Open the tiers that all processes of this vLLM share: the disk tier and the remote tier."""
-        remote = self.open_remote()
-        return TieredStore(*self.open_local().tiers, *([remote] if remote is not None else []), kv_dtype=self.kv_dtype)

@@ -16,7 +16,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +23,10 @@ import torch
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.tiered import TieredStore
-from ragblend.engine.store.tombstones import AppliedTombstones
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.loading import MemoryTierDelta, MemoryTierTracker
 from ragblend.engine.vllm.metric_sources import RequestMetrics, TierMetrics
-from ragblend.engine.vllm.params import is_in_namespace, report_to_json
+from ragblend.engine.vllm.params import report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
 from ragblend.engine.vllm.support import (
@@ -68,7 +66,6 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
     prefetch_keys: list[str] = field(default_factory=list)  # entries to read into memory
     needs_memory_report: bool = False  # the workers must report the contents of their memory tier
     is_idle: bool = False  # vLLM schedules no tokens in this step
-    tombstones: AppliedTombstones = field(default_factory=AppliedTombstones)  # entries to delete
     drops_memory: bool = False  # the workers must clear their memory tier
 
 
@@ -101,10 +98,9 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler: BlendScheduler  # set in the scheduler's half
         self._metric_sources: list[RequestMetrics | TierMetrics] = []
         self._closeables: list[BlendScheduler | BlendWorker | TieredStore] = []
-        # The workers' half. `register_kv_caches` sets the first three.
+        # The workers' half. `register_kv_caches` sets the first two.
         self._worker: BlendWorker
         self._store: TieredStore
-        self._through: TieredStore
         self._model: Any | None = None
         self._watch: MemoryTierTracker | None = None
         self._must_report_memory = False
@@ -154,7 +150,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ahead,
             self.scheduler.loading.needs_refresh,
             is_idle,
-            self.scheduler.take_tombstones(),
             self.scheduler.take_memory_reset(),
         )
 
@@ -207,22 +202,18 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self.config.self_check:
             blocks = self._kv_cache_config.num_blocks
             self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
-        # Reads use this machine's tiers only, because the scheduler has fetched a job's entries from the remote tier.
-        # Writes go to the remote tier, too.
-        self._store = store = self.config.open_local(memory=True)
+        self._store = store = self.config.open_tiers(memory=True)
         if (memory := store.memory_tier) is not None:
             memory.page_locked = layers.device.type == "cuda"
         store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
-        self._through = store
+        for remote in store.remote_tiers:
+            remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
+        store.watch_deletions(leaves_disk=True)  # to the scheduler, which copies fetched entries there
         if layers.rank == 0:
-            self._watch, remote = MemoryTierTracker(store), self.config.open_remote()
-            self._metric_sources = [TierMetrics(store, remote, shows_bytes=True)]
-            if remote is not None:
-                remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
-                self._through = TieredStore(*store.tiers, remote, kv_dtype=self.config.kv_dtype)
-        slice_tokens = self.config.slice_tokens or batched
-        self._worker = BlendWorker(layers, store, slice_tokens, self._through.put, self.config.message_for_clients)
-        self._closeables = [self._worker, store, self._through]
+            self._watch = MemoryTierTracker(store)
+            self._metric_sources = [TierMetrics(store, shows_bytes=True)]
+        self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched, self.config.message_for_clients)
+        self._closeables = [self._worker, store]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
@@ -230,8 +221,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._must_report_memory = meta.needs_memory_report
         if meta.drops_memory and (memory := self._store.memory_tier) is not None:
             memory.clear()
-        if any(meta.tombstones):
-            self._apply_tombstones(meta.tombstones)
         if weights_updated.is_set():  # all ranks see it between the same two steps
             self._record_finished(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
         else:
@@ -240,21 +229,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             for job in meta.jobs:
                 self._worker.submit(job)
         self._record_finished(self._worker.run_slice(meta.is_idle))
-
-    def _apply_tombstones(self, tombstones: AppliedTombstones) -> None:
-        """Delete the entries of `tombstones` from this machine's tiers.
-
-        Keys deleted while this process was running are deleted from the remote tier again. A write of this process may
-        have arrived there after the deletion.
-        """
-        keys = {*tombstones.keys}
-        if (memory := self._store.memory_tier) is not None:
-            headers = memory.headers()
-            keys.update(h.key for h in headers if any(is_in_namespace(h.namespace, n) for n in tombstones.namespaces))
-        for key in keys:
-            self._store.delete_local(key)
-        if tombstones.recent_keys and self._through.remote_tiers:
-            self._worker.run_after_writes(partial(_delete_each, self._through, tombstones.recent_keys))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Drop the jobs of ended requests. Return None, and the ids of the requests whose jobs are over."""
@@ -331,14 +305,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> KVConnectorPromMetrics:
         """Return the exporter of ragblend's counters, histograms and gauges to `/metrics`."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _delete_each(store: TieredStore, keys: Sequence[str]) -> None:
-    for key in keys:
-        try:
-            store.delete(key)
-        except RagblendError as error:
-            log.warning("KV %s was deleted here, but may still be in the remote tier: %s", key, error)
 
 
 def __getattr__(name: str) -> Any:

@@ -55,7 +55,7 @@ class VllmEngine(VllmEngineBase):
         **options: Any,
     ) -> None:
         self._temporary = None if isinstance(store, Path) else store
-        shared = ConnectorConfig.from_extra_config(transfer["kv_connector_extra_config"]).open_shared()
+        shared = ConnectorConfig.from_extra_config(transfer["kv_connector_extra_config"]).open_tiers()
         engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
         length = int(engine.model_config.max_model_len)
         ends = renderer.stop_ids() | _generation_stops(engine)

@@ -12,19 +12,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
-from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.remote.tier import NUM_FETCHES, RemoteStore
-from ragblend.engine.store.tombstones import TombstoneWatcher
+from ragblend.engine.store.remote.tier import NUM_FETCHES
+from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError
 
 log = logging.getLogger(__name__)
 
 
 class PendingFetch:
-    """Fetch of the chunks of one request from the remote tier.
-
-    It is over once every chunk has arrived or is known to be missing, or after `timeout_s` seconds.
-    """
+    """Fetch of a request's chunks. It is over once every chunk has arrived or is a miss, or after `timeout_s`."""
 
     def __init__(self, fetches: Sequence[Future[None]], timeout_s: float) -> None:
         self._fetches = fetches
@@ -48,18 +44,16 @@ class PendingFetch:
 
 
 class RemoteFetcher:
-    """Copies chunks from `remote` into the `local` store in background threads. No method waits for either store.
+    """Copies chunks from the remote tier of `store` to its other tiers in background threads. No method waits for them.
 
-    If several requests need a chunk at the same time, it is fetched once. The chunk is a miss if the remote tier is
-    slow, does not answer or sends a damaged entry, or if the local store cannot be written. If `listener` reports
-    during the fetch that the chunk was deleted, the copy is deleted. `close` ends the threads.
+    A chunk that several requests need at the same time is fetched once. It stays a miss if the remote tier is slow or
+    down, or sends a damaged entry, or if the disk cannot be written. A chunk that is deleted during its fetch is not
+    kept. `close` ends the threads.
     """
 
-    def __init__(
-        self, remote: RemoteStore, local: KVStore, timeout_s: float, listener: TombstoneWatcher | None = None
-    ) -> None:
-        self.remote, self._listener = remote, listener
-        self._local, self._timeout_s = local, timeout_s
+    def __init__(self, store: TieredStore, timeout_s: float) -> None:
+        (self.remote,) = store.remote_tiers
+        self._store, self._timeout_s = store, timeout_s
         self._pool = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="ragblend-fetch")
         self._in_flight: dict[str, Future[None]] = {}
         self._lock = threading.Lock()
@@ -67,32 +61,32 @@ class RemoteFetcher:
     def start(self, keys: Sequence[str]) -> PendingFetch:
         """Start fetching the entries of `keys`, several at the same time."""
         until_s = monotonic() + self._timeout_s
-        num_applied = self._num_applied()  # before the first request, so that no later tombstone is overlooked
+        num_deletes = self._store.num_deletes  # before the first request, so that no later deletion is overlooked
         self.remote.start_fetches(keys)
         with self._lock:
             for key in keys:
                 if key not in self._in_flight:
-                    self._in_flight[key] = self._pool.submit(self._fetch_one, key, until_s, num_applied)
+                    self._in_flight[key] = self._pool.submit(self._fetch_one, key, until_s, num_deletes)
             return PendingFetch([self._in_flight[key] for key in keys], self._timeout_s)
 
     def close(self) -> None:
-        """Cancel the fetches that have not begun, and close the remote tier."""
+        """Cancel the fetches that have not begun, and close the store."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self.remote.close(timeout_s=0.0)
+        self._store.close(timeout_s=0.0)
 
-    def _num_applied(self) -> int:
-        return self._listener.num_applied if self._listener is not None else 0
-
-    def _fetch_one(self, key: str, until_s: float, num_applied: int) -> None:
+    def _fetch_one(self, key: str, until_s: float, num_deletes: int) -> None:
         try:
             # Skip an entry that has arrived since, and one past its deadline: a slow remote gets no further requests.
-            if self._local.contains(key) or monotonic() > until_s:
+            if self._store.is_local(key) or monotonic() > until_s:
                 return
             kv = self.remote.fetch_many([key], until_s).get(key)
             if kv is not None:
-                self._local.put(kv)
-                if self._num_applied() != num_applied:  # this entry may have been deleted during the fetch
-                    self._local.delete(key)
+                with self._store.recorded(kv.header, is_copy=True):
+                    for tier in self._store.tiers:
+                        if not tier.is_remote:
+                            tier.put(kv)
+                if self._store.num_deletes != num_deletes:  # this entry may have been deleted during the fetch
+                    self._store.delete_local(key)
         except RagblendError as error:
             log.warning("KV %s was not copied from %s to this machine: %s", key, self.remote.values.url, error)
         finally:

@@ -85,11 +85,11 @@ class TierMetrics:
     share a disk has `shows_bytes`.
     """
 
-    def __init__(self, store: TieredStore, remote: KVStore | None = None, *, shows_bytes: bool) -> None:
+    def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:
         self._tiers: dict[str, KVStore] = {
-            "disk" if tier.memory_tier is None else "memory": tier for tier in store.tiers
+            "disk" if tier.memory_tier is None else "memory": tier for tier in store.tiers if not tier.is_remote
         }
-        self._remote, self._remote_seen = remote, StoreCounters()
+        self._remote, self._remote_seen = next(iter(store.remote_tiers), None), StoreCounters()
         self._shows_bytes = shows_bytes
         self._seen = {name: StoreCounters() for name in self._tiers}
         self._nbytes: dict[str, int] = {}

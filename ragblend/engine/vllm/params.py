@@ -19,16 +19,16 @@ chunks in the request's token ids. Keys are never sent; the connector computes t
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
-from ragblend.option_fields import check_options, check_unicode, copy_option
+from ragblend.option_fields import check_options, copy_option
 from ragblend.options import CONTEXT, MODES, ContextPolicy, GenerationOptions, Mode, RatioChoice
 
 PARAMS_KEY = "ragblend"
@@ -38,8 +38,6 @@ TENANT_KEY = "ragblend_tenant"
 PARAMS_VERSION = 2
 MAX_RUNS = 1024
 """Most runs of chunks in one request. A lookup of more would delay other requests."""
-MAX_NAMESPACE = 256  # letters
-_SALTED = "#salt:"
 
 VllmMode = Literal["blend", "reuse", "full", "prefix", "ingest"]
 VLLM_MODES: tuple[VllmMode, ...] = get_args(VllmMode)
@@ -129,39 +127,6 @@ def parse_params(raw: object) -> BlendParams:
     if len(spans) > MAX_RUNS:
         raise UsageError(f"{len(spans)} spans are given, but a request may have at most {MAX_RUNS}")
     return BlendParams(**{**raw, "spans": tuple(map(tuple, spans))})
-
-
-def check_namespace(namespace: str) -> None:
-    """Raise UsageError for a namespace that is too long, is no valid Unicode, or contains the mark of cache salts."""
-    if len(namespace) > MAX_NAMESPACE:
-        raise UsageError(f"the namespace has {len(namespace)} characters, but at most {MAX_NAMESPACE} are allowed")
-    check_unicode(namespace, "the namespace")
-    if _SALTED in namespace:
-        raise UsageError(f"the namespace {namespace!r} contains {_SALTED!r}, which is reserved for cache salts")
-
-
-def salted_namespace(namespace: str, cache_salt: str | None) -> str:
-    """Return the namespace in which the chunks of a request with vLLM's `cache_salt` are stored and found.
-
-    It contains a hash of the salt, because salts are secrets.
-
-    >>> salted_namespace("acme", None), salted_namespace("acme", "s3cret")
-    ('acme', 'acme#salt:43e5f7d9dcee38263874835a0396cefa')
-    """
-    if not cache_salt:
-        return namespace
-    salt = hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-    return f"{namespace}{_SALTED}{salt}"
-
-
-def is_in_namespace(stored: str, namespace: str) -> bool:
-    """Return True if the namespace `stored` of an entry is `namespace`, with or without a cache salt."""
-    return stored.partition(_SALTED)[0] == namespace
-
-
-def cache_salt_of(namespace: str) -> str:
-    """Return the cache salt that separates a namespace's blocks in vLLM's own prefix cache."""
-    return f"ragblend-{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"
 
 
 _OF_THE_CLIENT = frozenset({"ttft_s", "decode_s", "prompt_tokens", "completion_tokens"})

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.namespaces import cache_salt_of, salted_namespace
 from ragblend.engine.report import BlendReport, ChunkReport, merge_run_reports
 from ragblend.engine.store.kv import KVSpec
-from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher
+from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
@@ -33,11 +34,8 @@ from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     TENANT_KEY,
     BlendParams,
-    cache_salt_of,
-    is_in_namespace,
     parse_params,
     report_to_json,
-    salted_namespace,
 )
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.engine.vllm.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
@@ -91,23 +89,17 @@ class BlendScheduler:
         self.requests: dict[str, _RequestState] = {}
         self._new_jobs: list[BlendJob] = []
         # A fetched entry is also in the remote tier, so no write needs to wait until the disk has it (fsync).
-        local = config.open_local(fsync=False)
-        disk = local.disk_tier
+        self.store = config.open_tiers(fsync=False)
+        disk = self.store.disk_tier
         assert disk is not None
         self.disk = disk
-        self.remote = config.open_remote()
-        self.tier_metrics = TierMetrics(local, self.remote, shows_bytes=False)
-        self._fetch: RemoteFetcher | None = None
-        self.listener: TombstoneWatcher | None = None
-        if self.remote is not None:
-            self.listener = TombstoneWatcher(self.disk, self.remote, is_in_namespace)
-            self.listener.start()  # before the first request, because this replica may have been down at a deletion
-            self._fetch = RemoteFetcher(self.remote, self.disk, config.remote_timeout_s, self.listener)
+        self.tier_metrics = TierMetrics(self.store, shows_bytes=False)
+        # Before the first request, because this replica may have been down at a deletion.
+        self.store.watch_deletions(FIRST_POLL_TIMEOUT_S)
+        self._fetch = RemoteFetcher(self.store, config.remote_timeout_s) if self.store.remote_tiers else None
         model = vllm_config.model_config
         self.fingerprint, shape = model_fingerprint(model), model_kv_spec(model)
-        for tier in (self.disk, self.remote):
-            if tier is not None:
-                tier.set_expected_spec(self.fingerprint, shape)
+        self.store.set_expected_spec(self.fingerprint, shape)
         root, key, num_layers = self.disk.root, self.disk.store_key, len(shape.layers)
         self._calibrations = CalibrationCache(root, self.fingerprint, num_layers, key)
         hardware = machine_facts_of(vllm_config)
@@ -500,14 +492,8 @@ class BlendScheduler:
                 self.metrics.record_first_token(state.report.mode, state.request.arrival_time)
             state.request = None
 
-    def take_tombstones(self) -> AppliedTombstones:
-        """Return the deletions by other replicas since the last call, which the workers have to apply, too."""
-        return self.listener.take_applied() if self.listener is not None else AppliedTombstones()
-
     def close(self) -> None:
-        """End the threads for tombstones, fetches and lookups."""
-        if self.listener is not None:
-            self.listener.stop()
+        """End the threads for deletions, fetches and lookups."""
         if self._fetch is not None:
             self._fetch.close()
         self._lookup.close()

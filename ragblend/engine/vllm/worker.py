@@ -127,9 +127,10 @@ class _ActiveJob:
 class BlendWorker:
     """Runs jobs over `layers` with KV from `store`. Not thread-safe: only vLLM's worker thread may call it.
 
-    A separate thread calls `write` to store new chunks, by default in `store`. `describe_error` returns an error's text
-    for reports. slice_tokens: `run_slice` returns after the work of prefilling `slice_tokens` tokens, that is
-    `slice_tokens x num_layers` token-layers, or at most one layer of a pass later.
+    Reads use the tiers on this machine only, because the scheduler has fetched a job's entries from the remote tier. A
+    separate thread stores new chunks. `describe_error` returns an error's text for reports. slice_tokens: `run_slice`
+    returns after the work of prefilling `slice_tokens` tokens, that is `slice_tokens x num_layers` token-layers, or at
+    most one layer of a pass later.
     """
 
     def __init__(
@@ -137,11 +138,10 @@ class BlendWorker:
         layers: VllmLayers,
         store: KVStore,
         slice_tokens: int,
-        write: Callable[[ChunkKV], None] | None = None,
         describe_error: Callable[[BaseException], str] = str,
     ) -> None:
         self._describe_error = describe_error
-        self.layers, self._store, self._write = layers, store, write or store.put
+        self.layers, self._store, self._write = layers, store, store.put
         self._slice = slice_tokens * layers.num_layers
         self._pass_rows = _PASS_ROWS_CPU if layers.device.type == "cpu" else _PASS_ROWS_GPU
         self._jobs: list[_ActiveJob] = []  # in the order of arrival
@@ -169,10 +169,6 @@ class BlendWorker:
         for running in self._jobs:
             self._drop(running)
         return [_left_to_vllm(job, reason) for job in (*dropped, *jobs)]
-
-    def run_after_writes(self, action: Callable[[], None]) -> None:
-        """Run `action` in the thread that stores chunks, after the chunks that are queued already."""
-        self._writer.submit(action)
 
     def cancel(self, request_id: str) -> list[JobResult]:
         """Drop a request's job: its blocks are not written any more. Return its result in a list; [] without a job."""
@@ -465,7 +461,7 @@ class BlendWorker:
         """Return the stored chunks that could be read on all ranks, with this rank's heads."""
         found: list[ChunkKV | None] = []
         for span in job.stored:
-            kv = self._store.get(span.key, span.chunk_ids) if span.key not in damaged else None
+            kv = self._store.get_local(span.key, span.chunk_ids, {}) if span.key not in damaged else None
             found.append(kv if kv is not None and self._is_ours(kv.header, job) else None)
         # Each rank reads separately. A chunk that one rank cannot read is a miss on all, so that all compute the same.
         counts = self.layers.count_ranks([kv is not None for kv in found])

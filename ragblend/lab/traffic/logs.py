@@ -13,7 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ragblend.engine.vllm.params import PARAMS_KEY, salted_namespace
+from ragblend.engine.namespaces import salted_namespace
+from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import open_regular_file

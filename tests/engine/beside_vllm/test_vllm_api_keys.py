@@ -18,18 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.config import Settings
+from ragblend.engine.namespaces import cache_salt_of, is_in_namespace, salted_namespace
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.api_keys import ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
 from ragblend.engine.vllm.auth_gate import AuthGate
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.params import (
-    MAX_RUNS,
-    TENANT_KEY,
-    cache_salt_of,
-    is_in_namespace,
-    parse_params,
-    salted_namespace,
-)
+from ragblend.engine.vllm.params import MAX_RUNS, TENANT_KEY, parse_params
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, UsageError
 from ragblend.operations.serve import ServeOptions, build_server_command
 

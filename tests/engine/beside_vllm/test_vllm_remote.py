@@ -16,11 +16,9 @@ from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
-from ragblend.engine.store.tiered import MemoryStore
-from ragblend.engine.store.tombstones import TombstoneWatcher, publish_tombstone
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
-from ragblend.engine.vllm.params import is_in_namespace
 from ragblend.errors import UsageError
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,7 +53,7 @@ def test_what_the_remote_has_comes_to_the_disk_bit_for_bit(
     for kv in KVS[:10]:
         remote.put(kv)
     assert remote.flush(30)
-    made.append(RemoteFetcher(remote, disk, timeout_s=60))
+    made.append(RemoteFetcher(TieredStore(disk, remote), timeout_s=60))
     wait_for(made[0].start(KEYS))
     for kv in KVS[:10]:
         assert_same(disk.get(kv.header.key, kv.header.token_ids), kv)
@@ -68,7 +66,7 @@ def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path: Path, made: l
     values.data = {kv.header.key: encode_chunk(kv) for kv in KVS}
     ask = values.get
     values.get = lambda name: (gate.wait(60), ask(name))[1]  # type: ignore[method-assign]
-    made.append(RemoteFetcher(RemoteStore(values, timeout_s=60), DiskStore(tmp_path), timeout_s=60))
+    made.append(RemoteFetcher(TieredStore(DiskStore(tmp_path), RemoteStore(values, timeout_s=60)), timeout_s=60))
     arrivals = [made[0].start(KEYS[:3]) for _ in range(20)]
     assert not any(arrival.is_over for arrival in arrivals)
     gate.set()
@@ -83,7 +81,7 @@ def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(
     proxy = TcpProxy(redis_server.port)
     proxy.mode = "hang"
     remote = open_remote(f"redis://127.0.0.1:{proxy.port}/0", timeout_s=0.3)
-    made.append(RemoteFetcher(remote, DiskStore(tmp_path), timeout_s=0.3))
+    made.append(RemoteFetcher(TieredStore(DiskStore(tmp_path), remote), timeout_s=0.3))
     arrival = made[0].start(KEYS)  # more than are fetched at once
     wait_for(arrival)
     assert remote.counters.num_failures >= 1
@@ -99,7 +97,7 @@ def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made
     ask = values.get
     values.get = lambda name: (time.sleep(1.0), ask(name))[1]  # type: ignore[func-returns-value, method-assign]
     disk = DiskStore(tmp_path)
-    made.append(RemoteFetcher(RemoteStore(values, timeout_s=1.8), disk, timeout_s=1.8))
+    made.append(RemoteFetcher(TieredStore(disk, RemoteStore(values, timeout_s=1.8)), timeout_s=1.8))
     wait_for(made[0].start([kv.header.key for kv in kvs]))
     time.sleep(1.0)
     assert 8 <= len(list(disk.keys())) <= 16
@@ -113,18 +111,17 @@ def test_what_was_forgotten_while_it_was_on_its_way_does_not_stay(
     """Another replica forgets the chunk after the remote tier has sent it, and before it is on this disk."""
     values, disk = DictValues(), DiskStore(tmp_path)
     values.data = {KEYS[0]: encode_chunk(KVS[0])}
-    remote = RemoteStore(values, timeout_s=60)
-    listener, ask = TombstoneWatcher(disk, remote, is_in_namespace), values.get
+    store, ask = TieredStore(disk, RemoteStore(values, timeout_s=60)), values.get
 
     def answer(name: str) -> bytes | None:
         data = ask(name)
         if forgets:
-            publish_tombstone(remote, keys=[name])
-            listener.poll()
+            TieredStore(RemoteStore(values)).delete_everywhere([name])
+            store.apply_deletions()
         return data
 
     values.get = answer  # type: ignore[method-assign]
-    made.append(RemoteFetcher(remote, disk, timeout_s=60, listener=listener))
+    made.append(RemoteFetcher(store, timeout_s=60))
     wait_for(made[0].start(KEYS[:1]))
     assert list(disk.keys()) == ([] if forgets else KEYS[:1])
 
@@ -137,7 +134,8 @@ def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
     values.data = {key: encode_chunk(KVS[0]) for key in KEYS}  # right for the first key only
     values.is_down = trouble == "down"
     breaker = CircuitBreaker(pause_s=1000)
-    made.append(RemoteFetcher(RemoteStore(values, timeout_s=60, breaker=breaker), disk, timeout_s=60))
+    remote = RemoteStore(values, timeout_s=60, breaker=breaker)
+    made.append(RemoteFetcher(TieredStore(disk, remote), timeout_s=60))
     wait_for(made[0].start(KEYS))
     assert list(disk.keys()) == ([] if trouble == "down" else KEYS[:1])
     counters = made[0].remote.counters
@@ -151,7 +149,7 @@ def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
 def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path: Path, made: list[RemoteFetcher]) -> None:
     values = DictValues()
     values.data = {KEYS[0]: encode_chunk(KVS[0])}
-    made.append(RemoteFetcher(RemoteStore(values), MemoryStore(10), timeout_s=60))
+    made.append(RemoteFetcher(TieredStore(MemoryStore(10), RemoteStore(values)), timeout_s=60))
     wait_for(made[0].start(KEYS[:1]))
     wait_for(made[0].start(KEYS[:1]))
 
@@ -166,11 +164,11 @@ def test_settings_come_from_the_environment_where_none_are_given(
     assert (config.remote, config.disk_gib, config.kv_dtype) == ("redis://:secret@cache:6379/0", 2, "int8")
     assert config.ratio == ConnectorConfig().ratio  # only the tiers' settings
     assert ConnectorConfig.from_extra_config({"remote": None}).remote is None
-    [disk] = config.open_local().tiers
-    assert isinstance(disk, DiskStore)
+    disk = config.open_tiers().disk_tier
+    assert disk is not None
     assert disk.capacity_bytes == 2 << 30
-    assert [type(tier) for tier in config.open_local(memory=True).tiers] == [MemoryStore, DiskStore]
-    assert [type(tier) for tier in config.open_shared().tiers] == [DiskStore, RemoteStore]
+    assert [type(tier) for tier in config.open_tiers().tiers] == [DiskStore, RemoteStore]
+    assert [type(tier) for tier in config.open_tiers(memory=True).tiers] == [MemoryStore, DiskStore, RemoteStore]
     monkeypatch.setenv("RAGBLEND_DISK_GIB", "much")
     with pytest.raises(UsageError, match="RAGBLEND_DISK_GIB"):
         ConnectorConfig.from_extra_config({})
@@ -179,4 +177,4 @@ def test_settings_come_from_the_environment_where_none_are_given(
 @pytest.mark.parametrize("extra", [{"remote": "nowhere"}, {"remote": "redis://x", "remote_timeout_s": 0}])
 def test_a_remote_that_is_none_is_refused(extra: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="remote"):
-        ConnectorConfig.from_extra_config({"store": str(tmp_path), **extra}).open_shared()
+        ConnectorConfig.from_extra_config({"store": str(tmp_path), **extra}).open_tiers()

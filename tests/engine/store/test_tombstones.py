@@ -1,7 +1,10 @@
-"""What one replica forgets reaches the others, over real Redis and a real folder; also one that was down."""
+"""What one store deletes everywhere is deleted by the others, over real Redis and a real folder; also by one that was
+down."""
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +19,8 @@ from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.signing import StoreKey
-from ragblend.engine.store.tombstones import AppliedTombstones, TombstoneWatcher, publish_tombstone
-from ragblend.engine.vllm.params import is_in_namespace
-from ragblend.errors import BackendUnreachableError
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
+from ragblend.errors import BackendUnreachableError, StoreFullError
 
 KVS = [make_kv(seed, namespace="ab"[seed % 2]) for seed in range(6)]
 Remotes = Callable[[], RemoteStore]
@@ -26,7 +28,7 @@ Remotes = Callable[[], RemoteStore]
 
 @pytest.fixture(params=["redis", "folder"])
 def remotes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remotes]:
-    """Opens the one remote tier as another replica would."""
+    """Opens the one remote tier as another machine would."""
     server = None
     if request.param == "redis":
         server = RedisServer(tmp_path)
@@ -45,168 +47,278 @@ def remotes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remotes]
         server.kill()
 
 
-def replica(root: Path, remote: RemoteStore) -> tuple[DiskStore, TombstoneWatcher]:
-    disk = DiskStore(root, fsync=False)
-    return disk, TombstoneWatcher(disk, remote, is_in_namespace)
+def machine(root: Path, remote: RemoteStore) -> TieredStore:
+    """The tiers of one machine."""
+    return TieredStore(MemoryStore(1 << 30), DiskStore(root, fsync=False), remote)
 
 
 def keys_of(*numbers: int) -> list[str]:
     return [KVS[number].header.key for number in numbers]
 
 
-def test_every_replica_forgets_what_one_forgot_and_one_that_was_down_does_at_its_start(
+def on_disk(store: TieredStore) -> set[str]:
+    assert store.disk_tier is not None
+    return set(store.disk_tier.keys())
+
+
+def in_memory(store: TieredStore) -> set[str]:
+    assert store.memory_tier is not None
+    return set(store.memory_tier.keys())
+
+
+def test_every_machine_deletes_what_one_deletes_and_one_that_was_down_does_at_its_start(
     remotes: Remotes, tmp_path: Path
 ) -> None:
-    up, up_hears = replica(tmp_path / "up", remotes())
-    down = DiskStore(tmp_path / "down", fsync=False)
-    for kv in KVS:
-        up.put(kv)
-        down.put(kv)
-    publish_tombstone(remotes(), keys=keys_of(0, 1))
-    publish_tombstone(remotes(), namespace="b")
-    up_hears.poll()
-    assert set(up.keys()) == set(keys_of(2, 4))
-    heeded = up_hears.take_applied()
-    assert set(heeded.keys) == set(heeded.recent_keys) == set(keys_of(0, 1, 3, 5))
-    assert heeded.namespaces == ("b",)
-    assert up_hears.take_applied() == AppliedTombstones()
-    again, hears = replica(tmp_path / "down", remotes())
-    hears.start()
-    hears.stop()
-    assert set(again.keys()) == set(keys_of(2, 4)), "before it answers anybody"
+    one, up, down = (machine(tmp_path / name, remotes()) for name in ("one", "up", "down"))
+    for store in (one, up, down):
+        for kv in KVS:
+            store.put(kv)
+        assert store.flush(10)
+        store.apply_deletions()
+    assert one.delete_everywhere(keys_of(0, 1)) == {*keys_of(0, 1)}
+    assert one.delete_everywhere(keys_of(3, 5), "b") == {*keys_of(3, 5)}
+    up.apply_deletions()
+    for store in (one, up):
+        assert on_disk(store) == in_memory(store) == {*keys_of(2, 4)}
+    assert {*remotes().keys()} == {*keys_of(2, 4)}
+    again = machine(tmp_path / "down", remotes())
+    again.watch_deletions(60)
+    assert on_disk(again) == {*keys_of(2, 4)}, "before it answers anybody"
+    again.close()
 
 
-def test_each_record_is_heeded_once_so_that_what_is_stored_again_stays(remotes: Remotes, tmp_path: Path) -> None:
-    disk, hears = replica(tmp_path / "one", remotes())
-    disk.put(KVS[0])
-    publish_tombstone(remotes(), keys=keys_of(0))
-    hears.poll()
-    assert not disk.contains(*keys_of(0))
-    disk.put(KVS[0])
-    hears.poll()
-    _, restarted = replica(tmp_path / "one", remotes())
-    restarted.poll()
-    assert disk.contains(*keys_of(0))
-    assert restarted.num_applied == 0
+def test_what_is_stored_again_after_a_deletion_stays(remotes: Remotes, tmp_path: Path) -> None:
+    """Here and there, in each process over the disk, and in the remote tier."""
+    one, two, other_process = (machine(tmp_path / name, remotes()) for name in ("one", "two", "two"))
+    for store in (one, two, other_process):
+        store.put(KVS[0])
+        assert store.flush(10)
+        store.apply_deletions()
+    one.delete_everywhere(keys_of(0))
+    two.apply_deletions()
+    assert not two.contains(*keys_of(0))
+    for store in (two, one):
+        store.put(KVS[0])
+        assert store.flush(10)
+    for store in (one, two, other_process, machine(tmp_path / "one", remotes()), machine(tmp_path / "two", remotes())):
+        store.apply_deletions()
+        store.apply_deletions()
+        assert on_disk(store) == {*keys_of(0)}
+    assert {*remotes().keys()} == {*keys_of(0)}
 
 
-def test_two_processes_over_one_disk_both_hear(remotes: Remotes, tmp_path: Path) -> None:
-    """Each has memory and late writes of its own."""
-    (_, one), (_, two) = (replica(tmp_path / "shared", remotes()) for _ in range(2))
-    for each in (one, two):
-        each.poll()
-    publish_tombstone(remotes(), keys=keys_of(0))
-    for each in (one, two):
-        each.poll()
-        each.poll()
-        assert each.take_applied().keys == tuple(keys_of(0))
+def test_two_processes_over_one_disk_both_clear_their_memory(remotes: Remotes, tmp_path: Path) -> None:
+    one, two = (machine(tmp_path / "shared", remotes()) for _ in range(2))
+    for store in (one, two):
+        store.apply_deletions()
+        store.put(KVS[0])
+        assert store.flush(10)
+    machine(tmp_path / "third", remotes()).delete_everywhere(keys_of(0))
+    for store in (one, two):
+        store.apply_deletions()
+        assert in_memory(store) == set()
+    assert on_disk(one) == set()
 
 
-def test_a_record_that_the_remote_tier_lost_is_put_back_by_who_heeded_it(tmp_path: Path) -> None:
-    """Redis without persistence, killed: a replica that was down the whole time still hears."""
+def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path: Path) -> None:
+    """An entry that waits for the remote tier, and one that is fetched, while another machine deletes it."""
+    values = DictValues()
+    one, two = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two"))
+    assert two.tiers[-1].flush(10)
+    sent, may_send = threading.Event(), threading.Event()
+    put = values.put
+
+    def put_late(name: str, data: bytes) -> None:
+        sent.set()
+        assert may_send.wait(60)
+        put(name, data)
+
+    values.put = put_late  # type: ignore[method-assign]
+    two.put(KVS[0])
+    assert sent.wait(60)
+    two.apply_deletions()
+    one.delete_everywhere(keys_of(0))
+    may_send.set()
+    assert two.flush(10)
+    assert keys_of(0) == [*values.data]
+    two.apply_deletions()
+    assert (on_disk(two), values.data) == (set(), {})
+    values.put = put  # type: ignore[method-assign]
+    one.put(KVS[1])
+    assert one.flush(10)
+    fetched = RemoteStore(values).fetch_many(keys_of(1))
+    one.delete_everywhere(keys_of(1))
+    machine(tmp_path / "two", RemoteStore(values)).apply_deletions()  # another process over the same disk
+    with two.recorded(KVS[1].header, is_copy=True):
+        two.tiers[1].put(fetched[KVS[1].header.key])
+    assert on_disk(two) == {*keys_of(1)}
+    two.apply_deletions()
+    assert on_disk(two) == in_memory(two) == set()
+
+
+def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path: Path) -> None:
+    """A remote tier keeps results of fetches for other requests. One of two processes leaves the disk to the other."""
+    values = DictValues()
+    one, two, worker = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two", "two"))
+    one.put(KVS[0])
+    assert one.flush(10)
+    for store in (two, worker):
+        store.watch_deletions(60, leaves_disk=store is worker)
+        store.fetch_many(keys_of(0))
+        assert store.flush(10)
+    one.delete_everywhere(keys_of(0))
+    worker.apply_deletions()
+    assert (on_disk(worker), in_memory(worker)) == ({*keys_of(0)}, set())
+    two.apply_deletions()
+    assert two.fetch_many(keys_of(0)) == {}
+    assert on_disk(two) == set()
+    for store in (two, worker):
+        store.close()
+
+
+def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(tmp_path: Path) -> None:
+    """Redis without persistence, killed: a machine that was down the whole time still learns of it."""
     server = RedisServer(tmp_path)
     server.start()
     try:
         remote = open_remote(server.url, timeout_s=5)
-        _, hears = replica(tmp_path / "up", remote)
-        down = DiskStore(tmp_path / "down", fsync=False)
+        up, down = (machine(tmp_path / name, remote) for name in ("up", "down"))
         down.put(KVS[0])
-        publish_tombstone(remote, keys=keys_of(0))
-        hears.poll()
+        assert down.flush(10)
+        up.delete_everywhere(keys_of(0))
         server.kill()
-        hears.poll()  # costs nothing but a warning
+        up.apply_deletions()  # costs nothing but a warning
         server.start()
         assert remote.values.list_metadata() == []
-        hears.poll()
+        up.apply_deletions()
         assert len(remote.values.list_metadata()) == 1
-        replica(tmp_path / "down", remote)[1].poll()
+        down.apply_deletions()
         assert not down.contains(*keys_of(0))
         remote.close(timeout_s=1)
     finally:
         server.kill()
 
 
-def test_old_records_go_here_and_there(remotes: Remotes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_tombstones_go_here_and_there(remotes: Remotes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = remotes()
-    disk, hears = replica(tmp_path / "one", remote)
-    publish_tombstone(remote, keys=keys_of(0))
-    hears.poll()
-    assert len(remote.values.list_metadata()) == len(list((disk.root / "forgotten").iterdir())) == 1
+    store, folder = machine(tmp_path / "one", remote), tmp_path / "one" / "forgotten"
+    machine(tmp_path / "two", remotes()).delete_everywhere(keys_of(0))
+    store.apply_deletions()
+    assert len(remote.values.list_metadata()) == len(list(folder.iterdir())) == 1
     monkeypatch.setattr(tombstones, "TOMBSTONE_TTL_S", -1.0)
-    hears.poll()
-    assert (remote.values.list_metadata(), list((disk.root / "forgotten").iterdir())) == ([], [])
+    store.apply_deletions()
+    assert (remote.values.list_metadata(), list(folder.iterdir())) == ([], [])
 
 
-def test_what_was_told_before_this_process_began_is_not_deleted_from_the_remote_tier_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote = RemoteStore(DictValues())
-    publish_tombstone(remote, keys=keys_of(0))
-    disk, hears = replica(tmp_path, remote)
-    hears._born_s = time.time() + 2 * tombstones._FRESH_S
-    hears.poll()
-    assert (hears.take_applied().recent_keys, hears.num_applied) == ((), 1)
-    assert list(disk.keys()) == []
-
-
-def test_nobody_is_told_where_the_remote_tier_is_down(tmp_path: Path) -> None:
+def test_many_keys_are_one_tombstone_and_very_many_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = DictValues()
+    one, two = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two"))
+    for kv in KVS:
+        two.put(kv)
+    assert two.flush(10)
+    one.delete_everywhere(keys_of(0, 1, 2))
+    assert len(values.noted) == 1
+    monkeypatch.setattr(tombstones, "MAX_KEYS", 2)
+    one.delete_everywhere(keys_of(3, 4, 5))
+    assert len(values.noted) == 3
+    two.apply_deletions()
+    assert on_disk(two) == set()
+
+
+def test_without_an_answer_of_the_remote_tier_the_entries_are_deleted_here(tmp_path: Path) -> None:
+    values = DictValues()
+    store = machine(tmp_path, RemoteStore(values))
+    for kv in KVS[:2]:
+        store.put(kv)
+    assert store.flush(10)
     values.is_down = True
     with pytest.raises(BackendUnreachableError):
-        publish_tombstone(RemoteStore(values), keys=["a"])
-    _, hears = replica(tmp_path, RemoteStore(values))
-    hears.poll()
-    assert hears.num_applied == 0
+        store.delete_everywhere(keys_of(0, 1))
+    store.apply_deletions()
+    assert (on_disk(store), len(values.data), values.noted) == (set(), 2, {})
+    values.is_down = False
+    assert store.delete_everywhere(keys_of(0, 1)) == {*keys_of(0, 1)}
+    assert (values.data, len(values.noted)) == ({}, 1)
+
+
+def test_on_a_full_disk_entries_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = DictValues()
+    one, two = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two"))
+    for store in (one, two):
+        store.put(KVS[0])
+        assert store.flush(10)
+
+    def write(self: object, path: Path, data: bytes) -> None:
+        raise StoreFullError("the disk is full")
+
+    monkeypatch.setattr(tombstones.Directory, "write", write)
+    one.delete_everywhere(keys_of(0))
+    two.apply_deletions()
+    assert (on_disk(one), on_disk(two), values.data, len(values.noted)) == (set(), set(), {}, 1)
 
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.binary(max_size=200), flip=st.integers(0, 400))
-def test_a_damaged_forged_or_foreign_record_makes_nobody_forget(
+def test_a_damaged_forged_or_foreign_tombstone_deletes_nothing(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, flip: int
 ) -> None:
     values = DictValues()
-    key = StoreKey(b"k" * 32)
-    remote = RemoteStore(values, store_key=key)
-    disk = DiskStore(tmp_path_factory.mktemp("kv"), fsync=False, store_key=None)
-    disk.put(KVS[0])
-    name = publish_tombstone(remote, keys=keys_of(0)).name
-    told = bytearray(values.noted[name])
-    told[flip % len(told)] ^= 1
-    values.noted[name] = bytes(told)
+    remote = RemoteStore(values, store_key=StoreKey(b"k" * 32))
+    store = TieredStore(DiskStore(tmp_path_factory.mktemp("kv"), fsync=False, store_key=None), remote)
+    TieredStore(remote).delete_everywhere(keys_of(0))
+    (name,) = values.noted
+    changed = bytearray(values.noted[name])
+    changed[flip % len(changed)] ^= 1
+    values.noted[name] = bytes(changed)
     values.noted["0" * 13 + "-" + "1" * 16] = data
     values.noted["../../escape"] = values.noted[f"{10**12}-{'a' * 16}"] = data
-    unsigned = RemoteStore(values, store_key=None)
-    publish_tombstone(unsigned, keys=keys_of(0))
-    TombstoneWatcher(disk, remote, is_in_namespace).poll()
-    assert disk.contains(*keys_of(0))
+    TieredStore(RemoteStore(values, store_key=None)).delete_everywhere(keys_of(0))
+    store.tiers[0].put(KVS[0])
+    store.apply_deletions()
+    assert store.tiers[0].contains(*keys_of(0))
 
 
 def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own time limit is the requests' affair, and may be long; what it has to say is heeded once it speaks."""
-    monkeypatch.setattr(tombstones, "FIRST_POLL_TIMEOUT_S", 0.2)
+    """Its own time limit is the requests' affair, and may be long; its tombstones are applied once it answers."""
     monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
     server = RedisServer(tmp_path)
     server.start()
     proxy = TcpProxy(server.port)
-    teller = open_remote(server.url, timeout_s=5)
+    far = open_remote(server.url, timeout_s=5)
     silent = open_remote(f"redis://127.0.0.1:{proxy.port}/0", timeout_s=600)
-    disk, hears = replica(tmp_path / "here", silent)
+    store = machine(tmp_path / "here", silent)
+    again = machine(tmp_path / "here", far)
     try:
-        disk.put(KVS[0])
-        publish_tombstone(teller, keys=keys_of(0))
+        assert store.disk_tier is not None
+        store.disk_tier.put(KVS[0])
+        TieredStore(far).delete_everywhere(keys_of(0))
         proxy.mode = "hang"
         started_s = time.monotonic()
-        hears.start()
+        store.watch_deletions(0.2)
         assert time.monotonic() - started_s < 60
-        assert disk.contains(*keys_of(0))
+        assert on_disk(store) == {*keys_of(0)}
         proxy.close()  # what hung breaks off
-        again = TombstoneWatcher(disk, teller, is_in_namespace)
-        again.start()
-        wait_until(lambda: not disk.contains(*keys_of(0)), 60, "the deletion is applied")
-        again.stop()
+        again.watch_deletions()
+        wait_until(lambda: not on_disk(store), 60, "the deletion is applied")
     finally:
-        hears.stop()
         proxy.close()
-        for remote in (teller, silent):
-            remote.close(timeout_s=0)
+        for each in (store, again):
+            each.close(timeout_s=0)
         server.kill()
+
+
+def test_the_thread_that_watches_ends_with_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.05)
+    closed, dropped = (machine(tmp_path / name, RemoteStore(DictValues())) for name in ("closed", "dropped"))
+
+    def watching() -> int:
+        return sum(thread.name == "ragblend-deletions" for thread in threading.enumerate())
+
+    before = watching()
+    for store in (closed, dropped):
+        store.watch_deletions()
+        store.watch_deletions()
+    assert watching() == before + 2
+    closed.close()
+    del dropped, store
+    wait_until(lambda: gc.collect() >= 0 and watching() == before, 60, "the threads have ended")

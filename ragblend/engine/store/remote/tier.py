@@ -305,7 +305,7 @@ class RemoteStore(KVStore):
         left = [key for key in dict.fromkeys(keys) if key not in there and key not in self._bad]
         for start in range(0, len(left), CONTAINS_BATCH):
             batch = left[start : start + CONTAINS_BATCH]
-            if monotonic() >= until_s or not self._is_open_for_asking():
+            if monotonic() >= until_s or not self.is_available():
                 break
             try:
                 there.update(key for key, found in zip(batch, self.values.contains_many(batch), strict=True) if found)
@@ -319,10 +319,15 @@ class RemoteStore(KVStore):
         """Delete an entry; return True if there was one. Raises BackendUnreachableError if that is unknown."""
         queued = self._queue.peek(key) is not None
         self._queue.discard(key)
+        self.drop_result(key)
         with self._lock:
-            self._flights.pop(key, None)
             self._bad.pop(key, None)
         return self.values.delete(key) or queued
+
+    def drop_result(self, key: str) -> None:
+        """Drop the result of a recent fetch, so that the next `get` fetches again."""
+        with self._lock:
+            self._flights.pop(key, None)
 
     def delete_temporary_files(self) -> int:
         """Delete the temporary files of killed writers; return their number. Raises BackendUnreachableError."""
@@ -373,6 +378,12 @@ class RemoteStore(KVStore):
             problem,
         )
 
+    def is_available(self) -> bool:
+        """Return True if the backend is expected to answer. If its breaker is open, send the probe when it is due."""
+        if not self.breaker.is_closed:
+            self._probe_when_due()
+        return self.breaker.is_closed
+
     @property
     def num_waiting(self) -> int:
         """Number of writes that are queued or in progress."""
@@ -403,11 +414,6 @@ class RemoteStore(KVStore):
         if self._executor is None:
             self._executor = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="ragblend-remote")
         return self._executor
-
-    def _is_open_for_asking(self) -> bool:
-        if not self.breaker.is_closed:
-            self._probe_when_due()
-        return self.breaker.is_closed
 
     def _probe_when_due(self) -> None:
         """Send the breaker's probe in the background, if it is due."""

@@ -1,0 +1,44 @@
+"""Namespaces of stored KV, with the cache salts of vLLM's requests. Imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import hashlib
+
+from ragblend.errors import UsageError
+from ragblend.option_fields import check_unicode
+
+MAX_NAMESPACE = 256  # letters
+_SALTED = "#salt:"
+
+
+def check_namespace(namespace: str) -> None:
+    """Raise UsageError for a namespace that is too long, is no valid Unicode, or contains the mark of cache salts."""
+    if len(namespace) > MAX_NAMESPACE:
+        raise UsageError(f"the namespace has {len(namespace)} characters, but at most {MAX_NAMESPACE} are allowed")
+    check_unicode(namespace, "the namespace")
+    if _SALTED in namespace:
+        raise UsageError(f"the namespace {namespace!r} contains {_SALTED!r}, which is reserved for cache salts")
+
+
+def salted_namespace(namespace: str, cache_salt: str | None) -> str:
+    """Return the namespace in which the chunks of a request with vLLM's `cache_salt` are stored and found.
+
+    It contains a hash of the salt, because salts are secrets.
+
+    >>> salted_namespace("acme", None), salted_namespace("acme", "s3cret")
+    ('acme', 'acme#salt:43e5f7d9dcee38263874835a0396cefa')
+    """
+    if not cache_salt:
+        return namespace
+    salt = hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    return f"{namespace}{_SALTED}{salt}"
+
+
+def is_in_namespace(stored: str, namespace: str) -> bool:
+    """Return True if the namespace `stored` of an entry is `namespace`, with or without a cache salt."""
+    return stored.partition(_SALTED)[0] == namespace
+
+
+def cache_salt_of(namespace: str) -> str:
+    """Return the cache salt that separates a namespace's blocks in vLLM's own prefix cache."""
+    return f"ragblend-{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"

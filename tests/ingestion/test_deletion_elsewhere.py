@@ -1,0 +1,96 @@
+"""Programs over one remote tier: what one removes leaves the disks of the others, also after an outage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import wait_until
+
+from ragblend import load_engine
+from ragblend.engine.store import tombstones
+from ragblend.engine.store.disk import DiskStore
+from ragblend.errors import BackendUnreachableError
+from ragblend.ingestion.documents import delete_precomputed
+from ragblend.operations.maintenance import verify_and_quarantine
+from ragblend.precompute import precompute_documents
+from ragblend.prompt.types import Chunk
+
+TEXTS = {
+    "a": "The fox lives in the old harbour.",
+    "b": "Alice Kern plays the flute.",
+    "c": "James Bell sells drones.",
+}
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
+    """`program(name)`: an engine over the folder `name` and the remote tier that all share."""
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(
+            load_engine("demo", tmp_path / name, remote=f"file://{tmp_path}/remote", context="none")
+        )
+
+
+def store(engine: Any, **texts: str) -> None:
+    """Store documents, and copy to the engine's disk what another machine has computed."""
+    precompute_documents([*texts.values()], engine, ids=[*texts])
+    engine.store.fetch_many([engine.key(Chunk(text)) for text in texts.values()])
+    assert engine.store.flush(30)
+
+
+def on_disk(engine: Any) -> set[str]:
+    """The names in TEXTS whose KV is on the disk of an engine."""
+    keys = set(DiskStore(engine.store.disk_tier.root).keys())
+    return {name for name, text in TEXTS.items() if engine.key(Chunk(text)) in keys}
+
+
+def in_remote(engine: Any) -> set[str]:
+    return {name for name, text in TEXTS.items() if engine.store.tiers[-1].contains(engine.key(Chunk(text)))}
+
+
+def test_what_one_removes_or_replaces_leaves_the_disk_of_a_running_and_of_a_later_program(
+    program: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
+    one, running, ended = (program(name) for name in ("one", "running", "ended"))
+    for engine in (one, running, ended):
+        store(engine, **TEXTS)
+    ended.close()
+    delete_precomputed(["a"], one)
+    store(one, b="Alice Kern plays the piano.")
+    wait_until(lambda: on_disk(running) == {"c"}, 60, "the running program has deleted them")
+    assert on_disk(ended) == {"a", "b", "c"}
+    wait_until(lambda: on_disk(program("ended")) == {"c"}, 60, "the next program deletes them")
+    assert in_remote(one) == on_disk(one) == {"c"}
+    assert not verify_and_quarantine(tmp_path / "running").has_problems
+    store(running, **TEXTS)  # its own documents
+    for engine in (one, running):
+        engine.store.apply_deletions()
+    assert on_disk(running) == in_remote(one) == {"a", "b", "c"}
+
+
+def test_a_removal_during_an_outage_is_completed_by_the_next_call(
+    program: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = program("one"), program("two")
+    for engine in (one, two):
+        store(engine, **TEXTS)
+    with monkeypatch.context() as down:
+
+        def delete(name: str) -> bool:
+            raise BackendUnreachableError("it is down")
+
+        down.setattr(one.store.tiers[-1].values, "delete", delete)
+        for _ in range(2):
+            with pytest.raises(BackendUnreachableError, match="it is down"):
+                delete_precomputed(["a"], one)
+        store(one, b="Alice Kern plays the piano.")
+        assert (on_disk(one), in_remote(one)) == ({"c"}, {"a", "b", "c"})
+    store(two, b="Alice Kern plays the piano.")  # which is a document of another catalogue
+    delete_precomputed(["a"], one)
+    two.store.apply_deletions()
+    assert in_remote(one) == on_disk(one) == on_disk(two) == {"c"}
