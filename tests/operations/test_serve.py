@@ -169,6 +169,30 @@ def test_vllm_does_not_take_all_memory_of_a_machine_without_a_gpu(tmp_path: Path
     assert cpu_paged_kv_bytes(checkpoint) is None
 
 
+@pytest.mark.parametrize(
+    ("has_cuda", "flags", "adds"),
+    [
+        (False, (), True),
+        (False, ("--max-model-len", "512"), True),
+        (True, (), False),
+        (False, ("--enforce-eager",), False),
+        (False, ("--no_enforce_eager",), False),
+        (False, ("-O3",), False),
+        (False, ("-O", "3"), False),
+        (False, ("--optimization-level=3",), False),
+        (False, ("--compilation-config", '{"mode": 3}'), False),
+        (False, ("-cc.mode=3",), False),
+    ],
+)
+def test_without_a_gpu_vllm_compiles_only_if_a_flag_requests_it(
+    tmp_path: Path, monkeypatch: Any, has_cuda: bool, flags: tuple[str, ...], adds: bool
+) -> None:
+    monkeypatch.setattr(vllm_launch, "has_cuda", lambda: has_cuda)
+    command = launch(*flags, store=str(tmp_path)).command
+    assert command.count("--enforce-eager") == adds + flags.count("--enforce-eager")
+    assert command[len(command) - len(flags) :] == flags
+
+
 def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None:
     made = launch(store=str(tmp_path), api_key="secret-key")
     assert made.environment["VLLM_API_KEY"] == "secret-key"

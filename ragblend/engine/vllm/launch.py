@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -38,6 +39,7 @@ LOOPBACK = "127.0.0.1"
 _MIB = 1 << 20
 _CONTEXTS_ON_CPU = 4  # prompts of the longest length that fit into vLLM's paged KV on a CPU by default
 _MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override")
+_COMPILATION_FLAG = re.compile(r"--(no-)?enforce-eager$|(--compilation-config|-cc)(\.|$)|--optimization-level$|-O")
 
 
 class Checkpoint(NamedTuple):
@@ -245,6 +247,8 @@ def server_command(
         length = split_flag(flags, "--max-model-len")[0] or ""
         size = cpu_paged_kv_bytes(checkpoint, int(length) if length.isdecimal() else None)
         command += ["--kv-cache-memory-bytes", str(size)] if size is not None else []
+    if not has_cuda() and not any(map(_COMPILATION_FLAG.match, given)):
+        command += ["--enforce-eager"]  # on a CPU, compiling takes minutes before the server answers
     return [*command, *flags]
 
 
