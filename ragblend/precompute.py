@@ -361,6 +361,7 @@ def precompute_documents(
         for name, texts in texts_of.items():
             registry.add(texts, name)
         if finder is not None:
+            finder.delete_unrecorded_variants(main)
             finder.add(main)
 
     if prefill is None:

@@ -169,8 +169,13 @@ def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:
     return engine.context == "similar" or registry.has_stored_variants()
 
 
-def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
-    """Delete the KV of texts, and KV computed after them, from every tier. Returns like `delete_texts_except`."""
+def _delete_kv(
+    texts: Sequence[str], engine: Engine, registry: ChunkRegistry, *, keeps_records: bool = False
+) -> tuple[int, str]:
+    """Delete the KV of texts, and KV computed after them, from every tier. Returns like `delete_texts_except`.
+
+    keeps_records: keep the records of what the entries contain, by which a later call finds those written meanwhile.
+    """
     if not texts:
         return 0, ""
     keys = keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))
@@ -187,7 +192,8 @@ def _delete_kv(texts: Sequence[str], engine: Engine, registry: ChunkRegistry) ->
         left = [(key, text_key(text)) for key, text in keys.items()] + [(key, b"") for key in unseen]
         pending = [PendingDeletion(key, place, "", of_text) for place in _places(engine)[1:] for key, of_text in left]
         IndexedDocuments(registry).schedule_deletions(pending, OrphanedTexts())
-    registry.remove_entry_chunks(keys)
+    if not keeps_records:
+        registry.remove_entry_chunks(keys)
     return num_removed, problem
 
 
@@ -223,11 +229,12 @@ def delete_texts_except(
     if is_due and documents.pending_deletions():
         _, earlier_problem = _run_deletions(documents, engine, registry)
     released = registry.preview_orphaned_texts(kept_texts)
-    num_removed, problem = _delete_kv(released, engine, registry)
+    has_similar = _has_similar(engine, registry)
+    num_removed, problem = _delete_kv(released, engine, registry, keeps_records=has_similar)
     for name, texts in kept_texts.items():  # after the deletion, so that after a kill the same call finds the texts
         registry.remove_from_document(registry.texts_of(name).difference(map(str.strip, texts)), name)
     registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in released)  # of this namespace only
-    if released and _has_similar(engine, registry):  # another process may have stored a variant before the release
+    if released and has_similar:  # another process may have stored a variant before the release
         num_late, late_problem = _delete_kv(released, engine, registry)
         num_removed, problem = num_removed + num_late, problem or late_problem
     if released:

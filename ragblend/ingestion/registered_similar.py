@@ -56,6 +56,19 @@ class RegisteredChunkFinder:
         missing = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
         return [Chunk(each.text, context="similar") for each in missing]
 
+    def delete_unrecorded_variants(self, chunks: Iterable[Chunk]) -> None:
+        """Delete the similar variants of `chunks` that are stored, but were not recorded as stored.
+
+        The call that stored them was interrupted. A text that was removed since may be among those that they were
+        computed after, and neither that call nor the removal has deleted them. Raises BackendUnreachableError.
+        """
+        own = {self._entry(chunk.text) for chunk in chunks}
+        unrecorded = [each.entry for each in self.registry.missing_variants(self._name) if each.entry in own]
+        store = self.engine.store
+        stored = [key for key, is_there in zip(unrecorded, store.contains_many(unrecorded), strict=True) if is_there]
+        if stored:
+            store.delete_everywhere(stored)
+
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
         """Record in the registry that similar variants are stored: those among `chunks` whose KV the store has.
 

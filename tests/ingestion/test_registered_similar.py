@@ -14,12 +14,12 @@ from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from similar_texts import TEXTS, texts_behind
 
-from ragblend import BlendLLM, Chunk, Prompt, load_engine, open_index
+from ragblend import BlendLLM, Chunk, Prompt, load_engine, open_index, precompute
 from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.kv import KVHeader, load_into_memory
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import registered_similar
 from ragblend.ingestion.documents import delete_precomputed
@@ -151,6 +151,25 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
     assert first
     for header in engine.store.disk_tier.headers():
         assert BELL not in texts_in(engine, header)
+
+
+def test_what_an_interrupted_call_computed_behind_a_chunk_removed_since_is_computed_again(opened, monkeypatch):
+    engine = opened()
+    precompute_documents([FOX, KERN], engine, ids=["fox", "kern"])
+
+    def interrupted(chunks: Any, *_: Any) -> None:
+        raise KeyboardInterrupt  # a killed process checks nothing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(precompute, "delete_stale_variants", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            precompute_documents([BELL], engine, ids=["bell"])
+    late = load_into_memory(engine.store.get(engine.key(similar(BELL))))
+    delete_precomputed(["kern"], engine)
+    engine.store.put(late)  # the removal came between the choice of the similar chunks and the write
+    assert KERN in (seen_by(engine, BELL) or ())
+    precompute_documents([BELL], engine, ids=["bell"])
+    assert seen_by(engine, BELL) == {FOX}
 
 
 def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(opened):
