@@ -26,7 +26,7 @@ from ragblend.engine.namespaces import is_in_namespace
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
-from ragblend.errors import RagblendError
+from ragblend.errors import BackendUnreachableError, RagblendError
 from ragblend.files.directory import Directory, try_remove_file
 from ragblend.files.reading import read_file
 
@@ -106,13 +106,15 @@ class Tombstones:
     def poll(self) -> None:
         """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
 
-        Logs one warning for an outage of the remote tier.
+        Logs one warning for errors in a row. Of a remote tier that does not answer, the next request warns.
         """
         with self._lock:
             try:
                 if self._remote.is_available():
                     self._poll()
                     self._has_warned = False
+            except BackendUnreachableError as error:
+                log.info("deletions by other machines are unknown at the moment: %s", error)
             except (RagblendError, OSError) as error:
                 level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
                 log.log(level, "deletions by other machines are unknown at the moment: %s", error)
