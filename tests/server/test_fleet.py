@@ -186,7 +186,7 @@ def test_documents_survive_restarts_of_postgresql(tmp_path: Path, kind: int, mon
     monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.3)
     monkeypatch.setattr("ragblend.catalog.known_chunks._OUTAGE_PAUSE_S", 0.2)
     with start_postgres() as server, running(tmp_path, server.url, "one", "other") as (one, other):
-        one.engine(), other.engine()  # loaded before the first outage
+        assert one.hits(B) == other.hits(B) == 0  # the engines, and the catalogue for them, are open before the outage
         one.send(*({"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(60)))
         for _ in range(3):
             time.sleep(0.5)
