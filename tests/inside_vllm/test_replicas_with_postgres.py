@@ -109,7 +109,7 @@ class Fleet:
         return {"one": self.replicas[0].headers(), "two": self.replicas[1].headers(), "redis": there}
 
     def stale(self) -> list[str]:
-        """The places with an entry of, or computed after, a text that no document has."""
+        """Entries of, or computed after, a text that no document has, each with its place."""
         live = {self.renderer.chunk_ids(text_of(number)) for number in self.documents}
         return [
             f"{place}: {header}"
@@ -122,9 +122,7 @@ class Fleet:
     def assert_whole(self) -> dict[str, int]:
         """Nothing is lost or stale. Return the number of entries in each place."""
         # A replica whose remote tier did not answer tries again after up to a minute, and then looks for tombstones.
-        start_s = time.monotonic()
         wait_until(lambda: not self.stale(), 150, f"nothing is stale: {self.stale()}")
-        print("WAITED", time.monotonic() - start_s)
         with ChunkRegistry(self.catalog) as registry:
             assert set(registry.texts()) == {text_of(number) for number in self.documents}
         found = self.headers()
