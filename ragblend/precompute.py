@@ -27,7 +27,7 @@ from ragblend.engine.store.disk import StoreDefaults
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.capacity import check_capacity, stored_kv_bytes
+from ragblend.ingestion.capacity import describe_capacity, stored_kv_bytes
 from ragblend.ingestion.contexts import (
     SimilarChunkFinder,
     attach_similar_texts,
@@ -221,7 +221,7 @@ def precompute_chunks(
     if disk is not None and (missing or renewed):
         num_tokens = sum(_num_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
-        capacity = check_capacity(disk, forecast)
+        capacity = describe_capacity(disk, forecast)
         if notify is not None:
             num_chunks = len(missing) + len(renewed)
             notify(

@@ -52,7 +52,9 @@ def has_secret(url: str) -> bool:
 
 
 def url_password_hint(url: str) -> str:
-    """Return how to write a password that ends a URL early, for the end of a message; "" if none does.
+    """Return how to write the characters of a password that would end it early in a URL, for the end of a message.
+
+    Returns "" if the URL's password has no such character.
 
     >>> url_password_hint("redis://:a#b@cache")
     "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"

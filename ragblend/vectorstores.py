@@ -135,8 +135,8 @@ class BlendVectorStore(VectorStore):
 
     inner: the vector store with the documents: any LangChain vector store, an open ragblend index, or its folder.
     llm: a ChatBlend, a BlendLLM or an engine that precomputes; None: documents are only indexed. Documents are indexed
-    first. If the precomputation of a document fails, searches still find it, and its text is prefilled in prompts. If
-    two documents have a text, its KV is deleted with the second one.
+    first. If the precomputation of a document fails, searches still find it, and its text is prefilled in prompts. The
+    KV of a text is deleted with the last document that has it.
     embedding: the LangChain embedding of the index in the folder; None for an index with a ragblend embedder.
     collection: a name for the documents of this vector store in the KV store. Two vector stores may have documents with
     the same ids, so each needs its own name. The default consists of the inner store's class and the name of its data

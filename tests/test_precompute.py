@@ -16,7 +16,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
-from ragblend.ingestion.capacity import check_capacity
+from ragblend.ingestion.capacity import describe_capacity
 from ragblend.ingestion.server_documents import as_chunk
 from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
 from ragblend.prompt.types import Chunk
@@ -278,15 +278,17 @@ def test_what_the_default_limit_means_is_said_before_prefilling(tmp_path):
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
         store = DiskStore(small / "kv", fsync=False, capacity_bytes="auto")
-        assert check_capacity(store, 3 << 20) == "8.0 MiB free"
+        assert describe_capacity(store, 3 << 20) == "8.0 MiB free"
         with pytest.raises(StoreFullError, match=r"may hold 4.0 MiB: half of the free space.*`disk_gib="):
-            check_capacity(store, 5 << 20)
+            describe_capacity(store, 5 << 20)
         for seed in range(3):
             store.put(make_kv(seed, tokens=8192))
-        assert re.search(r"holds 3\..* may hold 4\..*least recently used KV is evicted", check_capacity(store, 2 << 20))
+        assert re.search(
+            r"holds 3\..* may hold 4\..*least recently used KV is evicted", describe_capacity(store, 2 << 20)
+        )
         chosen = DiskStore(small / "kv", fsync=False, capacity_bytes=2 << 20)
-        assert "may hold 2.0 MiB" in check_capacity(chosen, 4 << 20), "a configured limit may evict"
-        assert check_capacity(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"
+        assert "may hold 2.0 MiB" in describe_capacity(chosen, 4 << 20), "a configured limit may evict"
+        assert describe_capacity(DiskStore(small / "kv", fsync=False), 4 << 20).endswith("free"), "and so is no limit"
     finally:
         subprocess.run(["umount", "--lazy", str(small)], check=True)
 

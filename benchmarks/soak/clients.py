@@ -21,7 +21,7 @@ from benchmarks.soak.deployment import Replica, key_of
 from benchmarks.soak.ledger import Attempt, Ledger, Outcome, is_stored
 from benchmarks.soak.work import ANSWER_TOKENS, TENANTS, Question, Text, Work, body, exclude_tokens
 from ragblend.engine.vllm.client import sse_events
-from ragblend.engine.vllm.params import VllmMode, report_from_params, vllm_sampling_params
+from ragblend.engine.vllm.params import VllmMode, report_from_params, vllm_filters_and_penalties
 from ragblend.errors import RagblendError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.types import Prompt
@@ -218,7 +218,7 @@ class Client(threading.Thread):
         if attempt.mode == "ingest":
             return {"model": "demo", "max_tokens": 1}
         options = GenerationOptions(logit_bias=exclude_tokens(self._work.stop_ids))
-        return {"model": "demo", "max_tokens": ANSWER_TOKENS, **vllm_sampling_params(options)}
+        return {"model": "demo", "max_tokens": ANSWER_TOKENS, **vllm_filters_and_penalties(options)}
 
     def _refused(self, response: httpx.Response, wish: PlannedRequest, attempt: Attempt) -> None:
         attempt.outcome = "refused"

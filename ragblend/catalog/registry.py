@@ -444,14 +444,14 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
     def has_all_entry_chunks(self, folder: Path) -> bool:
-        """Return True if `set_has_all_entry_chunks` was called for the store's folder.
+        """Return True if `mark_all_entries_recorded` was called for the store's folder.
 
         False means that an earlier version may have stored entries without recording their chunks.
         """
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
-    def set_has_all_entry_chunks(self, folder: Path) -> None:
-        """Record that the chunks of every entry in the store's folder are recorded."""
+    def mark_all_entries_recorded(self, folder: Path) -> None:
+        """Record that the registry has the chunks of every entry in the store's folder."""
         self._record_entry_chunks("", [(b"", self._mark(folder))])
 
     def _mark(self, folder: Path) -> str:

@@ -12,9 +12,9 @@ from ragblend.cli.printing import (
     print_json,
     print_line,
     print_notice,
-    print_shadow,
     print_sources,
     source_facts,
+    wait_and_print_shadow,
     waiting_lines,
 )
 from ragblend.cli.session import embedder_name, open_engine, open_searched_index, opening_title, retrieve
@@ -52,7 +52,7 @@ def ask(
         answer = stream.result
         if not json_:
             print_line("" if streams else answer.text)
-        print_shadow(engine, settings)
+        wait_and_print_shadow(engine, settings)
     if json_:
         print_json(
             {
@@ -118,7 +118,7 @@ def chat(
             if show_sources:
                 print_sources(hits)
             print_notice(stream.result.report.summary())
-        print_shadow(engine, settings)
+        wait_and_print_shadow(engine, settings)
 
 
 @with_settings("store k neighbours", unflagged="embedder order")

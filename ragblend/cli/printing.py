@@ -180,7 +180,7 @@ def print_sources(hits: Sequence[SearchHit]) -> None:
         print_line(f"[{number}] {place} ({hit.score:.2f}) {text}")
 
 
-def print_shadow(engine: Engine, settings: Settings) -> None:
+def wait_and_print_shadow(engine: Engine, settings: Settings) -> None:
     """Wait for the shadow prefills and print how often they agreed; print nothing if shadow is off."""
     if settings.shadow:
         engine.flush_shadow()

@@ -79,7 +79,10 @@ class SentenceTransformerEmbedder:
 
     @property
     def max_tokens(self) -> int | None:
-        """Return the model's limit in its tokens, beyond which texts take windows; None: no limit. Loads the model."""
+        """Return the most tokens that the model reads at once; None: no limit. Longer texts are split into windows.
+
+        Loads the model.
+        """
         limit = self._model.max_seq_length
         return None if limit is None or math.isinf(limit) else int(limit)
 

@@ -74,8 +74,11 @@ class FolderScan:
         """Return True if a folder above the file `path` could not be listed."""
         return any(each in self._unlisted for each in iter_path_and_parents(path))
 
-    def is_hidden(self, path: str, top: str) -> bool:
-        """Return True if the scan left out the file `path` but scanned a folder above it, `top` or one below `top`."""
+    def has_left_out(self, path: str, top: str) -> bool:
+        """Return True if the scan left out the file `path`, although it scanned one of the file's parent folders.
+
+        Only the folder `top` and folders below it count.
+        """
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
             each in self._root_set and is_same_or_below(each, top)

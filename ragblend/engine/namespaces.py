@@ -34,7 +34,7 @@ def salted_namespace(namespace: str, cache_salt: str | None) -> str:
     return f"{namespace}{_SALTED}{salt}"
 
 
-def is_in_namespace(stored: str, namespace: str) -> bool:
+def equals_ignoring_salt(stored: str, namespace: str) -> bool:
     """Return True if the namespace `stored` of an entry is `namespace`, with or without a cache salt."""
     return stored.partition(_SALTED)[0] == namespace
 

@@ -107,7 +107,7 @@ def new_chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
     ]
 
 
-def merge_run_reports(report: BlendReport, prompt: MatchedPrompt) -> None:
+def merge_runs_by_chunk(report: BlendReport, prompt: MatchedPrompt) -> None:
     """Replace the reports of runs in `report.chunks` by one per chunk, which sums up the chunk's runs in the prompt."""
     joined = []
     for parts in prompt.runs_by_chunk:

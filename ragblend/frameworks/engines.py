@@ -37,7 +37,7 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
     if store is not None and not isinstance(store, str | Path):
         return load()
     given = sorted((name, value) for name, value in options.items() if value is not None)
-    key = (model, resolve_store(store), repr(given))
+    key = (model, absolute_store(store), repr(given))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
         if engine is None or not getattr(engine, "is_usable", True):
@@ -45,7 +45,7 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
         return engine
 
 
-def resolve_store(store: Any) -> Any:
+def absolute_store(store: Any) -> Any:
     """Return a directory's absolute path, the same from every working folder; any other store as it is."""
     return str(expand_user_path(store, "store").resolve()) if isinstance(store, str | Path) else store
 

@@ -42,7 +42,7 @@ from ragblend.frameworks.call_options import (
     CallOptions,
     reject_unknown,
 )
-from ragblend.frameworks.engines import close_at_exit, resolve_store, share_engine
+from ragblend.frameworks.engines import absolute_store, close_at_exit, share_engine
 from ragblend.frameworks.strict import ChunkNotReusedError, check_chunks
 from ragblend.option_fields import nearest_name_hint, replace_aliases
 from ragblend.options import (
@@ -162,7 +162,7 @@ class BlendModel(BaseModel):
         """Validate the settings, then load or share the engine."""
         super().model_post_init(context)
         key, self.api_key = self.api_key, None
-        self.store = resolve_store(self.store)  # resolved once: a copy may be loaded in another working folder
+        self.store = absolute_store(self.store)  # resolved once: a copy may be loaded in another working folder
         reject_unknown("call_options", self.call_options, CALL_OPTIONS)
         reject_unknown("engine_options", self.engine_options, ENGINE_OPTIONS)
         self._options({})

@@ -16,7 +16,7 @@ def stored_kv_bytes(engine: Engine) -> int:
     return disk.nbytes() if disk is not None else 0
 
 
-def check_capacity(disk: DiskStore, nbytes: int) -> str:
+def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     """Return a text with the free capacity, and the evictions that `nbytes` of new KV will cause.
 
     Raises StoreFullError if the disk has less free space, or if no limit is configured and the automatic one is lower.

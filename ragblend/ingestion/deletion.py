@@ -161,7 +161,7 @@ def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
         return
     for header in disk.headers():
         record_entry(registry, header)
-    registry.set_has_all_entry_chunks(disk.root)
+    registry.mark_all_entries_recorded(disk.root)
 
 
 def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:

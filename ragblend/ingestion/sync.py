@@ -252,7 +252,7 @@ class _SyncPass:
             return True
         if path in self._unread or path in scan.filtered_out or scan.is_below_unreadable(path):
             return False
-        return _is_deleted(path) or scan.is_hidden(path, record.top)
+        return _is_deleted(path) or scan.has_left_out(path, record.top)
 
     def _remove(self, sources: Iterable[str]) -> None:
         for source in sources:

@@ -50,7 +50,7 @@ def sign_store(
     """
     report = SignReport()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
-    report.num_notes = new.sign_metadata_files(old)
+    report.num_notes = new.sign_metadata_files_again(old)
     set_expected_specs(old)
     paths = list(old.paths())
     for done, path in enumerate(paths, start=1):

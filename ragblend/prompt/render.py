@@ -278,7 +278,7 @@ class Renderer:
 
     @cached_property
     def calls_shown(self) -> CallFormat:
-        """Return `calls` as they appear in the text of an answer, without control tokens."""
+        """Return the format of tool calls, `calls`, as it reads in an answer's text, which has no control tokens."""
 
         def show(text: str) -> str:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.split_control_tokens(text))

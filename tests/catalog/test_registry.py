@@ -294,7 +294,7 @@ def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(r
 
 def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry: ChunkRegistry) -> None:
     registry.record_entry_chunks("alone", [(1, 2)], "")
-    registry.set_has_all_entry_chunks(Path("store"))
+    registry.mark_all_entries_recorded(Path("store"))
     assert registry.has_all_entry_chunks(Path("store"))
     with registry._write() as connection:
         connection.exec_driver_sql("UPDATE entry_chunks SET namespace = 'other' WHERE entry = 'alone'")

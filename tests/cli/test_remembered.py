@@ -89,7 +89,7 @@ def test_a_metadata_file_without_the_stores_signature_is_rejected(tmp_path: Path
     DiskStore(tmp_path, store_key=None).put_defaults(StoreDefaults("demo", "Say what I want."))
     with pytest.raises(CorruptError, match=DEFAULTS_FILE):
         DiskStore(tmp_path, store_key=key).read_defaults()
-    assert DiskStore(tmp_path, store_key=key).sign_metadata_files(DiskStore(tmp_path, store_key=None)) == 1
+    assert DiskStore(tmp_path, store_key=key).sign_metadata_files_again(DiskStore(tmp_path, store_key=None)) == 1
     assert DiskStore(tmp_path, store_key=key).read_defaults().model == "demo"
 
 

@@ -99,7 +99,7 @@ def test_a_full_disk_ends_ingestion_with_an_error_and_a_whole_store(tmp_path, co
     with small_disk(tmp_path / "small", "24m") as small:
         sample_corpus().write(tmp_path / "corpus")
         script = (
-            "import sys, ragblend.precompute as p; p.check_capacity = lambda *a: ''\n"
+            "import sys, ragblend.precompute as p; p.describe_capacity = lambda *a: ''\n"
             "from ragblend.cli.app import main; sys.argv = ['ragblend', *sys.argv[1:]]; main()"
         )
         arguments = ["ingest", str(tmp_path / "corpus"), "--model", "demo", "--store", str(small / "kv")]

@@ -152,7 +152,7 @@ class FuseResult:
     deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
     select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
-    def add_fixed_cost(self, num_rows: float, plan: FusePlan) -> None:
+    def add_first_layer_cost(self, num_rows: float, plan: FusePlan) -> None:
         """Add the cost of running `num_rows` rows through layer 0 only. It does not grow with the number of layers."""
         self.rows_per_layer[0] += num_rows
         if plan.checks[0].layer == 0:

@@ -55,7 +55,7 @@ def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: K
     hidden = model.embed(torch.tensor(header.token_ids, device=device))
     stored = []
     for layer in range(model.num_layers):
-        hidden, kv = model.run_layer_keeping_kv(layer, hidden, rows, prefix)
+        hidden, kv = model.run_layer_keeping_unrotated_kv(layer, hidden, rows, prefix)
         stored.append(LayerKV(kv.keys.contiguous().cpu(), kv.values.contiguous().cpu()))
         yield len(rows)
     assert header.dtype == dtype_name(stored[0].keys.dtype)

@@ -55,7 +55,10 @@ def _codes_are_finite(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool
 
 
 def kv_is_finite(kv: MemoryKV) -> bool:
-    """Return True if a chunk is finite as it was computed, on any device. `quantize` already rejects other values."""
+    """Return True if no tensor of the chunk contains infinity or NaN. The tensors may be on any device.
+
+    Layers in eight bits are not examined, because `quantize` has rejected such values.
+    """
     tensors = [tensor for layer in kv.layers if isinstance(layer, LayerKV) for tensor in layer if tensor.numel()]
     return all(
         is_finite(tensor)

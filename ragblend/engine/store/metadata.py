@@ -229,7 +229,7 @@ class StoreMetadata:
     def _note_key(self, path: Path) -> StoreKey | None:
         return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
 
-    def sign_metadata_files(self, source: StoreMetadata) -> int:
+    def sign_metadata_files_again(self, source: StoreMetadata) -> int:
         """Sign every metadata file that `source` accepts, and return their number. `source`: the same directory, opened
         with another key or with none."""
         count = 0

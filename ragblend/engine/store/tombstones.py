@@ -22,7 +22,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ragblend.engine.namespaces import is_in_namespace
+from ragblend.engine.namespaces import equals_ignoring_salt
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
@@ -106,7 +106,8 @@ class Tombstones:
     def poll(self) -> None:
         """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
 
-        Logs one warning for errors in a row. Of a remote tier that does not answer, the next request warns.
+        Logs one warning for errors in a row. A remote tier that does not answer is not one of them: the next request to
+        it logs that.
         """
         with self._lock:
             try:
@@ -159,8 +160,10 @@ class Tombstones:
             tiers = [tier for tier in tiers if tier.disk_tier is None]
         if namespace is not None:
             headers = (header for tier in tiers for header in tier.headers())
-            keys.update(header.key for header in headers if is_in_namespace(header.namespace, namespace))
-            keys.update(key for key, write in [*self._writes.items()] if is_in_namespace(write.namespace, namespace))
+            keys.update(header.key for header in headers if equals_ignoring_salt(header.namespace, namespace))
+            keys.update(
+                key for key, write in [*self._writes.items()] if equals_ignoring_salt(write.namespace, namespace)
+            )
         for key in keys:
             self._remote.drop_result(key)
             self._store.delete_from(key, tiers)

@@ -29,8 +29,8 @@ class WriteQueue:
     `write(kv)` stores one chunk. If it raises BackendUnreachableError the chunk moves to the back and is written again
     after a pause; after any other error it is dropped. `pause_s()` returns the seconds to wait before the next write, 0
     for none. With `read_back(key)`, a chunk that does not fit into the queue is kept by key alone and read again at its
-    turn; `read_back` returns None for a deleted chunk. Dropped chunks are counted in `num_dropped`, and the warning
-    ends with `fix`. The caller never waits.
+    turn; `read_back` returns None for a deleted chunk. Each dropped chunk adds 1 to `num_dropped`, and logs a warning
+    that ends with the text `fix`. The caller never waits.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.rules import NO_RECOMPUTE, ResolvedRule, find_rule, resolve_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
-from ragblend.engine.report import BlendReport, ChunkReport, merge_run_reports, new_chunk_reports
+from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk, new_chunk_reports
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
@@ -142,7 +142,7 @@ class BlendingEngine(LocalEngine):
         runs = request.prompt.runs
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         record_fusion(report, (run.start for run in runs), stored, plan, result, num_known)
-        merge_run_reports(report, request.prompt)
+        merge_runs_by_chunk(report, request.prompt)
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
@@ -256,7 +256,7 @@ class BlendingEngine(LocalEngine):
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
         if loader.num_computed:
-            result.add_fixed_cost(loader.num_computed * layers.kv_share, plan)
+            result.add_first_layer_cost(loader.num_computed * layers.kv_share, plan)
         if self.timelines is not None and ends_s is not None:
             self.timelines.append(loader.timeline(ends_s))
         if layers.device.type == "cuda":

@@ -251,7 +251,7 @@ class TransformersLayers:
         hidden = (output[0] if isinstance(output, tuple) else output)[0]
         return torch.cat((hidden, later_inputs), dim=1) if later_inputs.shape[1] else hidden
 
-    def run_layer_keeping_kv(
+    def run_layer_keeping_unrotated_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
         """Return the layer's output, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""

@@ -18,7 +18,7 @@ from contextlib import closing
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
-from ragblend.engine.namespaces import is_in_namespace
+from ragblend.engine.namespaces import equals_ignoring_salt
 from ragblend.engine.store.disk import StoreEntry
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import UsageError
@@ -100,14 +100,14 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
     if not isinstance(namespace, str):
         raise UsageError('send {"namespace": "..."}')
     namespace_of = {entry.key: entry.header.namespace for entry in _entries(store)}
-    keys, num_unread = {key for key, own in namespace_of.items() if is_in_namespace(own, namespace)}, 0
+    keys, num_unread = {key for key, own in namespace_of.items() if equals_ignoring_salt(own, namespace)}, 0
     with closing(open_registry(store)) as registry:
         registry.remove_entry_chunks(keys)
     for remote in store.remote_tiers:
         for key in set(remote.keys()).difference(namespace_of):
             kv = remote.get(key)
             num_unread += kv is None
-            if kv is not None and is_in_namespace(kv.header.namespace, namespace):
+            if kv is not None and equals_ignoring_salt(kv.header.namespace, namespace):
                 keys.add(key)
     return {"num_removed": len(store.delete_everywhere(keys, namespace)), "num_unread": num_unread}
 

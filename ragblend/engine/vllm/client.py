@@ -29,7 +29,12 @@ import httpx
 from ragblend.engine.base import EngineBase
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.vllm.params import BlendParams, report_from_params, vllm_sampling_params, vllm_structured_outputs
+from ragblend.engine.vllm.params import (
+    BlendParams,
+    report_from_params,
+    vllm_filters_and_penalties,
+    vllm_structured_outputs,
+)
 from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import (
     BackendUnreachableError,
@@ -417,7 +422,7 @@ class VllmClient(EngineBase):
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            **vllm_sampling_params(options),
+            **vllm_filters_and_penalties(options),
         }
         if prompt.is_chat:
             body["messages"] = [_openai_message(message) for message in prompt.messages]

@@ -24,7 +24,12 @@ from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmE
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, cpu_paged_kv_bytes, has_cuda, vllm_environment
 from ragblend.engine.vllm.loading import machine_facts_of
-from ragblend.engine.vllm.params import PARAMS_KEY, report_from_params, vllm_sampling_params, vllm_structured_outputs
+from ragblend.engine.vllm.params import (
+    PARAMS_KEY,
+    report_from_params,
+    vllm_filters_and_penalties,
+    vllm_structured_outputs,
+)
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.render import Renderer
@@ -188,7 +193,7 @@ def sampling_params(request: VllmRequest, stop_ids: list[int]) -> Any:
         temperature=options.temperature,
         top_p=options.top_p,
         seed=options.seed,
-        **vllm_sampling_params(options),
+        **vllm_filters_and_penalties(options),
         max_tokens=options.max_tokens,
         stop_token_ids=stop_ids,
         structured_outputs=StructuredOutputsParams(**vllm_structured_outputs(structure))

@@ -226,7 +226,9 @@ class VllmLayers:
             probe_hook(probe_queries, fused.keys(layer)[:, : positions_on_host(rows)[-1] + 1])
         return torch.cat(outputs)
 
-    def run_layer_keeping_kv(self, layer: int, hidden: Tensor, rows: Tensor, fused: Any) -> tuple[Tensor, LayerKV]:
+    def run_layer_keeping_unrotated_kv(
+        self, layer: int, hidden: Tensor, rows: Tensor, fused: Any
+    ) -> tuple[Tensor, LayerKV]:
         """Run a layer as `run_layer`. Return its hidden states, and the rows' pre-RoPE keys and values [H, R, D]."""
         outputs, kvs = [], []
         for call in fused.attention_calls(rows):

@@ -149,7 +149,7 @@ def report_from_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendRep
         return None
 
 
-def vllm_sampling_params(options: GenerationOptions) -> dict[str, Any]:
+def vllm_filters_and_penalties(options: GenerationOptions) -> dict[str, Any]:
     """Return vLLM's sampling parameters for top-k, min-p, penalties and bias, all of them set.
 
     For an absent one vLLM would use the model's generation_config, which the transformers engine does not use.

@@ -18,7 +18,7 @@ from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.namespaces import cache_salt_of, salted_namespace
-from ragblend.engine.report import BlendReport, ChunkReport, merge_run_reports
+from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
 from ragblend.engine.transformers.model import load_tokenizer
@@ -482,7 +482,7 @@ class BlendScheduler:
             num_unread = len(state.stored) - report.num_chunk_hits if state.is_filled else 0
             self.metrics.add(chunk_hits=report.num_chunk_hits, chunk_misses=state.num_missing + num_unread)
         if state.runs and len(report.chunks) == len(state.runs):
-            merge_run_reports(report, MatchedPrompt([], state.runs))
+            merge_runs_by_chunk(report, MatchedPrompt([], state.runs))
         return {PARAMS_KEY: report_to_json(report)}
 
     def _time_first_token(self, state: _RequestState) -> None:

@@ -312,7 +312,7 @@ class BlendWorker:
             except DamagedEntryError as error:
                 log.warning("%s; blending request %s without it", error, job.request_id)
                 damaged.add(error.key)
-        result.add_fixed_cost(num_charged, plan)
+        result.add_first_layer_cost(num_charged, plan)
         if self.timelines is not None:
             self.timelines.append(source.timeline(ends_s))
         report = BlendReport(job.params.reported_mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)

@@ -189,7 +189,9 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
 
 
 class StoreSwitchableEngine(NamedTuple):
-    """An engine to measure. Between requests, `read_from` sets its store and `times.timelines` may be set."""
+    """An engine to measure. Between requests, `read_from` may be called with another store, and a list assigned to
+    `times.timelines`, to which each request appends the times of its layers.
+    """
 
     engine: TransformersEngine | VllmEngine
     vocab_size: int

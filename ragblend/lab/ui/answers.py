@@ -170,7 +170,9 @@ class QuestionRun:
 
 
 def shared_beginning(answer: str, reference: str) -> str:
-    """Return the words at the beginning of `answer` that `reference` also begins with, without outer whitespace.
+    """Return the beginning of `answer`, up to the end of a word, that `reference` begins with, too.
+
+    White space before and after both texts does not count.
 
     >>> shared_beginning("He is a trainer of dogs.", "He is a train driver.")
     'He is a '
