@@ -174,7 +174,8 @@ def _delete_kv(
 ) -> tuple[int, str]:
     """Delete the KV of texts, and KV computed after them, from every tier. Returns like `delete_texts_except`.
 
-    keeps_records: keep the records of what the entries contain, by which a later call finds those that were written during this one.
+    keeps_records: keep the records of what the entries contain, so that a later call finds those that were written
+    during this one.
     """
     if not texts:
         return 0, ""
