@@ -125,6 +125,7 @@ class LayerCopies:
         else:
             copies = self._copier.allocate(sources)
         with torch.cuda.stream(self._copier.copying):
+            # One call for all tensors, because for short prompts the host's time limits.
             torch._foreach_copy_(copies, sources, non_blocking=True)
             is_copied = self._copier.copying.record_event()
         return _Copy(_as_layers(copies, layers), copies, is_copied)

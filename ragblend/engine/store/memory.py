@@ -159,7 +159,11 @@ class MemoryStore(KVStore):
                 return _page_locked(layers)
             except RuntimeError as error:  # the system allows no more of it
                 self.page_locked = False
-                log.warning("KV is held in memory that the GPU reads more slowly: no page-locked memory (%s)", error)
+                log.warning(
+                    "KV is held in memory that the GPU reads more slowly, as no page-locked memory could be allocated "
+                    "(%s); choose a smaller memory_gib",
+                    error,
+                )
         return tuple(map(_own, layers))
 
     def _evict_for(self, kv: MemoryKV) -> None:

@@ -95,7 +95,12 @@ class Tombstones:
         arguments = (weakref.ref(self), self._watch_ended, has_polled)
         threading.Thread(target=_poll_repeatedly, args=arguments, name="ragblend-deletions", daemon=True).start()
         if timeout_s and not has_polled.wait(timeout_s):
-            log.warning("deletions by other machines are unknown: no answer of %s yet", self._remote.remote_url)
+            log.warning(
+                "deletions by other machines are unknown, because %s has not answered within %g s; check it: ragblend "
+                "doctor --remote URL",
+                self._remote.remote_url,
+                timeout_s,
+            )
 
     def end_watch(self) -> None:
         """End the thread that `watch` started."""

@@ -165,6 +165,7 @@ def test_without_page_locked_memory_entries_are_in_ordinary_memory(caplog: pytes
     store.put(kv)
     assert_same(store.get(kv.header.key), kv)
     assert "no page-locked memory" in caplog.text
+    assert "memory_gib" in caplog.text
 
 
 @pytest.mark.parametrize("under_inference", [False, True])
