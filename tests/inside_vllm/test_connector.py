@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.connector import BlendConnector, BlendReports, ConnectorConfig
-from ragblend.engine.vllm.metrics import COUNTERS, BlendStats
+from ragblend.engine.vllm.connector import BlendReports, ConnectorConfig
 from ragblend.errors import UsageError
 
 pytestmark = pytest.mark.smoke
@@ -37,28 +32,3 @@ def test_reports_of_several_ranks_become_one():
     merged = BlendReports({"a": first}).aggregate(BlendReports({"a": second, "b": second}, weights_updated=True))
     assert merged.reports == {"a": first, "b": second}
     assert merged.weights_updated
-
-
-def test_counters_add_up_and_reach_prometheus():
-    stats = BlendStats()
-    assert stats.is_empty()
-    stats.merge({"chunk_hits": 2, "fuse_seconds": 0.5})
-
-    def sent(stats: BlendStats) -> dict[str, Any]:
-        """What vLLM takes to the front end; 0.28 as it is."""
-        return stats.to_dict() if hasattr(stats, "to_dict") else stats.data
-
-    total = BlendConnector.build_kv_connector_stats(sent(stats)).aggregate(stats)
-    assert total.reduce() == {"chunk_hits": 4, "fuse_seconds": 1.0}
-    metrics = BlendConnector.build_prom_metrics(
-        SimpleNamespace(kv_transfer_config=None),
-        {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
-        ["model_name", "engine"],
-        {0: ["m", "0"]},
-    )
-    metrics.observe(sent(total), 0)
-    labels = {"model_name": "m", "engine": "0"}
-    assert REGISTRY.get_sample_value("vllm:ragblend_chunk_hits_total", labels) == 4
-    assert REGISTRY.get_sample_value("vllm:ragblend_fuse_seconds_total", labels) == 1.0
-    for name in COUNTERS:
-        assert REGISTRY.get_sample_value(f"vllm:ragblend_{name}_total", labels) is not None

@@ -12,8 +12,6 @@ from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.vllm.params import parse_params
-from ragblend.errors import UsageError
 from ragblend.precompute import ingest, open_engine_index, precompute_documents, precompute_index
 
 pytestmark = pytest.mark.timeout(600)
@@ -103,20 +101,6 @@ def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
         found = disk.get(vllm.key(similar)).layer(layer)
         torch.testing.assert_close(found.keys, keys, atol=1e-3, rtol=1e-3)  # the first chunk is exact either way
         torch.testing.assert_close(found.values, values, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"spans": [[1, 3], [4, 6]]},
-        {"spans": [[1, 3]], "context": "similar"},
-        {"spans": [[1, 3]], "context": "every"},
-        {"spans": [], "context": "similar"},
-    ],
-)
-def test_ingestions_of_no_version_are_refused(params):
-    with pytest.raises(UsageError):
-        parse_params({"mode": "ingest", **params})
 
 
 def test_what_frameworks_bring_is_stored_behind_similar_chunks(vllm, model, tmp_path):

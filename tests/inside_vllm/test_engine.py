@@ -16,12 +16,10 @@ from harness import recorded_selections
 from ragblend import Prompt, load_engine
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, RULES
-from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
-from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.options import MODES
 from ragblend.precompute import precompute_documents
@@ -115,21 +113,6 @@ def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(
             assert seen == (expected if expected is None else pytest.approx(expected, rel=1e-3, abs=1e-5)), name
 
 
-def test_what_vllm_stored_the_transformers_engine_finds(engine: Any, reference: Any) -> None:
-    assert engine.fingerprint == reference.fingerprint
-    assert engine.bytes_per_token == reference.bytes_per_token
-    assert [reference.is_stored(chunk) for chunk in (A, B, C)] == [True] * 3
-    assert engine.key(A) == reference.key(A)
-
-
-@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_ratio_one_is_full_prefill(engine: Any, prompt: Prompt) -> None:
-    full = engine.generate(prompt, mode="full", max_tokens=8)
-    whole = engine.generate(prompt, recompute_ratio=1.0, max_tokens=8)
-    assert whole.report.num_chunk_hits == 3
-    assert whole.token_ids == full.token_ids
-
-
 def test_threads_share_the_batch_and_get_their_own_answers(engine: Any) -> None:
     prompts = [Prompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (C, A, B), (A,), (B, C, A))] * 3
     alone = [engine.generate(prompt, max_tokens=8).token_ids for prompt in prompts]
@@ -195,12 +178,6 @@ def test_stop_strings_and_limits(engine: Any) -> None:
         engine.generate(Prompt([A] * 200, QUESTION))
 
 
-def test_a_chat_model_over_it(engine: Any) -> None:
-    message = ChatBlend(engine=engine, max_tokens=8).invoke(f"{A}\n\n{B}\n\n{QUESTION}")
-    assert message.text == "Kinport"
-    assert message.response_metadata["ragblend"]["num_chunk_hits"] == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -233,22 +210,6 @@ def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch
     }
     assert not checks["vllm store"].ok
     assert "cannot write" in checks["vllm store"].finding
-
-
-def test_kv_behind_another_system_text_is_said_once_with_what_mends_it(
-    engine: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    chunks = ["Rose Bishop works for Zenco. Julia Bishop works for Synon.", "Zenco sells lamps. The firm sells knives."]
-    monkeypatch.setattr(engine, "default_prefix_ids", engine.renderer.prefix_ids("Be brief."))
-    monkeypatch.setattr(engine, "system", "Be brief.")
-    monkeypatch.setattr(engine, "notices", NoReuseWarnings(engine))
-    for _ in range(2):
-        prompt = Prompt(chunks, QUESTION, "Be brief.")
-        assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 0
-    (line,) = (record.getMessage() for record in caplog.records if record.name.endswith("no_reuse_warnings"))
-    assert "the store holds KV after other prefixes, none after this one ('Be brief.')" in line
-    assert f"ragblend precompute {engine.flags} --system 'Be brief.'" in line
-    assert f"--store {store}" in engine.flags
 
 
 def test_zz_a_closed_engine_says_so(tmp_path: Path, engine: Any) -> None:

@@ -196,15 +196,3 @@ def test_namespaces_match_and_share_nothing(llm):
             time.sleep(0.001)  # its look-up goes on
         assert found == (0, False)
         assert connector.request_finished(request, [])[1]["ragblend"]["num_chunks"] == 0
-
-
-def test_similar_variants_are_found_as_well(llm):
-    first, second, *_ = CHUNKS
-    ids = [*PREFIX, *LABEL, *second, *QUESTION]
-    ends = [len(PREFIX), len(PREFIX) + len(first), len(PREFIX) + len(first) + len(second)]
-    assert [chunk["context"] for chunk in report(ask(llm, ids))["chunks"]] == ["none"]
-    behind = {"mode": "ingest", "context": "similar", "spans": [ends[:2], ends[1:]]}
-    ask(llm, [*PREFIX, *first, *second, 7], behind, max_tokens=1)
-    llm.reset_prefix_cache()
-    (chunk,) = report(ask(llm, ids))["chunks"]
-    assert (chunk["hit"], chunk["context"], chunk["prefix_match"]) == (True, "similar", "exact")

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from harness import machine
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from openai import AuthenticationError, OpenAI
 from pages import PAGES, blocks, run_python
 from served import make_known, served_demo
-from servers import REDIS_BINARY, running_redis
 
 from ragblend import Prompt, load_engine
-from ragblend.engine.fusion.rules import DEFAULT_RATIO
-from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
-from ragblend.engine.tuning.machine import vllm_machine_facts, write_profile
-from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import RagblendError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.llm import BlendLLM
@@ -44,37 +35,16 @@ KEY = "a-key-for-tests"
 
 
 @pytest.fixture(scope="module")
-def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis behind the server's store; "" where there is none to start."""
-    if REDIS_BINARY is None or importlib.util.find_spec("redis") is None:
-        yield ""
-    else:
-        for server in running_redis(tmp_path_factory.mktemp("redis")):
-            yield server.url
-
-
-@pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The server's working folder, with its store in `kv`."""
     return tmp_path_factory.mktemp("serve")
 
 
 @pytest.fixture(scope="module")
-def url(remote: str, home: Path) -> Iterator[str]:
+def url(home: Path) -> Iterator[str]:
     """A server over an empty store, for this module."""
-    own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "RAGBLEND_API_KEY": KEY}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in own.items():
-            patch.setenv(name, value)
-        write_profile(home / "kv", machine(find_checkpoint("demo"), 0.8, vllm_machine_facts(None)))
-    with served_demo(
-        home,
-        "--max-model-len",
-        "1024",
-        "--enable-prompt-tokens-details",
-        *(("--remote", remote) if remote else ()),
-        **own,
-    ) as server:
+    options = ("--max-model-len", "1024", "--enable-prompt-tokens-details")
+    with served_demo(home, *options, RAGBLEND_API_KEY=KEY) as server:
         yield server.url
 
 
@@ -123,71 +93,6 @@ def test_an_answer_that_a_stop_string_ended_has_its_report(engine: Any) -> None:
         assert getattr(stopped.report, name) == getattr(whole.report, name) > 0, name
     batch = [engine.generate(PROMPT, max_tokens=8, mode="full", stop=["port"]).report for _ in range(2)]
     assert [report.num_chunk_hits for report in batch] == [0, 0]
-
-
-def test_the_transformers_engine_and_the_server_agree(engine: Any, home: Path) -> None:
-    store = home / "kv"
-    with load_engine("demo", store, on_miss="inline") as reference:
-        assert reference.fingerprint == engine.fingerprint
-        assert reference.is_stored(A)
-        ours, theirs = (each.generate(PROMPT, max_tokens=8) for each in (engine, reference))
-        assert ours.token_ids == theirs.token_ids
-        assert ours.report.num_chunk_hits == theirs.report.num_chunk_hits == 2
-        assert ours.report.num_recomputed_tokens == theirs.report.num_recomputed_tokens
-
-
-def test_what_the_server_ingested_another_machine_gets_from_redis(
-    engine: Any, remote: str, home: Path, tmp_path: Path
-) -> None:
-    if not remote:
-        pytest.skip("no redis-server, or no redis-py: apt-get install redis-server; pip install 'ragblend[redis]'")
-    with load_engine("demo", tmp_path / "kv", remote=remote, remote_timeout_s=60, on_miss="inline") as elsewhere:
-        end_s = time.monotonic() + 60
-        while not elsewhere.is_stored(B) and time.monotonic() < end_s:
-            time.sleep(0.1)  # it is sent in the background
-        theirs = elsewhere.generate(PROMPT, rule="cacheblend_k", max_tokens=8)
-        assert theirs.report.num_chunk_hits == 2
-        assert theirs.token_ids == engine.generate(PROMPT, rule="cacheblend_k", max_tokens=8).token_ids
-        new = "Arthur Archer lives in Calville. He sells knives."
-        elsewhere.precompute(new)
-        elsewhere.store.flush(60)
-    make_known(home / "kv", engine.renderer, [new])
-    answer = engine.generate(Prompt([new, A], QUESTION), max_tokens=8)
-    assert answer.report.num_chunk_hits == 2
-
-
-def test_the_server_takes_the_ratio_from_the_calibration_in_its_store(engine: Any, home: Path) -> None:
-    store = home / "kv"
-    points = tuple(CurvePoint(ratio, ratio, 0.9, 0.8, 1.0, 0.1, ratio) for ratio in (0.0, 1.0))
-    fit = RuleFit("cacheblend_k", 1, 0.4, True, points)
-    facts = (engine.fingerprint, engine.renderer.prefix_ids(), "112 tokens", 1e9, 0.9, 60, "k 2")
-    before = engine.generate(PROMPT, max_tokens=1).report
-    path = save_calibration(DiskStore(store), Calibration(*facts, (fit,)))
-    found = [engine.generate(PROMPT, recompute_ratio=ratio, max_tokens=8) for ratio in (None, "auto", 0.2)]
-    path.unlink()
-    assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
-    assert [answer.report.recompute_ratio for answer in found] == [0.4, 0.4, 0.2]
-    assert [answer.report.predicted_agreement for answer in found] == [0.9, 0.9, 0.9]
-    assert {answer.text for answer in found} == {"Kinport"}
-
-
-def test_the_server_follows_the_profile_in_its_store(engine: Any, home: Path) -> None:
-    """The profile says that loading takes 0.8 of the time of prefill; what the server ingested itself is in memory."""
-    store = home / "kv"
-    places = ("Wesstad", "Calville")
-    chunks = [f"Tom Ashby has lived in {place} for years, and works for Synon. " * 6 for place in places]
-    with load_engine("demo", store, on_miss="inline") as elsewhere:  # on the server's disk, and not in its memory
-        precompute_documents(chunks, elsewhere)
-
-    def ratio(chunk: str) -> float:
-        prompt = Prompt([chunk], QUESTION)
-        report = engine.generate(prompt, rule="cacheblend", max_tokens=1).report  # hides loading; `ask` does not
-        assert report.num_chunk_hits == 1
-        return report.recompute_ratio
-
-    assert ratio(chunks[0]) > 0.5
-    assert ratio(chunks[0]) == DEFAULT_RATIO
-    assert ratio(chunks[1]) > 0.5
 
 
 def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:
@@ -250,22 +155,6 @@ def test_the_openai_client_streams_as_ever_and_with_the_report_where_it_asks(ope
     assert "".join(event.choices[0].delta.content or "" for event in said).strip() == "Kinport"
     report = (last.model_extra or {})["kv_transfer_params"]["ragblend"]
     assert (last.choices, report["mode"], report["num_chunk_hits"]) == ([], "blend", 2)
-
-
-def test_a_prompt_without_stored_chunks_gets_ordinary_vllm(openai: OpenAI, url: str) -> None:
-    before = metrics(url)["vllm:ragblend_requests_total"]
-    answer = openai.completions.create(model="demo", prompt=f"Once upon a time. {QUESTION}", max_tokens=8)
-    assert answer.choices[0].text
-    assert (answer.model_extra or {}).get("kv_transfer_params") is None
-    assert metrics(url)["vllm:ragblend_requests_total"] == before
-    assert metrics(url)["vllm:ragblend_left_requests_total"] > 0
-
-
-def test_many_at_once_get_what_one_alone_gets(engine: Any) -> None:
-    prompts = [Prompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (A,), (B,))] * 4
-    alone = [engine.generate(prompt, max_tokens=8).token_ids for prompt in prompts]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda prompt: engine.generate(prompt, max_tokens=8).token_ids, prompts)) == alone
 
 
 def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:

@@ -13,7 +13,6 @@ from harness import ask, engine, ingest, random_ids, report, tokens
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import open_store
-from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.prompt.types import Prompt
 
@@ -71,27 +70,6 @@ def test_each_engine_blends_with_the_others_files(family, checkpoint: Callable[[
     assert own.token_ids == borrowed.token_ids == tokens(lent)[:count]
     for name in ("num_recomputed_tokens", "num_reused_tokens", "charged_budget"):
         assert report(lent)[name] == pytest.approx(getattr(own.report, name), rel=0.2), name
-
-
-def test_the_demo_model_answers_as_in_transformers(tmp_path):
-    chunks = [" The Lorvane station was opened in 1921 .", " Its builder was Mara Ilsen , born in Toval ."]
-    asked = Prompt(chunks, "Who built the Lorvane station?")
-    with load("demo", tmp_path / "kv") as transformers:
-        prompt = transformers.match(asked)
-        for chunk in chunks:
-            transformers.precompute(chunk)
-        full = transformers.generate(asked, mode="full", max_tokens=8)
-        blended = transformers.generate(asked, recompute_ratio=0.15, rule="cacheblend_k", max_tokens=8)
-    count = len(full.token_ids)
-    with engine(find_model("demo"), tmp_path / "kv", {"prefix_ids": []}, block_size=32) as llm:
-        params = {"mode": "blend", "rule": "cacheblend_k"}
-        assert tokens(ask(llm, prompt.token_ids))[:count] == full.token_ids
-        whole = ask(llm, prompt.token_ids, {**params, "ratio": 1.0})
-        assert tokens(whole)[:count] == full.token_ids
-        part = ask(llm, prompt.token_ids, {**params, "ratio": 0.15})
-        assert tokens(part)[: len(blended.token_ids)] == blended.token_ids
-        assert report(part)["num_chunk_hits"] == 2
-        assert ask(llm, random_ids(20, 1)).kv_transfer_params is None
 
 
 @pytest.mark.parametrize("connector", [False, True])

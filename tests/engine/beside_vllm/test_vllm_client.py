@@ -594,17 +594,6 @@ def test_a_namespace_goes_with_every_request(url: str, script: Script) -> None:
     assert parse_params(script.bodies[0]["kv_transfer_params"][PARAMS_KEY]).namespace == "ann"
 
 
-def test_named_chunks_that_the_server_lacks_are_sent_once_in_the_background(url: str, script: Script) -> None:
-    script.answer = ["Kinport"]
-    script.report = BlendReport("blend", "cacheblend_k", 0.15, num_chunks=1, num_chunk_hits=1, chunks=[HIT])
-    with load_engine("demo", backend=url) as engine:
-        for _ in range(2):
-            engine.generate(PROMPT)
-            engine.flush()  # type: ignore[attr-defined]
-    (body,) = script.sent
-    assert sorted(each["chunks"][0] for each in body["documents"]) == sorted([A, B])
-
-
 def test_models_of_one_server_share_an_engine_until_it_is_closed(url: str, script: Script) -> None:
     script.answer = ["Kinport"]
     chat = ChatBlend(model="demo", backend=url, engine_options={"on_miss": "inline"}, api_key="k")

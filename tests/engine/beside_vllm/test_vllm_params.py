@@ -20,7 +20,6 @@ from ragblend.engine.vllm.params import (
 )
 from ragblend.errors import UsageError
 
-ids = st.lists(st.integers(3, 9), min_size=1, max_size=6)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -81,6 +80,10 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"mode": "ingest", "spans": {"0": 5}}, "send a list"),
         ({"mode": "ingest", "spans": [[0, 5]] * (MAX_RUNS + 1)}, f"{MAX_RUNS + 1} spans"),
         ({"mode": "ingest"}, "exactly one span"),
+        ({"mode": "ingest", "spans": [[1, 3], [4, 6]]}, "exactly one span"),
+        ({"mode": "ingest", "spans": [[1, 3]], "context": "similar"}, "context"),
+        ({"mode": "ingest", "spans": [[1, 3]], "context": "every"}, "every"),
+        ({"mode": "ingest", "spans": [], "context": "similar"}, "context"),
         ({"around": [[[1], []]]}, "unknown ragblend parameters: around"),
         ({"key": "abc"}, "key"),
     ],
