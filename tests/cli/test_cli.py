@@ -569,15 +569,6 @@ def test_the_documents_of_a_store_belong_to_one_namespace(docs, run, monkeypatch
     assert run.facts("stats", *PLACE)["num_stored_chunks"] == 0
 
 
-def test_another_chunk_size_is_reported(docs, run):
-    run("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--chunk-size", "64", *PLACE)
-    code, _, err = run("ingest", "docs", *PLACE)
-    assert (code, "chunks are" in err) == (0, False)
-    code, _, err = run("ingest", "docs", "--chunk-size", "32", *PLACE)
-    assert (code, "the chunker changes from 64 tokens to 32 tokens" in err) == (0, True)
-    assert run.facts("stats", *PLACE)["chunk_size"] == 32
-
-
 BAD_INPUT = {
     "missing path": (["ingest", "nowhere", "--model", "demo"], 3, "nowhere"),
     "missing store": (["ask", "Who?", "--store", "gone"], 3, "ragblend ingest"),
