@@ -10,6 +10,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ os.environ.pop("RAGBLEND_STORE_KEY_FILE", None)
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tiny_models import CHATML, FAMILIES, VOCABULARY, make_model
+from postgres import running_postgres
+from servers import RedisServer, running_redis, running_s3
+from tiny_models import CHATML, FAMILIES, VOCABULARY, make_model, stock_models
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -124,16 +127,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def stock_model() -> Callable[[str], Any]:
     """`stock_model(family)`: the model as transformers made it, eager attention, never touched by ragblend. Shared."""
-    made: dict[str, Any] = {}
-
-    def build(family: str) -> Any:
-        if family not in made:
-            config_class, model_class, changes = FAMILIES[family]
-            made[family] = make_model(config_class, model_class, **changes)
-            made[family].set_attn_implementation("eager")
-        return made[family]
-
-    return build
+    return stock_models()
 
 
 @pytest.fixture(scope="session")
@@ -145,14 +139,7 @@ def tiny_model(stock_model: Callable[[str], Any]) -> Callable[[str], Any]:
 @pytest.fixture(scope="session")
 def tiny_layers(tiny_model: Callable[[str], Any]) -> Callable[[str], TransformersLayers]:
     """`tiny_layers(family)`: TransformersLayers over a copy. Shared: they keep no state between calls."""
-    made: dict[str, TransformersLayers] = {}
-
-    def build(family: str) -> TransformersLayers:
-        if family not in made:
-            made[family] = TransformersLayers(tiny_model(family))
-        return made[family]
-
-    return build
+    return cache(lambda family: TransformersLayers(tiny_model(family)))
 
 
 @pytest.fixture(scope="session")
@@ -261,3 +248,23 @@ def tiny_engine(
     yield build
     for engine in made:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis of the tests of one file."""
+    yield from running_redis(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture(scope="module")
+def s3_port() -> Iterator[int]:
+    """The port of an S3 of the tests of one file."""
+    with running_s3() as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a PostgreSQL server."""
+    with running_postgres() as url:
+        yield url

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -230,6 +232,19 @@ def make_model(config_class: type, model_class: type, seed: int = 0, **changes: 
             for layer in model.model.layers:
                 layer.self_attn.q_norm.weight.mul_(layer.self_attn.head_dim**-0.5)
     return model
+
+
+def stock_models(**sizes: Any) -> Callable[[str], Any]:
+    """`stock_models(**sizes)(family)`: the model with eager attention; the same one in every call."""
+
+    @cache
+    def build(family: str) -> Any:
+        config_class, model_class, changes = FAMILIES[family]
+        model = make_model(config_class, model_class, **{**sizes, **changes})
+        model.set_attn_implementation("eager")
+        return model
+
+    return build
 
 
 def make_gemma3_that_sees() -> Any:

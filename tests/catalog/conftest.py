@@ -1,4 +1,4 @@
-"""A PostgreSQL server for the tests of the catalogue, and where a new catalogue is: a file, memory, a server."""
+"""Where a new catalogue is: a file, memory, a PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from postgres import fresh_schema, running_postgres
+from postgres import fresh_schema
 
 from ragblend.files.store_folder import CATALOG_FILE
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    with running_postgres() as url:
-        yield url
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from forgery import FORGERIES, PLANTS, Victim, remove
-from servers import point_s3_at, running_redis, running_s3
+from servers import point_s3_at, running_s3
 from tiny_prompts import CHUNKS
 
 from ragblend.engine.store.base import EntryCheck
@@ -104,18 +104,12 @@ class Tier:
         return list(store.verify())
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    for server in running_redis(tmp_path_factory.mktemp("redis")):
-        yield server.url
-
-
 @pytest.fixture(params=["disk", "redis", "s3"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tier]:
     if request.param == "disk":
         yield Tier(tmp_path / "kv", None)
     elif request.param == "redis":
-        yield Tier(tmp_path / "kv", request.getfixturevalue("redis_url"))
+        yield Tier(tmp_path / "kv", request.getfixturevalue("redis_server").url)
     else:
         import boto3
 

@@ -14,7 +14,7 @@ import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores import InMemoryVectorStore
-from postgres import fresh_schema, running_postgres
+from postgres import fresh_schema
 
 from ragblend import ChatBlend
 from ragblend.catalog.registry import open_registry
@@ -195,12 +195,6 @@ def build(tmp_path: Path) -> Iterator[Callable[..., Everything]]:
         each.close()
 
 
-@pytest.fixture(scope="module")
-def postgres_url() -> Iterator[str]:
-    with running_postgres() as url:
-        yield url
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["none", "similar"])
 @pytest.mark.parametrize("num_engines", [1, 2])
@@ -214,10 +208,10 @@ def test_one_folder_holds_what_is_left_and_nothing_of_what_was_removed(
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["none", "similar"])
 def test_two_machines_with_one_catalogue_hold_what_is_left(
-    build: Callable[..., Everything], tmp_path: Path, postgres_url: str, context: ContextPolicy,
+    build: Callable[..., Everything], tmp_path: Path, postgres: str, context: ContextPolicy,
     counted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    with fresh_schema(postgres_url) as catalog:
+    with fresh_schema(postgres) as catalog:
         monkeypatch.setenv("RAGBLEND_CATALOG", catalog)
         shared = {"catalog": catalog, "remote": f"file://{tmp_path}/remote"}
         build([{"store": name, **shared} for name in ("first", "second")], context).run(NUM_STEPS)

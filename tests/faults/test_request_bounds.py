@@ -6,12 +6,11 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from servers import RedisServer, TcpProxy, running_redis
+from servers import RedisServer, TcpProxy
 from tier_support import assert_same
 
 from ragblend.engine.store.kv import ChunkKV, load_into_memory
@@ -31,11 +30,6 @@ BOUND_S = 1.0 if FULL else 0.5
 LATE_WAIT_S, LATE_ANSWER_S = 1.0, 3.0
 WORDS = ("the", "theory", "of", "other", "chunk", "and", "question", "what", "answer")
 MODES = ("pass", "delay", "drip", "hang", "announce", "corrupt", "cut")
-
-
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    yield from running_redis(tmp_path)
 
 
 class Checked(TieredStore):

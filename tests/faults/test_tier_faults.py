@@ -20,7 +20,7 @@ from pathlib import Path
 import boto3
 import pytest
 import torch
-from servers import RedisServer, TcpProxy, point_s3_at, running_redis, running_s3, wait_until
+from servers import RedisServer, TcpProxy, point_s3_at, running_redis, wait_until
 from tier_support import assert_same, make_kv
 
 from ragblend.engine.store.base import ByteStore
@@ -79,12 +79,6 @@ def load(num_threads: int, work: Callable[[random.Random], None]) -> Iterator[li
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     yield from running_redis(tmp_path)
-
-
-@pytest.fixture
-def s3_port() -> Iterator[int]:
-    with running_s3() as port:
-        yield port
 
 
 def wait_for_more(count: Callable[[], int], than: int | None = None) -> None:

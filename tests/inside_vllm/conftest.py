@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 sys.path.append(str(Path(__file__).parents[1]))  # the independent CacheBlend lives there
 
 from harness import SIZES
-from tiny_models import FAMILIES, make_model
+from tiny_models import stock_models
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,16 +36,7 @@ def _models_are_inspected_here() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def stock() -> Callable[[str], Any]:
     """`stock(family)`: the transformers model that `checkpoint` saves, float32. Shared, untouched."""
-    made: dict[str, Any] = {}
-
-    def build(family: str) -> Any:
-        if family not in made:
-            config_class, model_class, changes = FAMILIES[family]
-            made[family] = make_model(config_class, model_class, **{**SIZES, **changes})
-            made[family].set_attn_implementation("eager")
-        return made[family]
-
-    return build
+    return stock_models(**SIZES)
 
 
 @pytest.fixture(scope="session")
@@ -52,13 +44,12 @@ def checkpoint(
     stock: Callable[[str], Any], make_tokenizer: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """`checkpoint(family)`: its directory."""
-    made: dict[str, Path] = {}
 
+    @cache
     def build(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            stock(family).save_pretrained(made[family])
-            make_tokenizer().save_pretrained(made[family])
-        return made[family]
+        path = tmp_path_factory.mktemp(family)
+        stock(family).save_pretrained(path)
+        make_tokenizer().save_pretrained(path)
+        return path
 
     return build

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import RedisServer, TcpProxy, running_redis
+from servers import RedisServer, TcpProxy
 from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -24,11 +24,6 @@ from ragblend.errors import UsageError
 pytestmark = pytest.mark.timeout(120)
 KVS = [make_kv(seed, tokens=20) for seed in range(12)]
 KEYS = [kv.header.key for kv in KVS]
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running_redis(tmp_path_factory.mktemp("redis"))
 
 
 def wait_for(arrival: PendingFetch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from servers import RedisNodes, RedisServer, TcpProxy, free_port, running_redis, wait_until
+from servers import RedisNodes, RedisServer, TcpProxy, free_port, point_s3_at, wait_until
 from test_chunk_file import run_threads
 from tier_support import DictValues, SlowValues, assert_same, make_kv
 
@@ -44,11 +44,6 @@ def put_all(store: RemoteStore, *kvs: MemoryKV) -> None:
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running_redis(tmp_path_factory.mktemp("redis"))
-
-
-@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisNodes]:
     nodes = RedisNodes(tmp_path_factory.mktemp("cluster"))
     nodes.start()
@@ -56,27 +51,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisNodes]:
     nodes.kill()
 
 
-@pytest.fixture(scope="module")
-def s3_port() -> Iterator[int]:
-    moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
-    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
-    server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
-    server.start()
-    yield server.get_host_and_port()[1]
-    server.stop()
-
-
 @pytest.fixture
 def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
     """moto behind a proxy, where the environment says that S3 is, with a fresh bucket `tests`."""
     proxy = TcpProxy(s3_port)
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}"),
-        ("AWS_ACCESS_KEY_ID", "key"),
-        ("AWS_SECRET_ACCESS_KEY", "secret"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
+    point_s3_at(proxy.port, monkeypatch)
     import boto3
 
     client = boto3.client("s3")

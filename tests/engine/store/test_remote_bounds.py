@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from servers import RedisServer, TalkingServer, TcpProxy, running_redis
+from servers import RedisServer, TalkingServer, TcpProxy
 from tier_support import DictValues, SlowValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -28,11 +28,6 @@ pytestmark = pytest.mark.timeout(120)
 
 TERABYTE = 10**12
 LATE_S = 0.6  # a busy machine may be late by this much
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture
