@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.chunker import Document, adapt_splitter, get_splitter_version, split
-from ragblend.corpus.documents import open_source
-from ragblend.errors import UnreadableDocumentError, UsageError
+from ragblend.errors import UsageError
 
 
 def count_words(text: str) -> int:
@@ -160,39 +158,6 @@ def test_our_own_split_is_a_splitter_and_a_stranger_is_refused():
     assert [chunk.text for chunk in ours(Document("a b c"))] == ["a b", "c"]
     with pytest.raises(UsageError, match="int is no splitter"):
         adapt_splitter(7)
-
-
-# --- reading ---
-
-
-def read(folder: Path, name: str, content: str | bytes) -> list[Document]:
-    path = folder / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return load_documents(path)
-
-
-def load_documents(path: Path) -> list[Document]:
-    """Every document of a file; all or nothing."""
-    contents = open_source(str(path)).read()
-    documents = list(contents.documents)
-    if contents.failure:
-        raise UnreadableDocumentError(contents.failure)
-    return documents
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("a.txt", b"", "empty \\(0 bytes\\)"),
-        ("a.txt", b"  \n\t", "holds no text"),
-        ("a.txt", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "binary file"),
-        ("a.txt", bytes(range(1, 32)) * 3, "control or unassigned"),
-        ("a.html", b"<html><script>x</script></html>", "holds no text"),
-    ],
-)
-def test_unreadable_files_are_refused_with_a_reason(tmp_path, name, content, reason):
-    with pytest.raises(UnreadableDocumentError, match=reason):
-        read(tmp_path, name, content)
 
 
 def test_equal_content_has_equal_hash_and_metadata_counts():

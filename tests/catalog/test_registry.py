@@ -34,15 +34,6 @@ def test_add_counts_new_texts_and_compares_them_stripped(registry: ChunkRegistry
     assert "other" not in registry
 
 
-def test_remove_forgets(registry: ChunkRegistry) -> None:
-    registry.add([LONG, "short"])
-    assert registry.delete_texts([LONG, "unknown"]) == 1
-    assert LONG not in registry
-    assert list(registry.texts()) == ["short"]
-    assert registry.add([LONG]) == 1
-    assert LONG in registry
-
-
 def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry: ChunkRegistry) -> None:
     registry.add([LONG, "both", "index"])
     registry.add([LONG, " both\n", "doc"], DOC)

@@ -59,12 +59,6 @@ def test_a_chunk_has_its_pages_and_the_headings_above_its_beginning() -> None:
     assert across == {"title": "Handbook", "page": 11, "page_end": "iv", "headings": ["Staff", "Leave"]}
 
 
-def test_a_heading_that_begins_the_chunk_counts_and_one_of_the_same_level_closes_the_last() -> None:
-    assert facts_of("Staff\n\nLeave")["headings"] == ["Staff"]
-    assert facts_of("Pay\n\nEvery")["headings"] == ["Staff", "Pay"]
-    assert facts_of("Cars\n\nNone")["headings"] == ["Cars"]
-
-
 def test_a_page_that_ends_with_the_chunk_is_the_last_one() -> None:
     up_to_pay = TEXT[: PLACES["Pay"]].strip()
     assert "page_end" not in facts_of(up_to_pay)

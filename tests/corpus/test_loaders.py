@@ -193,23 +193,6 @@ def test_another_loader_and_another_text_field_read_files_again(
     assert calls == ["a.jsonl", "b.txt"]
 
 
-def test_a_file_that_a_loader_cannot_read_keeps_what_it_had(
-    tmp_path: Path, sync: Callable[[FileReader], SyncResult]
-) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.notes").write_bytes(b"\0one\n")
-    (tmp_path / "docs" / "b.notes").write_bytes(b"\0two\n")
-    sync(FileReader(loader=lines_of))
-
-    def fails_at_b(path: str) -> list[str]:
-        return lines_of(path) if path.endswith("a.notes") else broken(path)
-
-    result = sync(FileReader(loader=fails_at_b))
-    assert [Path(source).name for source in result.sources] == ["a.notes"]
-    assert [Path(failure.path).name for failure in result.failures] == ["b.notes"]
-    assert result.removed == []
-
-
 def test_the_command_line_takes_a_loader_and_a_text_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

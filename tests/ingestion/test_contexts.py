@@ -24,8 +24,6 @@ from ragblend.ingestion.documents import pin_document, remove_documents
 from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-
 
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:

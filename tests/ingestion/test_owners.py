@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.vectorstores import InMemoryVectorStore
 
 from ragblend import load_engine
 from ragblend.catalog.registry import open_registry
@@ -19,7 +17,6 @@ from ragblend.errors import UsageError
 from ragblend.ingestion.documents import delete_precomputed, find_added_documents, remove_added_documents
 from ragblend.operations.maintenance import collect_garbage
 from ragblend.precompute import ingest, precompute_documents
-from ragblend.vectorstores import BlendVectorStore
 
 BASALT, SLATE, CHALK = "Basalt is a volcanic rock.", "Slate splits into thin plates.", "Chalk is a soft limestone."
 
@@ -33,18 +30,6 @@ def engine(tmp_path: Path) -> Iterator[TransformersEngine]:
 
 def add(engine: TransformersEngine, text: str, document_id: str, collection: str = "langchain") -> None:
     precompute_documents([Document(text)], engine, ids=[document_id], collection=collection)
-
-
-def test_two_stores_with_one_id_keep_both_documents(engine: TransformersEngine) -> None:
-    stores = [
-        BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=8)), llm=engine, collection=tenant)
-        for tenant in ("first", "second")
-    ]
-    for store, text in zip(stores, (BASALT, SLATE), strict=True):
-        store.add_documents([Document(text, id="1")])
-    assert [engine.is_stored(text) for text in (BASALT, SLATE)] == [True, True]
-    stores[0].delete(["1"])
-    assert [engine.is_stored(text) for text in (BASALT, SLATE)] == [False, True]
 
 
 def test_two_namespaces_with_one_id_in_one_collection_keep_both_documents(

@@ -243,17 +243,6 @@ def test_the_prediction_holds_on_held_out_questions_of_the_demos_corpus(found: C
     assert [point.charged_budget for point in best.curve] == sorted(point.charged_budget for point in best.curve)
 
 
-def test_the_engine_loads_the_calibration_of_its_store(
-    found: CalibrationRun, engine: TransformersEngine, home: Path, index: ChunkIndex, questions: list[str]
-) -> None:
-    assert load_calibration(home / "kv", engine.fingerprint, engine.default_prefix_ids) == found.calibration
-    prompt = Prompt([hit.chunk for hit in index.search(questions[0], **RETRIEVAL)], questions[0])
-    for ratio in (None, "auto"):
-        report = engine.generate(prompt, max_tokens=1, recompute_ratio=ratio).report
-        assert (report.rule, report.recompute_ratio) == (found.calibration.rule, found.calibration.ratio)
-        assert report.predicted_agreement == found.calibration.fits[0].agreement_at(report.recompute_ratio)
-
-
 def test_what_is_measured_is_what_a_calibrated_engine_does(
     found: CalibrationRun, engine: TransformersEngine, index: ChunkIndex, questions: list[str]
 ) -> None:
