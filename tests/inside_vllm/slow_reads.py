@@ -10,8 +10,6 @@ from typing import Any
 from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized
 from ragblend.errors import DamagedEntryError
 
-Get = Callable[..., Any]
-
 
 class SlowEntry:
     """A chunk on a disk that takes as long as `wait` for each layer."""

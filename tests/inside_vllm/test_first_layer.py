@@ -24,9 +24,10 @@ from harness import (
     tokens,
 )
 from reference import Span
+from slow_reads import SlowEntry
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized
+from ragblend.engine.store.kv import ChunkKV, LayerKV, StoredLayer
 from ragblend.engine.vllm.layers import VllmLayers
 
 CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
@@ -61,26 +62,16 @@ def params(**changes: Any) -> dict[str, Any]:
     return {"mode": "blend", "rule": "ask", "ratio": 0.15, **changes}
 
 
-class _Watched:
+class _Watched(SlowEntry):
     """A chunk on disk whose reads are noted; what is read of layer 0 is no use."""
 
     def __init__(self, kv: ChunkKV, reads: list[int]) -> None:
-        self._kv, self._reads = kv, reads
-
-    @property
-    def header(self) -> KVHeader:
-        return self._kv.header
-
-    @property
-    def nbytes(self) -> int:
-        return self._kv.nbytes
-
-    def layer(self, index: int) -> LayerKV:
-        return dequantized(self.stored_layer(index))
+        super().__init__(kv, lambda: None)
+        self._reads = reads
 
     def stored_layer(self, index: int) -> StoredLayer:
         self._reads.append(index)
-        stored = self._kv.stored_layer(index)
+        stored = super().stored_layer(index)
         return type(stored)(*(torch.full_like(tensor, torch.nan) for tensor in stored)) if index == 0 else stored
 
 

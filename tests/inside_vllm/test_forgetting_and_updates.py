@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ from harness import ask, ask_all, connector_worker, ingest, random_ids, report, 
 from harness import engine as running_vllm
 from safetensors.torch import load_file, save_file
 from served import make_known, start_demo
-from servers import HttpServer, RedisServer, free_port, running_redis
+from servers import HttpServer, RedisServer, free_port, wait_until
 
 from ragblend import Prompt, load_engine
 from ragblend.demo import WEIGHTS
@@ -37,11 +36,11 @@ WAIT_S = 120.0  # far more than the few seconds between two looks: this machine 
 class Replica:
     """`ragblend serve demo` with a separate disk; it can be stopped, and started again on the same disk."""
 
-    def __init__(self, home: Path, cache: RedisServer) -> None:
+    def __init__(self, home: Path, redis_server: RedisServer) -> None:
         home.mkdir()
         self.home, self.store, self.port = home, home / "kv", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.own = {"RAGBLEND_REMOTE": cache.url, "VLLM_SERVER_DEV_MODE": "1"}
+        self.own = {"RAGBLEND_REMOTE": redis_server.url, "VLLM_SERVER_DEV_MODE": "1"}
         self.server: HttpServer | None = None
 
     def start(self) -> None:
@@ -75,14 +74,9 @@ class Replica:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running_redis(tmp_path_factory.mktemp("redis"))
-
-
-@pytest.fixture(scope="module")
-def replicas(cache: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Replica, Replica]]:
+def replicas(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Replica, Replica]]:
     home = tmp_path_factory.mktemp("replicas")
-    one, two = Replica(home / "one", cache), Replica(home / "two", cache)
+    one, two = Replica(home / "one", redis_server), Replica(home / "two", redis_server)
     with ExitStack() as stack:
         for each in (one, two):
             stack.callback(each.stop)
@@ -116,13 +110,6 @@ def precomputed_key(engine: Any, replica: Replica, text: str) -> str:
     return key
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.2)
-
-
 def test_the_default_limit_is_told(replicas: tuple[Replica, Replica]) -> None:
     budget = httpx.get(f"{replicas[0].url}/v1/ragblend/store", timeout=60).json()["budget_bytes"]
     stat = os.statvfs(replicas[0].home)
@@ -130,34 +117,34 @@ def test_the_default_limit_is_told(replicas: tuple[Replica, Replica]) -> None:
 
 
 def test_what_one_replica_forgets_leaves_the_disk_and_memory_of_the_other(
-    replicas: tuple[Replica, Replica], clients: Callable[..., Any], cache: RedisServer
+    replicas: tuple[Replica, Replica], clients: Callable[..., Any], redis_server: RedisServer
 ) -> None:
     one, two = replicas
     first, second = clients(one), clients(two)
     keys = [precomputed_key(first, one, text) for text in TEXTS]
     make_known(two.home / "kv", first.renderer, TEXTS)
-    remote = open_remote(cache.url)
-    until(lambda: set(remote.keys()) == one.stored())
+    remote = open_remote(redis_server.url)
+    wait_until(lambda: set(remote.keys()) == one.stored(), WAIT_S, "the cache has what the replica has")
     assert [hits(second, text) for text in TEXTS] == [1, 1]
     assert two.stored() == one.stored()
     assert first.forget(TEXTS[0])
     assert keys[0] not in set(remote.keys())
-    until(lambda: two.stored() == {keys[1]})
+    wait_until(lambda: two.stored() == {keys[1]}, WAIT_S, "the other replica has one left")
     assert [hits(second, text) for text in TEXTS] == [0, 1]
     remote.close()
 
 
 def test_a_cleared_namespace_is_cleared_on_every_replica_and_no_other(
-    replicas: tuple[Replica, Replica], clients: Callable[..., Any], cache: RedisServer
+    replicas: tuple[Replica, Replica], clients: Callable[..., Any], redis_server: RedisServer
 ) -> None:
     one, two = replicas
     theirs, also, mine = clients(one, "theirs"), clients(two, "theirs"), clients(two)
     key = precomputed_key(theirs, one, TEXTS[1])
     make_known(two.home / "kv", also.renderer, TEXTS, "theirs")
-    until(lambda: open_remote(cache.url).contains(key))
+    wait_until(lambda: open_remote(redis_server.url).contains(key), WAIT_S, "the cache has it")
     assert hits(also, TEXTS[1]) == 1
     assert one.post("/v1/ragblend/store/clear", {"namespace": "theirs"})["num_removed"] == 1
-    until(lambda: key not in two.stored())
+    wait_until(lambda: key not in two.stored(), WAIT_S, "the other replica has deleted it")
     assert (hits(also, TEXTS[1]), hits(mine, TEXTS[1])) == (0, 1)
 
 
@@ -181,12 +168,12 @@ def test_a_reset_drops_memory_alone(replicas: tuple[Replica, Replica], clients: 
     engine = clients(one)
     # What the first test forgot may reach this replica's worker with this step only, and take what the other replica
     # has stored since; a miss is precomputed in the background.
-    until(lambda: hits(engine, text) == 1)
-    until(lambda: one.memory_bytes() > 0)
+    wait_until(lambda: hits(engine, text) == 1, WAIT_S, "it is reused")
+    wait_until(lambda: one.memory_bytes() > 0, WAIT_S, "it is in memory")
     stored = one.stored()
     assert one.post("/reset_prefix_cache?reset_external=true") == {"success": True}
     engine.generate(Prompt([], "Who lives in Kinport?"), max_tokens=2)
-    until(lambda: one.memory_bytes() == 0)
+    wait_until(lambda: one.memory_bytes() == 0, WAIT_S, "the memory is empty")
     assert one.stored() == stored
     assert hits(engine, text) == 1
 

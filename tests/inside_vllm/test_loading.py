@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -75,13 +74,6 @@ def set_load_share(ours: Any, reference: Any, share: float) -> None:
     """How slow the disk is, in both engines' profiles."""
     for each in (connector(ours).scheduler.loading, reference):
         each.machine = machine(find_checkpoint("demo"), share, dict(each.machine.hardware))
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 def test_reuse_is_refused_where_full_prefill_is_faster_and_vllm_answers_by_itself(

@@ -22,7 +22,7 @@ from harness import (
     tokens,
     watch_counts,
 )
-from servers import RedisServer, TcpProxy, running_redis
+from servers import RedisServer, TcpProxy, wait_until
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -32,11 +32,6 @@ from ragblend.precompute import precompute_documents
 pytestmark = pytest.mark.timeout(600)
 CHUNKS = [random_ids(30 + 7 * index, 100 + index) for index in range(6)]
 QUESTION = random_ids(6, 300)
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture(scope="module")
@@ -204,14 +199,9 @@ def single(chunk: list[int]) -> tuple[list[int], dict[str, Any]]:
 
 
 def wait_for_keys(server: RedisServer) -> list[str]:
-    import time
-
-    remote, end_s = open_remote(server.url), time.monotonic() + 120
-    while time.monotonic() < end_s:
-        if found := list(remote.keys()):
-            return found
-        time.sleep(0.1)
-    raise AssertionError("nothing was written")
+    remote = open_remote(server.url)
+    wait_until(lambda: any(remote.keys()), 120, "something is written")
+    return list(remote.keys())
 
 
 def add(core: Any, name: str, ids: list[int], params: dict[str, Any] | None) -> None:

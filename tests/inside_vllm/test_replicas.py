@@ -260,16 +260,6 @@ def num_generated(deployment: Deployment) -> float:
     return sum(deployment.metrics(replica)["generation_tokens_total"] for replica in REPLICAS)
 
 
-def test_an_openai_client_gets_answers(deployment: Deployment, engine: Any) -> None:
-    client = OpenAI(base_url=f"{deployment.balancer.url}/v1", api_key=KEY, max_retries=0)
-    assert [model.id for model in client.models.list()] == ["demo"]
-    texts = [TEXTS["George Keller"], TEXTS["Ben Howard"]]
-    messages: Any = [{"role": "user", "content": "\n\n".join([*texts, "Where does George Keller live?"])}]
-    answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=8, temperature=0)
-    assert (answer.choices[0].message.content or "").strip() == "Kinport"
-    assert (answer.model_extra or {})["kv_transfer_params"]["ragblend"]["num_chunk_hits"] == 2
-
-
 def test_the_balancer_shows_only_what_the_key_guards(deployment: Deployment) -> None:
     url, replica = deployment.balancer.url, deployment.replicas["replica-0"].url
     prompt = {"model": "demo", "prompt": "Hello", "max_tokens": 1}
