@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from postgres import running_postgres
-from servers import RedisServer, running_redis, running_s3
+from servers import running_redis, running_s3
 from tiny_models import CHATML, FAMILIES, VOCABULARY, make_model, stock_models
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -94,7 +94,7 @@ def pytest_runtestloop() -> None:
 
 
 @pytest.fixture
-def counted(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+def counted(record_property):
     """`counted(text)`: what a fault test did and how often, for the list at the end of the run."""
     return lambda text: record_property(COUNTED, text)
 
@@ -113,37 +113,37 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session", name="make_model")
-def _make_model() -> Callable[..., Any]:
+def _make_model():
     """`make_model(config_class, model_class, **config)`, for architectures outside FAMILIES."""
     return make_model
 
 
 @pytest.fixture(params=list(FAMILIES))
-def family(request: pytest.FixtureRequest) -> str:
+def family(request):
     """Every supported family in turn; `pytest.mark.parametrize("family", ...)` narrows it."""
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def stock_model() -> Callable[[str], Any]:
+def stock_model():
     """`stock_model(family)`: the model as transformers made it, eager attention, never touched by ragblend. Shared."""
     return stock_models()
 
 
 @pytest.fixture(scope="session")
-def tiny_model(stock_model: Callable[[str], Any]) -> Callable[[str], Any]:
+def tiny_model(stock_model):
     """`tiny_model(family)`: a new copy, which a test may wrap or change."""
     return lambda family: copy.deepcopy(stock_model(family))
 
 
 @pytest.fixture(scope="session")
-def tiny_layers(tiny_model: Callable[[str], Any]) -> Callable[[str], TransformersLayers]:
+def tiny_layers(tiny_model):
     """`tiny_layers(family)`: TransformersLayers over a copy. Shared: they keep no state between calls."""
     return cache(lambda family: TransformersLayers(tiny_model(family)))
 
 
 @pytest.fixture(scope="session")
-def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+def make_tokenizer():
     """`make_tokenizer(chat_template=None, specials=(), added=())`: byte-level BPE with merges, at most 300 ids.
 
     `specials` are more control tokens, `added` ordinary added tokens. BOS comes first when special tokens are added.
@@ -182,7 +182,7 @@ def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 
 
 @pytest.fixture(scope="session")
-def make_spaced_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+def make_spaced_tokenizer():
     """`make_spaced_tokenizer(chat_template=None, specials=())`: Llama 2's and Mistral's kind, which puts a space
     in front of every text and spells unknown letters in bytes."""
 
@@ -212,28 +212,26 @@ def make_spaced_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+def tokenizer(make_tokenizer):
     """The tiny tokenizer without a chat template. Shared."""
     return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def renderer(tokenizer: PreTrainedTokenizerFast) -> Renderer:
+def renderer(tokenizer):
     """The tiny tokenizer's renderer, with the plain template."""
     return Renderer(tokenizer)
 
 
 @pytest.fixture(scope="session")
-def chat_renderer(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> Renderer:
+def chat_renderer(make_tokenizer):
     """The tiny tokenizer's renderer with a chat template, as the models have that people chat with."""
     tokenizer = make_tokenizer(CHATML, specials=("<|im|>", "<|end|>"))
     return Renderer(tokenizer)
 
 
 @pytest.fixture
-def tiny_engine(
-    tiny_layers: Callable[[str], TransformersLayers], renderer: Renderer
-) -> Iterator[Callable[..., TransformersEngine]]:
+def tiny_engine(tiny_layers, renderer):
     """`tiny_engine(family="llama", store=None, **options)`: an engine; a fresh MemoryStore unless one is given."""
     made: list[TransformersEngine] = []
 
@@ -251,20 +249,20 @@ def tiny_engine(
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+def redis_server(tmp_path_factory):
     """A Redis of the tests of one file."""
     yield from running_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture(scope="module")
-def s3_port() -> Iterator[int]:
+def s3_port():
     """The port of an S3 of the tests of one file."""
     with running_s3() as port:
         yield port
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
+def postgres():
     """The URL of a PostgreSQL server."""
     with running_postgres() as url:
         yield url

@@ -184,7 +184,6 @@ class Commands:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 
     def run(
@@ -203,7 +202,6 @@ class Commands:
             "limit_bytes": limit_bytes,
             "timeout_s": timeout_s,
         }
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +21,9 @@ from ragblend.chains import (
     create_history_aware_blend_chain,
 )
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.index import ChunkIndex
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.precompute import precompute_documents
-from ragblend.prompt.render import Renderer
 
 TEXTS = [
     "The lighthouse on Gull Rock was built long ago.",
@@ -39,7 +34,7 @@ QUESTION = "Who repairs the lamp?"
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[ChunkIndex]:
+def index(tmp_path):
     with open_index(tmp_path / "index", HashingEmbedder(), create=True) as index:
         place = 0
         chunks: list[Chunk] = []
@@ -51,12 +46,12 @@ def index(tmp_path: Path) -> Iterator[ChunkIndex]:
 
 
 @pytest.fixture
-def retriever(index: ChunkIndex) -> BlendRetriever:
+def retriever(index):
     return BlendRetriever(index=index, k=2)
 
 
 @pytest.fixture
-def chat(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> ChatBlend:
+def chat(tiny_engine, chat_renderer):
     engine = tiny_engine(renderer=chat_renderer)
     precompute_documents(TEXTS, engine)
     return ChatBlend(engine=engine, max_tokens=6)
@@ -65,7 +60,7 @@ def chat(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer
 # --- retriever --------------------------------------------------------------------------------------------------------
 
 
-def test_documents_carry_place_score_and_metadata(retriever: BlendRetriever, index: ChunkIndex) -> None:
+def test_documents_carry_place_score_and_metadata(retriever, index):
     first, second = retriever.invoke(QUESTION)
     assert first.page_content == TEXTS[1]
     (chunk,) = index.get([first.id or ""]).values()
@@ -75,13 +70,13 @@ def test_documents_carry_place_score_and_metadata(retriever: BlendRetriever, ind
     assert [first.metadata["rank"], second.metadata["rank"]] == [0, 1]
 
 
-def test_search_options_per_call(retriever: BlendRetriever) -> None:
+def test_search_options_per_call(retriever):
     assert len(retriever.invoke(QUESTION, k=1)) == 1
     around = retriever.invoke(QUESTION, k=1, neighbours=1, order="document")
     assert [document.page_content for document in around] == TEXTS
 
 
-def test_retriever_takes_a_folder(retriever: BlendRetriever, index: ChunkIndex, tmp_path: Path) -> None:
+def test_retriever_takes_a_folder(retriever, index, tmp_path):
     index.save()
     assert BlendRetriever(index=index.path, k=2).invoke(QUESTION) == retriever.invoke(QUESTION)
     with pytest.raises(NotFoundError, match="ragblend ingest"):
@@ -93,7 +88,7 @@ def test_retriever_takes_a_folder(retriever: BlendRetriever, index: ChunkIndex, 
 # --- chain ------------------------------------------------------------------------------------------------------------
 
 
-def test_answer_sources_and_report(chat: ChatBlend, retriever: BlendRetriever) -> None:
+def test_answer_sources_and_report(chat, retriever):
     result = create_blend_chain(retriever, chat).invoke(QUESTION)
     assert list(result) == ["input", "context", "sources", "citations", "answer", "report"]
     assert result["sources"] == ["rock.txt"]
@@ -106,7 +101,7 @@ def test_answer_sources_and_report(chat: ChatBlend, retriever: BlendRetriever) -
 
 
 @pytest.mark.parametrize("model", ["chat", "llm", "bound"])
-def test_every_form_of_our_models_gives_the_same(model: str, chat: ChatBlend, retriever: BlendRetriever) -> None:
+def test_every_form_of_our_models_gives_the_same(model, chat, retriever):
     forms: dict[str, Any] = {
         "chat": chat,
         "llm": BlendLLM(engine=chat.engine, max_tokens=6),
@@ -117,14 +112,12 @@ def test_every_form_of_our_models_gives_the_same(model: str, chat: ChatBlend, re
     assert result["answer"] == create_blend_chain(retriever, chat).invoke(QUESTION)["answer"]
 
 
-def test_documents_of_the_chain_are_found_though_nothing_else_names_them(
-    chat: ChatBlend, retriever: BlendRetriever
-) -> None:
+def test_documents_of_the_chain_are_found_though_nothing_else_names_them(chat, retriever):
     open_registry(chat.engine.store).delete_texts(TEXTS)
     assert create_blend_chain(retriever, chat).invoke(QUESTION)["report"]["num_chunk_hits"] == 2
 
 
-async def test_streaming_gives_documents_then_text_then_report(chat: ChatBlend, retriever: BlendRetriever) -> None:
+async def test_streaming_gives_documents_then_text_then_report(chat, retriever):
     chain = create_blend_chain(retriever, chat)
     pieces = list(chain.stream(QUESTION))
     keys = [next(iter(piece)) for piece in pieces]
@@ -135,7 +128,7 @@ async def test_streaming_gives_documents_then_text_then_report(chat: ChatBlend, 
     assert "".join([piece.get("answer", "") async for piece in chain.astream(QUESTION)]) == answer
 
 
-def test_system_text_and_any_callable_as_retriever(chat: ChatBlend) -> None:
+def test_system_text_and_any_callable_as_retriever(chat):
     chain = create_blend_chain(lambda question: [Document(TEXTS[0])], chat, system="Be brief.")
     result = chain.invoke(QUESTION)
     prompt = Prompt([TEXTS[0]], QUESTION, system="Be brief.")
@@ -143,13 +136,13 @@ def test_system_text_and_any_callable_as_retriever(chat: ChatBlend) -> None:
     assert result["sources"] == []
 
 
-def test_another_model_gets_plain_text_and_no_report(retriever: BlendRetriever) -> None:
+def test_another_model_gets_plain_text_and_no_report(retriever):
     result = create_blend_chain(retriever, FakeListChatModel(responses=["Tomas"])).invoke(QUESTION)
     assert (result["answer"], "report" in result) == ("Tomas", False)
 
 
 @pytest.mark.parametrize("given", ["", {"question": "Q"}, {"input": None}])
-def test_a_chain_without_a_question_is_an_error(given: Any, chat: ChatBlend, retriever: BlendRetriever) -> None:
+def test_a_chain_without_a_question_is_an_error(given, chat, retriever):
     with pytest.raises(UsageError, match="needs a question"):
         create_blend_chain(retriever, chat).invoke(given)
 
@@ -157,9 +150,7 @@ def test_a_chain_without_a_question_is_an_error(given: Any, chat: ChatBlend, ret
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 
-def test_history_is_sent_before_the_chunks_and_the_search_uses_the_rephrased_question(
-    chat: ChatBlend, retriever: BlendRetriever
-) -> None:
+def test_history_is_sent_before_the_chunks_and_the_search_uses_the_rephrased_question(chat, retriever):
     asked: list[str] = []
 
     def retrieve(question: str) -> list[Document]:
@@ -178,7 +169,7 @@ def test_history_is_sent_before_the_chunks_and_the_search_uses_the_rephrased_que
     assert result["report"]["num_chunk_hits"] == 2
 
 
-def test_by_default_the_llm_rephrases_even_when_strict(chat: ChatBlend, retriever: BlendRetriever) -> None:
+def test_by_default_the_llm_rephrases_even_when_strict(chat, retriever):
     strict = ChatBlend(engine=chat.engine, max_tokens=6, strict=True)
     chain = create_history_aware_blend_chain(retriever, strict)
     result = chain.invoke({"input": "Who repairs it?", "chat_history": [("human", "Is there a lamp?"), ("ai", "Yes.")]})
@@ -192,9 +183,7 @@ def test_by_default_the_llm_rephrases_even_when_strict(chat: ChatBlend, retrieve
 
 
 @pytest.mark.parametrize("use_async", [False, True])
-async def test_an_agents_answer_comes_from_the_store(
-    use_async: bool, chat: ChatBlend, retriever: BlendRetriever
-) -> None:
+async def test_an_agents_answer_comes_from_the_store(use_async, chat, retriever):
     agent: Any = create_agent(
         ToolCaller(query=QUESTION), [blend_tool(retriever)], middleware=[answer_with(chat, "search_documents")]
     )
@@ -205,7 +194,7 @@ async def test_an_agents_answer_comes_from_the_store(
     assert final.text == chat.engine.generate(Prompt(chunks, QUESTION), max_tokens=6).text
 
 
-def test_results_of_other_tools_are_left_to_the_agents_model(chat: ChatBlend, retriever: BlendRetriever) -> None:
+def test_results_of_other_tools_are_left_to_the_agents_model(chat, retriever):
     agent: Any = create_agent(
         ToolCaller(query=QUESTION), [blend_tool(retriever)], middleware=[answer_with(chat, "another_tool")]
     )

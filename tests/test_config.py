@@ -17,7 +17,7 @@ from ragblend.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def clean_environment(monkeypatch, tmp_path_factory):
     for field in fields(Settings):
         monkeypatch.delenv(f"RAGBLEND_{field.name.upper()}", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
@@ -34,19 +34,19 @@ def write_own(text: str) -> None:
     (user_folder() / USER_FILE).write_text(text)
 
 
-def test_the_file_in_the_docs_has_the_defaults_but_for_the_model(tmp_path: Path, caplog):
+def test_the_file_in_the_docs_has_the_defaults_but_for_the_model(tmp_path, caplog):
     (example,) = (block.text for block in blocks("toml") if block.page == "docs/cli.md")
     assert load_settings(directory=write(tmp_path, example)) == Settings(model="Qwen/Qwen3-8B")
     assert not caplog.records, "no line of it is ignored"
 
 
-def test_the_index_of_an_earlier_version_is_ignored_with_a_warning(tmp_path: Path, caplog):
+def test_the_index_of_an_earlier_version_is_ignored_with_a_warning(tmp_path, caplog):
     write(tmp_path, 'index = "ragblend-data/index"\nstore = "ragblend-data/kv"\n')
     assert load_settings(directory=tmp_path) == Settings(store="ragblend-data/kv")
     assert "sets index, which is ignored: documents and KV are in one folder" in caplog.text
 
 
-def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path, monkeypatch):
     write(tmp_path, 'k = 1\nchunk_size = 100\nmodel = "file"\n')
     monkeypatch.setenv("RAGBLEND_K", "2")
     monkeypatch.setenv("RAGBLEND_CHUNK_SIZE", "200")
@@ -55,13 +55,13 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeyp
     assert settings.max_tokens == Settings().max_tokens
 
 
-def test_a_flag_that_is_none_is_unset_but_zero_and_false_are_values(tmp_path: Path):
+def test_a_flag_that_is_none_is_unset_but_zero_and_false_are_values(tmp_path):
     write_own("k = 4\nneighbours = 2\ntrust_remote_code = true\nratio = 0.4\n")
     settings = load_settings({"k": None, "neighbours": 0, "trust_remote_code": False, "ratio": 0.0}, tmp_path)
     assert (settings.k, settings.neighbours, settings.trust_remote_code, settings.ratio) == (4, 0, False, 0.0)
 
 
-def test_the_working_directory_is_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_working_directory_is_where_the_file_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path, "k = 9\n"))
     assert load_settings().k == 9
 
@@ -74,9 +74,7 @@ def test_the_working_directory_is_where_the_file_is_looked_for(tmp_path: Path, m
         *(("ratio", "0.25", 0.25), ("ratio", "auto", "auto"), ("memory_gib", "3", 3.0)),
     ],
 )
-def test_values_of_every_type_are_read_from_the_environment(
-    name, text, expected, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_values_of_every_type_are_read_from_the_environment(name, text, expected, monkeypatch, tmp_path):
     monkeypatch.setenv(f"RAGBLEND_{name.upper()}", text)
     found = getattr(load_settings(directory=tmp_path), name)
     assert (found, type(found)) == (expected, type(expected))
@@ -86,9 +84,7 @@ def test_values_of_every_type_are_read_from_the_environment(
     ("variable", "value"),
     [("K", "six"), ("RATIO", "half"), ("TRUST_REMOTE_CODE", "perhaps"), ("MEMORY_GIB", ""), ("CHUNK_SIZE", "1.5")],
 )
-def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(
-    variable, value, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(variable, value, monkeypatch, tmp_path):
     monkeypatch.setenv(f"RAGBLEND_{variable}", value)
     with pytest.raises(UsageError, match=rf"RAGBLEND_{variable} sets {variable.lower()} to '{value}'"):
         load_settings(directory=tmp_path)
@@ -97,12 +93,12 @@ def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(
 @pytest.mark.parametrize(
     "line", ['k = "six"', "k = 2.5", "k = true", "k = [1]", "ratio = {a = 1}", 'trust_remote_code = "perhaps"']
 )
-def test_a_value_of_the_wrong_type_in_the_file_is_refused_with_its_path(line, tmp_path: Path):
+def test_a_value_of_the_wrong_type_in_the_file_is_refused_with_its_path(line, tmp_path):
     with pytest.raises(UsageError, match=rf"ragblend\.toml sets {line.split()[0]} to"):
         load_settings(directory=write(tmp_path, line))
 
 
-def test_an_unknown_key_in_the_file_is_named_with_the_known_ones(tmp_path: Path):
+def test_an_unknown_key_in_the_file_is_named_with_the_known_ones(tmp_path):
     with pytest.raises(UsageError, match=r"ragblend\.toml sets chunksize, topk; known settings: .*chunk_size"):
         load_settings(directory=write(tmp_path, "topk = 3\nchunksize = 5\nk = 2\n"))
 
@@ -129,7 +125,7 @@ def test_an_unknown_key_in_the_file_is_named_with_the_known_ones(tmp_path: Path)
         ({"kv_dtype": "int4"}, "kv_dtype is 'int4'.*int8, fp8"),
     ],
 )
-def test_a_value_outside_its_range_is_named_with_the_choices(values, message, tmp_path: Path):
+def test_a_value_outside_its_range_is_named_with_the_choices(values, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         Settings(**values)
     with pytest.raises(UsageError, match=message):
@@ -174,9 +170,7 @@ def test_the_floor_of_jinja2_is_what_transformers_demands_for_chat_templates():
         ('kv_dir = "/home/another/kv"', "kv_dir"),
     ],
 )
-def test_a_folders_file_does_not_run_code_or_reach_outside_and_a_warning_names_the_line(
-    line, name, tmp_path: Path, caplog
-):
+def test_a_folders_file_does_not_run_code_or_reach_outside_and_a_warning_names_the_line(line, name, tmp_path, caplog):
     folder = tmp_path / "project"
     (folder / "inside").mkdir(parents=True)
     (folder / "link").symlink_to(tmp_path, target_is_directory=True)
@@ -187,9 +181,7 @@ def test_a_folders_file_does_not_run_code_or_reach_outside_and_a_warning_names_t
     assert f"RAGBLEND_{name.upper()}" in caplog.text
 
 
-def test_the_same_settings_count_from_the_users_own_file_the_environment_and_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
-):
+def test_the_same_settings_count_from_the_users_own_file_the_environment_and_flags(tmp_path, monkeypatch, caplog):
     write(tmp_path, 'remote = "redis://evil"\ncatalog = "postgresql://evil/db"\ntrust_remote_code = true\nk = 2\n')
     write_own('remote = "redis://mine"\nk = 1\nstore = "/mnt/kv"\n')
     assert (load_settings(directory=tmp_path).remote, load_settings(directory=tmp_path).k) == ("redis://mine", 2)
@@ -201,7 +193,7 @@ def test_the_same_settings_count_from_the_users_own_file_the_environment_and_fla
     assert load_settings({"remote": "redis://flag"}, tmp_path).remote == "redis://flag"
 
 
-def test_a_folder_names_no_model_for_code_that_the_user_allowed_for_another(tmp_path: Path, caplog):
+def test_a_folder_names_no_model_for_code_that_the_user_allowed_for_another(tmp_path, caplog):
     write(tmp_path, 'model = "./theirs"\n')
     assert load_settings(directory=tmp_path).model == "./theirs", "its weights run no code"
     assert load_settings({"trust_remote_code": True}, tmp_path).model is None
@@ -209,7 +201,7 @@ def test_a_folder_names_no_model_for_code_that_the_user_allowed_for_another(tmp_
     assert load_settings({"trust_remote_code": True, "model": "./theirs"}, tmp_path).model == "./theirs"
 
 
-def test_a_folder_sets_no_budget_of_a_store_elsewhere(tmp_path: Path):
+def test_a_folder_sets_no_budget_of_a_store_elsewhere(tmp_path):
     write(tmp_path, "disk_gib = 0.001\n")
     assert load_settings(directory=tmp_path).disk_gib == 0.001
     outside = load_settings({"store": "/mnt/kv"}, tmp_path)
@@ -217,7 +209,7 @@ def test_a_folder_sets_no_budget_of_a_store_elsewhere(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "k = " + "[" * 100_000, "k = \n"], ids=["loop", "brackets", "no value"])
-def test_a_file_that_is_a_loop_or_no_toml_is_a_clear_error(text: str, tmp_path: Path):
+def test_a_file_that_is_a_loop_or_no_toml_is_a_clear_error(text, tmp_path):
     """tests/cli/test_files.py has folders, pipes and bytes that are no text."""
     path = tmp_path / "ragblend.toml"
     if text:

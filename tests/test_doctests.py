@@ -1,7 +1,5 @@
 """Every example in a docstring of the package is true."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path

@@ -49,7 +49,7 @@ def chunks_of(source: str, texts: list[str], **metadata: object) -> list[Chunk]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A saved index of FACTS."""
     with open_index(tmp_path / "index", HashingEmbedder(DIM), create=True, tokenizer="demo", chunk_size=128) as index:
         for source, texts in FACTS.items():
@@ -560,9 +560,7 @@ def test_embedders_are_found_by_name_without_loading_a_model(tmp_path):
         load_embedder(tmp_path / "no-such-model").embed(["x"])
 
 
-def test_loading_an_embedder_prints_no_warning_of_a_package_that_no_embedder_needs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_an_embedder_prints_no_warning_of_a_package_that_no_embedder_needs(monkeypatch, caplog):
     """sentence-transformers imports peft, and peft bitsandbytes, which warns about kernels of 4-bit weights."""
 
     class Importing(types.ModuleType):

@@ -1,7 +1,5 @@
 """Intervals against scipy's, and within what they are intervals of."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -49,7 +49,7 @@ def by_four(text: str) -> int:
         ("The quick brown fox jumps over the lazy dog, again and again. " * 3000, 128, 6),
     ],
 )
-def test_any_text_is_counted_a_few_times_and_not_once_per_chunk(text: str, max_tokens: int, times: int) -> None:
+def test_any_text_is_counted_a_few_times_and_not_once_per_chunk(text, max_tokens, times):
     looked_at = 0
 
     def count(piece: str) -> int:
@@ -62,7 +62,7 @@ def test_any_text_is_counted_a_few_times_and_not_once_per_chunk(text: str, max_t
     assert looked_at < times * len(text)
 
 
-def test_short_words_cost_a_few_bytes_each_and_not_sixty() -> None:
+def test_short_words_cost_a_few_bytes_each_and_not_sixty():
     text = "a b " * 60_000
     tracemalloc.start()
     try:
@@ -81,9 +81,7 @@ def demo_renderer() -> Renderer:
     ("max_tokens", "num_chunks", "digest"),
     [(48, 277, "d41209dfe4f21a10585d42896a185ad4"), (512, 27, "872450e0dfa36a368cda5d31ba866b3b")],
 )
-def test_edges_and_ids_of_the_chunks_of_texts_in_this_repository_are_what_they_were(
-    max_tokens: int, num_chunks: int, digest: str
-) -> None:
+def test_edges_and_ids_of_the_chunks_of_texts_in_this_repository_are_what_they_were(max_tokens, num_chunks, digest):
     """The keys of existing stores are made of them."""
     renderer, found, count = demo_renderer(), hashlib.sha256(), 0
     for path in [*sorted((ROOT / "ragblend" / "demo" / "records").glob("*.md")), ROOT / "LICENSE"]:
@@ -97,7 +95,7 @@ def test_edges_and_ids_of_the_chunks_of_texts_in_this_repository_are_what_they_w
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.html", "a.log"])
-def test_a_file_beyond_the_limit_is_named_with_the_setting_that_allows_it(name: str, tmp_path: Path) -> None:
+def test_a_file_beyond_the_limit_is_named_with_the_setting_that_allows_it(name, tmp_path):
     path = tmp_path / name
     path.write_text('{"text": "The ferry leaves at nine."}\n' * 40_000)
     with pytest.raises(UnreadableDocumentError, match=r"1\.4 MiB, more than the setting max_file_mib allows \(1\)"):
@@ -107,7 +105,7 @@ def test_a_file_beyond_the_limit_is_named_with_the_setting_that_allows_it(name: 
     assert open_source(str(path), 2).digest == open_source(str(path), 0).digest
 
 
-def test_ingestion_goes_on_behind_a_file_that_is_too_large(tmp_path: Path) -> None:
+def test_ingestion_goes_on_behind_a_file_that_is_too_large(tmp_path):
     (tmp_path / "large.txt").write_text("word " * 300_000)
     (tmp_path / "small.txt").write_text("The mill stands by the river.")
     with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
@@ -142,12 +140,12 @@ def _peak_of_reading(path: Path) -> int:
         tracemalloc.stop()
 
 
-def test_memory_of_reading_json_lines_does_not_grow_with_the_file(tmp_path: Path) -> None:
+def test_memory_of_reading_json_lines_does_not_grow_with_the_file(tmp_path):
     small, large = _lines(tmp_path / "small.jsonl", 4000), _lines(tmp_path / "large.jsonl", 12_000)
     assert _peak_of_reading(large) < 1.2 * _peak_of_reading(small)
 
 
-def test_documents_of_json_lines_are_indexed_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_json_lines_are_indexed_as_they_come(tmp_path, monkeypatch):
     path, most = _lines(tmp_path / "a.jsonl", 400), 0
     with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
         embed = index.embed
@@ -174,9 +172,7 @@ _JSON_LINES = st.lists(
 
 
 @given(lines=_JSON_LINES, mark=st.sampled_from(["", "\ufeff"]), ended=st.booleans())
-def test_streamed_json_lines_are_read_as_those_in_memory(
-    lines: list[str], mark: str, ended: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_streamed_json_lines_are_read_as_those_in_memory(lines, mark, ended, tmp_path_factory):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_bytes((mark + "\n".join(lines) + "\n" * ended).encode())
 
@@ -193,7 +189,7 @@ def test_streamed_json_lines_are_read_as_those_in_memory(
 
 
 @pytest.mark.parametrize("data", [b'"a"\n\0\n', b'"' + b"\x01" * 900 + b'"\n', b'"\xc3'])
-def test_json_lines_that_are_no_text_are_refused_before_the_first_document(data: bytes, tmp_path: Path) -> None:
+def test_json_lines_that_are_no_text_are_refused_before_the_first_document(data, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(data)
     with pytest.raises(UnreadableDocumentError) as plain:
@@ -203,7 +199,7 @@ def test_json_lines_that_are_no_text_are_refused_before_the_first_document(data:
     assert str(streamed.value) == str(plain.value)
 
 
-def test_json_lines_that_change_while_they_are_read_are_an_error(tmp_path: Path) -> None:
+def test_json_lines_that_change_while_they_are_read_are_an_error(tmp_path):
     path = _lines(tmp_path / "a.jsonl", 3)
     opened = open_source(str(path))
     _lines(path, 2)

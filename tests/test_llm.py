@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,7 +39,6 @@ from ragblend import Chunk, Prompt
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.engines import share_engine
 from ragblend.frameworks.strict import ChunkNotReusedError
@@ -47,7 +46,6 @@ from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.options import GenerationOptions
 from ragblend.precompute import precompute_documents
-from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Message, ToolCall
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
@@ -56,14 +54,14 @@ CONTEXT = f"Context:\n\n{A}\n\n{B}\n\nQuestion: who?"
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
+def engine(tiny_engine, chat_renderer):
     engine = tiny_engine(renderer=chat_renderer)
     precompute_documents([A, B], engine)
     return engine
 
 
 @pytest.fixture
-def chat(engine: TransformersEngine) -> ChatBlend:
+def chat(engine):
     return ChatBlend(engine=engine, max_tokens=8)
 
 
@@ -119,7 +117,7 @@ def scripted(kind: Any = ChatBlend, **settings: Any) -> tuple[Any, ScriptedEngin
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
-def test_string_prompts_become_the_models_own_layout_unless_raw(engine: TransformersEngine) -> None:
+def test_string_prompts_become_the_models_own_layout_unless_raw(engine):
     as_turn = engine.generate(Prompt.from_messages([("user", CONTEXT)]), max_tokens=8)
     as_it_is = engine.generate(Prompt.from_text(CONTEXT), max_tokens=8)
     assert (as_turn.report.num_chunk_hits, as_it_is.report.num_chunk_hits) == (2, 2)
@@ -128,7 +126,7 @@ def test_string_prompts_become_the_models_own_layout_unless_raw(engine: Transfor
     assert as_turn.text != as_it_is.text
 
 
-async def test_blend_llm_keeps_the_roles_of_chat_prompts() -> None:
+async def test_blend_llm_keeps_the_roles_of_chat_prompts():
     llm, engine = scripted(BlendLLM, permits=99)
     value = ChatPromptTemplate.from_messages([("system", "S"), ("human", "H"), ("ai", "A"), ("human", "Q")]).invoke({})
     llm.invoke(value)
@@ -150,7 +148,7 @@ def prompt_sent(*messages: BaseMessage, **settings: Any) -> Prompt:
     return engine.prompts[0]
 
 
-def test_turns_stay_as_they_are_and_tools_documents_are_named() -> None:
+def test_turns_stay_as_they_are_and_tools_documents_are_named():
     call = AIMessage("", tool_calls=[{"name": "search", "args": {"k": 2}, "id": "1"}])
     found = ToolMessage(f"{A}\n\n{B}", tool_call_id="1", artifact=[Document(A, metadata={"source": "a"}), Document(B)])
     said = [HumanMessage("Who?"), call, found, ToolMessage("42", tool_call_id="2"), ChatMessage("c", role="user")]
@@ -171,14 +169,14 @@ def test_turns_stay_as_they_are_and_tools_documents_are_named() -> None:
     assert prompt_sent(SystemMessage("a"), *said, system="S").messages[0].content == "a"
 
 
-def test_content_blocks_with_a_chunk_id_name_chunks() -> None:
+def test_content_blocks_with_a_chunk_id_name_chunks():
     block = {"type": "text", "text": A, "extras": {"chunk_id": "1", "source": "a.txt"}}
     prompt = prompt_sent(HumanMessage([block, {"type": "text", "text": "Q"}]))
     assert prompt.messages == (Message("user", f"{A}\n\nQ"),)
     assert [(chunk.text, chunk.source) for chunk in prompt.chunks] == [(A, "a.txt")]
 
 
-def test_settings_reach_the_engine_and_calls_override_them() -> None:
+def test_settings_reach_the_engine_and_calls_override_them():
     chat, engine = scripted(permits=99, temperature=0.5, max_tokens=7, stop=["x"], mode="reuse", rule="random", seed=1)
     chat.invoke("Q")
     chat.invoke("Q", stop=["y"], temperature=0.0, max_tokens=3, mode="full", recompute_ratio=0.5, top_p=0.9)
@@ -193,11 +191,10 @@ def test_settings_reach_the_engine_and_calls_override_them() -> None:
 # --- what comes back --------------------------------------------------------------------------------------------------
 
 
-def test_usage_and_metadata(chat: ChatBlend) -> None:
+def test_usage_and_metadata(chat):
     message = chat.invoke(CONTEXT)
     report = message.response_metadata["ragblend"]
     usage = message.usage_metadata
-    assert usage is not None
     assert usage["input_tokens"] == report["prompt_tokens"]
     assert usage["output_tokens"] == report["completion_tokens"]
     assert usage["input_token_details"]["cache_read"] == report["num_reused_tokens"] > 0
@@ -205,7 +202,7 @@ def test_usage_and_metadata(chat: ChatBlend) -> None:
     assert message.response_metadata["finish_reason"] in ("stop", "length")
 
 
-def test_sampling_options_have_the_names_of_other_chat_models(engine: TransformersEngine) -> None:
+def test_sampling_options_have_the_names_of_other_chat_models(engine):
     chat = ChatBlend(engine=engine, max_tokens=8, temperature=1.0, seed=3, top_k=5, call_options={"min_p": 0.01})
     plain = chat.invoke(CONTEXT)
     assert chat.invoke(CONTEXT).content == plain.content
@@ -221,7 +218,7 @@ def test_sampling_options_have_the_names_of_other_chat_models(engine: Transforme
     )
 
 
-def test_streaming_adds_up_to_invoke(chat: ChatBlend) -> None:
+def test_streaming_adds_up_to_invoke(chat):
     chunks = list(chat.stream(CONTEXT))
     assert all(isinstance(chunk, AIMessageChunk) for chunk in chunks)
     merged, whole = add_ai_message_chunks(*chunks), chat.invoke(CONTEXT)
@@ -231,14 +228,14 @@ def test_streaming_adds_up_to_invoke(chat: ChatBlend) -> None:
     assert merged.response_metadata["ragblend"]["num_chunk_hits"] == 2
 
 
-def test_what_changes_answers_changes_the_cache_key() -> None:
+def test_what_changes_answers_changes_the_cache_key():
     keys = set()
     for settings in ({}, {"system": "S"}, {"mode": "full"}, {"recompute_ratio": 0.5}, {"max_tokens": 1}):
         keys.add(scripted(**settings)[0]._get_llm_string())
     assert len(keys) == 5
 
 
-def test_callbacks_see_tokens_and_errors() -> None:
+def test_callbacks_see_tokens_and_errors():
     class Seen(BaseCallbackHandler):
         def __init__(self) -> None:
             self.tokens: list[str] = []
@@ -260,7 +257,7 @@ def test_callbacks_see_tokens_and_errors() -> None:
         assert len(seen.errors) == 1
 
 
-def test_tracing_parameters(engine: TransformersEngine) -> None:
+def test_tracing_parameters(engine):
     chat = ChatBlend(engine=engine, temperature=0.5, stop=["x"])
     params = chat._get_ls_params()
     assert params["ls_provider"] == "ragblend"
@@ -269,7 +266,7 @@ def test_tracing_parameters(engine: TransformersEngine) -> None:
     assert BlendLLM(engine=engine)._get_ls_params()["ls_model_type"] == "llm"
 
 
-def test_as_chat_shares_engine_and_settings(engine: TransformersEngine) -> None:
+def test_as_chat_shares_engine_and_settings(engine):
     chat = BlendLLM(engine=engine, max_tokens=3, mode="reuse", stop=["x"]).as_chat()
     assert chat.engine is engine
     assert (chat.max_tokens, chat.mode, chat.stop) == (3, "reuse", ["x"])
@@ -284,7 +281,7 @@ def rebuilt(model: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, rebuilt, lambda model: model.model_copy(deep=True)])
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind: Any, copied: Any, tmp_path: Path) -> None:
+def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind, copied, tmp_path):
     model = kind(
         model="demo", store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, stop=["never"], strict=True
     )
@@ -301,9 +298,7 @@ def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind: Any,
     assert rebuilt(model).engine is not model.engine
 
 
-def test_a_store_named_by_a_relative_path_is_the_same_from_every_working_folder(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_store_named_by_a_relative_path_is_the_same_from_every_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     llm = BlendLLM(model="demo", store="kv")
     (tmp_path / "elsewhere").mkdir()
@@ -315,7 +310,7 @@ def test_a_store_named_by_a_relative_path_is_the_same_from_every_working_folder(
 
 
 @pytest.mark.slow
-def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
+def test_another_process_opens_the_engine_again(tmp_path):
     chat = ChatBlend(model="demo", store=str(tmp_path / "kv"), max_tokens=4, namespace="mine")
     precompute_documents([A, B], chat)
     answer = chat.invoke(CONTEXT)
@@ -328,7 +323,7 @@ def test_another_process_opens_the_engine_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_process_gets_an_error_instead_of_hanging(tmp_path: Path) -> None:
+def test_a_forked_process_gets_an_error_instead_of_hanging(tmp_path):
     code = (
         "import os, sys; from ragblend.llm import ChatBlend\n"
         "chat = ChatBlend(model='demo', store=sys.argv[1], max_tokens=1)\n"
@@ -351,7 +346,7 @@ def test_a_forked_process_gets_an_error_instead_of_hanging(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_in_none(tmp_path: Path) -> None:
+def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_in_none(tmp_path):
     """Threads hold the engine's lock, and the registry's, in the moment of the fork; a stream is half way."""
     code = """if True:
         import os, signal, sys, threading, time
@@ -404,9 +399,7 @@ def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_
         assert wanted in line
 
 
-def test_objects_that_cannot_be_pickled_name_the_reason_and_are_shared_by_deep_copies(
-    engine: TransformersEngine,
-) -> None:
+def test_objects_that_cannot_be_pickled_name_the_reason_and_are_shared_by_deep_copies(engine):
     chat = ChatBlend(engine=engine)
     assert copy.deepcopy(chat).engine is engine
     with pytest.raises(TypeError, match=r"the engine of this .* is an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
@@ -420,7 +413,7 @@ def test_objects_that_cannot_be_pickled_name_the_reason_and_are_shared_by_deep_c
     assert copy.deepcopy(held).store is held.store
 
 
-def test_configurable_fields_open_the_engine_that_they_name(tmp_path: Path) -> None:
+def test_configurable_fields_open_the_engine_that_they_name(tmp_path):
     options = {"memory_gib": 1}
     model = ChatBlend(model="demo", store=tmp_path / "a", max_tokens=2, engine_options=options)
     fields = {"temperature": ConfigurableField("t"), "store": ConfigurableField("s")}
@@ -439,7 +432,7 @@ def test_configurable_fields_open_the_engine_that_they_name(tmp_path: Path) -> N
 LONG = "Context: " + "This text about the harbour was never ingested. " * 30 + "\n\nWho built it?"
 
 
-def test_a_chain_over_an_empty_store_logs_the_command_that_fills_it(tmp_path: Path, caplog: Any) -> None:
+def test_a_chain_over_an_empty_store_logs_the_command_that_fills_it(tmp_path, caplog):
     llm = BlendLLM(model="demo", store=tmp_path, max_tokens=1, engine_options={"memory_gib": 1})
     for _ in range(4):
         llm.invoke(LONG, max_tokens=1)
@@ -483,7 +476,7 @@ class CountingCallbacks(BaseCallbackHandler):
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 @pytest.mark.parametrize("way", ["invoke", "ainvoke", "batch", "generate_prompt", "stream", "astream"])
-async def test_callbacks_fire_once_and_the_cache_is_read_once(kind: Any, way: str) -> None:
+async def test_callbacks_fire_once_and_the_cache_is_read_once(kind, way):
     cache, callbacks = CountingCache(), CountingCallbacks()
     llm, engine = scripted(kind, permits=99, cache=cache)
     config: Any = {"callbacks": [callbacks]}
@@ -509,7 +502,7 @@ async def test_callbacks_fire_once_and_the_cache_is_read_once(kind: Any, way: st
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_first_tokens_stream_before_the_last_is_generated(kind: Any) -> None:
+def test_first_tokens_stream_before_the_last_is_generated(kind):
     llm, engine = scripted(kind, permits=1)
     pieces = llm.stream("Q")
     first = next(pieces)
@@ -526,7 +519,7 @@ def test_first_tokens_stream_before_the_last_is_generated(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-async def test_async_streaming_is_as_prompt(kind: Any) -> None:
+async def test_async_streaming_is_as_prompt(kind):
     llm, engine = scripted(kind, permits=1)
     pieces = llm.astream("Q")
     first = await anext(pieces)
@@ -537,7 +530,7 @@ async def test_async_streaming_is_as_prompt(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_cancelling_frees_the_engine(kind: Any, streaming: bool) -> None:
+async def test_cancelling_frees_the_engine(kind, streaming):
     llm, engine = scripted(kind)
 
     async def consume() -> None:
@@ -554,7 +547,7 @@ async def test_cancelling_frees_the_engine(kind: Any, streaming: bool) -> None:
     assert engine.permits._value == 0
 
 
-def test_timeout_ends_a_slow_answer() -> None:
+def test_timeout_ends_a_slow_answer():
     chat, engine = scripted(permits=99, timeout=0.0)
     with pytest.raises(TimeoutError, match=r"timeout=0\.0"):
         chat.invoke("Q")
@@ -564,7 +557,7 @@ def test_timeout_ends_a_slow_answer() -> None:
 # --- strictness -------------------------------------------------------------------------------------------------------
 
 
-def test_strict_refuses_what_is_not_reused(chat: ChatBlend) -> None:
+def test_strict_refuses_what_is_not_reused(chat):
     def named(text: str) -> HumanMessage:
         return HumanMessage([{"type": "text", "text": text, "extras": {"chunk_id": "1"}}, "Who?"])
 
@@ -586,13 +579,13 @@ def test_strict_refuses_what_is_not_reused(chat: ChatBlend) -> None:
 
 @pytest.mark.parametrize("messages", [[], [HumanMessage("")], [HumanMessage([]), SystemMessage(" \n")], ""])
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_empty_prompts_are_refused(kind: Any, messages: Any, engine: TransformersEngine) -> None:
+def test_empty_prompts_are_refused(kind, messages, engine):
     with pytest.raises(UsageError, match=r"empty|no messages"):
         kind(engine=engine).invoke(messages)
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind: Any, engine: TransformersEngine) -> None:
+async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind, engine):
     llm, long = kind(engine=engine, max_tokens=2), "the chunk " * 2000
     for attempt in (lambda: llm.invoke(long), lambda: list(llm.stream(long)), lambda: llm.batch([long])):
         with pytest.raises(ContextOverflowError, match="retrieve fewer chunks") as raised:
@@ -626,9 +619,7 @@ async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind: Any
     ],
     ids=str,
 )
-def test_an_option_of_a_wrong_type_is_named_by_a_call_and_by_a_model(
-    kind: Any, option: dict[str, Any], engine: TransformersEngine
-) -> None:
+def test_an_option_of_a_wrong_type_is_named_by_a_call_and_by_a_model(kind, option, engine):
     (name,) = option
     with pytest.raises(UsageError, match=f"^{name} is .*; choose "):
         kind(engine=engine)._options(option)
@@ -638,13 +629,13 @@ def test_an_option_of_a_wrong_type_is_named_by_a_call_and_by_a_model(
 
 
 @pytest.mark.parametrize("option", [{"max_retries": -1}, {"max_retries": "2"}, {"store": 5}])
-def test_a_field_of_a_wrong_type_is_named(option: dict[str, Any]) -> None:
+def test_a_field_of_a_wrong_type_is_named(option):
     (name,) = option
     with pytest.raises(UsageError, match=f"{name} is .*; choose "):
         ChatBlend(model="demo", **option)
 
 
-def test_unknown_roles_are_refused(chat: ChatBlend) -> None:
+def test_unknown_roles_are_refused(chat):
     with pytest.raises(UsageError, match="'critic'"):
         chat.invoke([ChatMessage(content="Q", role="critic")])
 
@@ -652,7 +643,7 @@ def test_unknown_roles_are_refused(chat: ChatBlend) -> None:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
+def test_models_of_one_store_share_an_engine(tmp_path):
     chat, llm = ChatBlend(model="demo", store=tmp_path), BlendLLM(store=str(tmp_path))
     assert chat.engine is llm.engine
     assert share_engine("demo", tmp_path / "other") is not chat.engine
@@ -663,7 +654,7 @@ def test_models_of_one_store_share_an_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_loading_options_have_the_names_of_transformers(kind: Any, tmp_path: Path) -> None:
+def test_loading_options_have_the_names_of_transformers(kind, tmp_path):
     options = {"device_map": "cpu", "model_kwargs": {"token": "hf_secret"}}
     model = kind(model="demo", store=tmp_path, torch_dtype="bfloat16", engine_options=options)
     assert str(model.engine.layers.dtype) == "torch.bfloat16"
@@ -677,7 +668,7 @@ def test_loading_options_have_the_names_of_transformers(kind: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_the_ingestion_context_is_an_engine_option(kind: Any, tmp_path: Path) -> None:
+def test_the_ingestion_context_is_an_engine_option(kind, tmp_path):
     model = kind(model="demo", store=tmp_path, engine_options={"context": "similar"})
     assert model.engine.context == "similar"
     precompute_documents([A, B], model)
@@ -688,7 +679,7 @@ def test_the_ingestion_context_is_an_engine_option(kind: Any, tmp_path: Path) ->
         kind(model="demo", store=tmp_path / "other", engine_options={"context": "some"})
 
 
-def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path: Path) -> None:
+def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path):
     options = {"memory_gib": 0, "disk_gib": 2, "kv_dtype": "int8", "shadow": 1.0}
     llm = BlendLLM(model="demo", store=tmp_path, engine_options=options, max_tokens=2)
     (disk,) = llm.engine.store.tiers
@@ -704,7 +695,7 @@ def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_engine_options_that_nothing_could_use_are_refused(kind: Any, engine: TransformersEngine) -> None:
+def test_engine_options_that_nothing_could_use_are_refused(kind, engine):
     with pytest.raises(UsageError, match=r"engine_options has memory.*nearest is 'memory_gib'; choose from .*shadow"):
         kind(engine_options={"memory": 8})
     with pytest.raises(UsageError, match="engine_options has device"):
@@ -716,7 +707,7 @@ def test_engine_options_that_nothing_could_use_are_refused(kind: Any, engine: Tr
 
 
 @pytest.mark.slow
-def test_a_script_that_closes_nothing_ends_well_and_stores_its_misses(tmp_path: Path) -> None:
+def test_a_script_that_closes_nothing_ends_well_and_stores_its_misses(tmp_path):
     code = (
         "import sys; from ragblend import load_engine; from ragblend.llm import ChatBlend\n"
         "own, given = sys.argv[1:]\n"
@@ -732,7 +723,7 @@ def test_a_script_that_closes_nothing_ends_well_and_stores_its_misses(tmp_path: 
     ("framework", "module", "extra"),
     [("langchain_core", "ragblend.llm", "langchain"), ("llama_index", "ragblend.llamaindex", "llamaindex")],
 )
-def test_import_without_the_framework_names_the_extra(framework: str, module: str, extra: str) -> None:
+def test_import_without_the_framework_names_the_extra(framework, module, extra):
     code = (
         f"import sys; sys.modules[{framework!r}] = None\n"
         f"try: import {module}\n"
@@ -742,7 +733,7 @@ def test_import_without_the_framework_names_the_extra(framework: str, module: st
     assert f"pip install 'ragblend[{extra}]'" in shown
 
 
-def test_the_answer_cache_saves_the_second_call() -> None:
+def test_the_answer_cache_saves_the_second_call():
     for kind in (ChatBlend, BlendLLM):
         llm, engine = scripted(kind, permits=99, cache=InMemoryCache())
         first, second = llm.invoke("Q"), llm.invoke("Q")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -24,7 +23,6 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.precompute import precompute_documents
-from ragblend.prompt.render import Renderer
 
 pytestmark = pytest.mark.timeout(120)  # a place that is not given back would hang
 
@@ -36,7 +34,7 @@ TOO_LONG = "word " * 3000
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
+def engine(tiny_engine, chat_renderer):
     """A tiny Llama whose store holds A and B."""
     made = tiny_engine(renderer=chat_renderer)
     precompute_documents([A, B], made)
@@ -44,7 +42,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Render
 
 
 @pytest.fixture
-def sizes(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def sizes(engine, monkeypatch):
     """Of every step, how many answers it was made for."""
     found: list[int] = []
     decode = engine.loop._decode
@@ -90,9 +88,7 @@ WAYS: dict[str, Callable[[Any], list[str]]] = {
     "way",
     [way if way in ("batch", "ainvoke") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS],
 )
-def test_every_way_to_ask_for_several_decodes_them_together(
-    way: str, engine: TransformersEngine, sizes: list[int]
-) -> None:
+def test_every_way_to_ask_for_several_decodes_them_together(way, engine, sizes):
     for llm in models(engine):
         expected = [text(llm.invoke(question)) for question in QUESTIONS]
         assert set(sizes) == {1}
@@ -102,7 +98,7 @@ def test_every_way_to_ask_for_several_decodes_them_together(
         sizes.clear()
 
 
-def test_the_lists_of_generate_are_decoded_together(engine: TransformersEngine, sizes: list[int]) -> None:
+def test_the_lists_of_generate_are_decoded_together(engine, sizes):
     chat, llm = models(engine)
     expected = [text(llm.invoke(question)) for question in QUESTIONS]
     run_id = uuid4()
@@ -117,7 +113,7 @@ def test_the_lists_of_generate_are_decoded_together(engine: TransformersEngine, 
     assert max(sizes) >= MOST
 
 
-def test_llamaindex_calls_at_the_same_time_are_decoded_together(engine: TransformersEngine, sizes: list[int]) -> None:
+def test_llamaindex_calls_at_the_same_time_are_decoded_together(engine, sizes):
     llm = LlamaIndexLLM(engine=engine, max_tokens=20)
     asked = [[LlamaIndexMessage(role="user", content=question)] for question in QUESTIONS]
     expected = [llm.chat(messages).message.content for messages in asked]
@@ -144,7 +140,7 @@ class Noting(BaseCallbackHandler):
         self.failed.append(run_id)
 
 
-def test_a_prompt_that_fails_is_its_own_callbacks_affair(engine: TransformersEngine, sizes: list[int]) -> None:
+def test_a_prompt_that_fails_is_its_own_callbacks_affair(engine, sizes):
     for llm in models(engine):
         asked = [*QUESTIONS[:3], TOO_LONG, *QUESTIONS[3:]]
         handlers = [Noting() for _ in asked]
@@ -167,14 +163,14 @@ def test_a_prompt_that_fails_is_its_own_callbacks_affair(engine: TransformersEng
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_max_concurrency_is_kept(most: int, engine: TransformersEngine, sizes: list[int]) -> None:
+def test_max_concurrency_is_kept(most, engine, sizes):
     for llm in models(engine):
         llm.batch(QUESTIONS, {"max_concurrency": most})
         asyncio.run(llm.abatch(QUESTIONS, {"max_concurrency": most}))
         assert max(sizes) == most
 
 
-def test_several_answers_to_one_prompt_are_those_of_their_seeds(engine: TransformersEngine, sizes: list[int]) -> None:
+def test_several_answers_to_one_prompt_are_those_of_their_seeds(engine, sizes):
     for llm in models(engine, temperature=1.5):
         prompt = llm._convert_input(QUESTIONS[0])
         expected = [text(llm.invoke(QUESTIONS[0], seed=7 + number)) for number in range(4)]
@@ -190,9 +186,7 @@ def test_several_answers_to_one_prompt_are_those_of_their_seeds(engine: Transfor
             llm.invoke(QUESTIONS[0], n=0)
 
 
-def test_a_call_that_is_cancelled_takes_no_other_with_it(
-    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_is_cancelled_takes_no_other_with_it(engine, monkeypatch):
     chat, _ = models(engine)
     expected = [chat.invoke(question).content for question in QUESTIONS[:3]]
     all_run, is_cancelled, ended = threading.Event(), threading.Event(), []
@@ -228,13 +222,13 @@ def test_a_call_that_is_cancelled_takes_no_other_with_it(
     assert len(cancelled.token_ids) < 20
 
 
-def test_a_timeout_is_of_each_answer(engine: TransformersEngine) -> None:
+def test_a_timeout_is_of_each_answer(engine):
     for llm in models(engine, timeout=0.0):
         found = llm.batch(QUESTIONS[:3], return_exceptions=True)
         assert [type(each) for each in found] == [TimeoutError] * 3
 
 
-def test_a_cached_answer_is_not_made_again(engine: TransformersEngine, sizes: list[int]) -> None:
+def test_a_cached_answer_is_not_made_again(engine, sizes):
     for llm in models(engine, cache=InMemoryCache()):
         expected = [text(llm.invoke(question)) for question in QUESTIONS[:2]]
         sizes.clear()
@@ -242,7 +236,7 @@ def test_a_cached_answer_is_not_made_again(engine: TransformersEngine, sizes: li
         assert set(sizes) == {1}
 
 
-def test_how_many_is_a_setting(tmp_path: Path, tiny_engine: Callable[..., TransformersEngine]) -> None:
+def test_how_many_is_a_setting(tmp_path, tiny_engine):
     assert load_engine("demo").loop.max_num_seqs == 8
     assert load_engine("demo", max_num_seqs=2).loop.max_num_seqs == 2
     llm = BlendLLM(model="demo", store=tmp_path, engine_options={"max_num_seqs": 3})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,14 +25,14 @@ ASKED = [("Where was Diana Walsh born?", "Fendale"), ("What is the role of Otto 
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[TransformersEngine]:
+def engine():
     with load_engine("demo", model_kwargs={"max_position_embeddings": CONTEXT}) as engine:
         assert engine.context_length == CONTEXT
         yield engine
 
 
 @pytest.fixture
-def prefilled(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def prefilled(engine, monkeypatch):
     """The texts of the chunks that are computed alone, each as often as it is."""
     texts: list[str] = []
     compute = engine.precompute_all
@@ -59,7 +58,7 @@ def chain(engine: TransformersEngine, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("combine", ["reduce", "rerank"])
-def test_a_document_of_four_times_the_context_is_answered(combine: Any, engine: TransformersEngine) -> None:
+def test_a_document_of_four_times_the_context_is_answered(combine, engine):
     document = report_of_the_company()
     assert engine.renderer.count_tokens(document.page_content) >= 4 * CONTEXT
     asked = chain(engine, combine=combine)
@@ -73,9 +72,7 @@ def test_a_document_of_four_times_the_context_is_answered(combine: Any, engine: 
         assert all(answer in text[each["start"] : each["end"]] for each in said)
 
 
-def test_every_chunk_is_prefilled_once_though_windows_share_it(
-    engine: TransformersEngine, prefilled: list[str]
-) -> None:
+def test_every_chunk_is_prefilled_once_though_windows_share_it(engine, prefilled):
     document = Document(
         report_of_the_company().page_content.replace(".", " .")
     )  # texts that no other test has prefilled
@@ -100,7 +97,7 @@ def test_every_chunk_is_prefilled_once_though_windows_share_it(
     assert len(prefilled) == len(set(prefilled))
 
 
-def test_questions_in_one_batch_prefill_a_document_once(engine: TransformersEngine, prefilled: list[str]) -> None:
+def test_questions_in_one_batch_prefill_a_document_once(engine, prefilled):
     document = Document(report_of_the_company().page_content.replace(".", " !"))
     found = chain(engine).batch([{"input": question, "document": document} for question, _ in ASKED * 2])
     assert len(prefilled) == len(set(prefilled)) > 0
@@ -108,7 +105,7 @@ def test_questions_in_one_batch_prefill_a_document_once(engine: TransformersEngi
     assert sorted(numbers) == [0, 0, 0, found[0]["tokens"]["num_chunk_tokens"]]
 
 
-async def test_it_answers_the_same_without_blocking_and_in_pieces(engine: TransformersEngine) -> None:
+async def test_it_answers_the_same_without_blocking_and_in_pieces(engine):
     asked, given = chain(engine), {"input": ASKED[0][0], "document": report_of_the_company()}
     whole = asked.invoke(given)
     assert (await asked.ainvoke(given))["answer"] == whole["answer"]
@@ -120,7 +117,7 @@ async def test_it_answers_the_same_without_blocking_and_in_pieces(engine: Transf
     assert "".join([piece.get("answer", "") async for piece in asked.astream(given)]) == whole["answer"]
 
 
-def test_a_document_that_fits_takes_one_request(engine: TransformersEngine) -> None:
+def test_a_document_that_fits_takes_one_request(engine):
     document = report_of_the_company().page_content[:3000]
     for combine in ("reduce", "refine", "rerank"):
         found = chain(engine, combine=combine).invoke({"input": ASKED[0][0], "document": document})
@@ -129,9 +126,7 @@ def test_a_document_that_fits_takes_one_request(engine: TransformersEngine) -> N
         assert found["tokens"]["prompt_tokens"] == found["report"]["prompt_tokens"]
 
 
-def test_an_instruction_takes_the_place_of_the_question_and_documents_come_in_any_form(
-    engine: TransformersEngine,
-) -> None:
+def test_an_instruction_takes_the_place_of_the_question_and_documents_come_in_any_form(engine):
     document = report_of_the_company()
     asked = chain(engine, instruction=ASKED[1][0])
     forms = (document, document.page_content, [document], {"document": [document]})
@@ -158,11 +153,11 @@ class Numbered(ChatBlend):
 
 
 @pytest.fixture
-def numbered(engine: TransformersEngine) -> Numbered:
+def numbered(engine):
     return Numbered(engine=engine, max_tokens=4, sent=[], strict=True)
 
 
-def test_answers_that_differ_are_made_one_by_the_model(numbered: Numbered) -> None:
+def test_answers_that_differ_are_made_one_by_the_model(numbered):
     asked = create_long_document_chain(numbered, chunk_tokens=128)
     found = asked.invoke({"input": "Who?", "document": report_of_the_company()}, {"max_concurrency": 1})
     num_windows = len(found["windows"])
@@ -175,7 +170,7 @@ def test_answers_that_differ_are_made_one_by_the_model(numbered: Numbered) -> No
     assert found["report"]["num_chunks"] == 0
 
 
-def test_answers_too_many_for_a_prompt_are_made_one_in_rounds(numbered: Numbered) -> None:
+def test_answers_too_many_for_a_prompt_are_made_one_in_rounds(numbered):
     numbered.saying = "It is {number} " + "and the other and the other and the other" * 20
     asked = create_long_document_chain(numbered, chunk_tokens=128)
     found = asked.invoke({"input": "Who?", "document": report_of_the_company()}, {"max_concurrency": 1})
@@ -186,7 +181,7 @@ def test_answers_too_many_for_a_prompt_are_made_one_in_rounds(numbered: Numbered
     assert found["tokens"]["prompt_tokens"] > sum(each["report"]["prompt_tokens"] for each in found["windows"])
 
 
-def test_windows_that_agree_or_have_no_answer_need_no_further_answer(numbered: Numbered) -> None:
+def test_windows_that_agree_or_have_no_answer_need_no_further_answer(numbered):
     for saying in ("It is so.", "This is Not stated."):
         numbered.saying = saying
         found = create_long_document_chain(numbered, chunk_tokens=128).invoke(
@@ -196,7 +191,7 @@ def test_windows_that_agree_or_have_no_answer_need_no_further_answer(numbered: N
     assert not [text for text in numbered.sent if text.startswith("These are answers")]
 
 
-def test_refining_hands_every_window_the_answer_so_far(numbered: Numbered) -> None:
+def test_refining_hands_every_window_the_answer_so_far(numbered):
     asked = create_long_document_chain(numbered, combine="refine", chunk_tokens=128)
     found = asked.invoke({"input": "Who?", "document": report_of_the_company()})
     assert len(numbered.sent) == len(found["windows"])
@@ -206,7 +201,7 @@ def test_refining_hands_every_window_the_answer_so_far(numbered: Numbered) -> No
     assert "answer" not in found["windows"][-1]  # it is the answer
 
 
-def test_what_is_bound_counts(engine: TransformersEngine) -> None:
+def test_what_is_bound_counts(engine):
     llm = BlendLLM(engine=engine, max_tokens=700)
     given = {"input": "Who?", "document": report_of_the_company()}
     with pytest.raises(UsageError, match="the answer 1400, but the context has"):
@@ -215,7 +210,7 @@ def test_what_is_bound_counts(engine: TransformersEngine) -> None:
     assert all(each["report"]["completion_tokens"] <= 2 for each in found["windows"])
 
 
-def test_other_models_are_refused_by_name() -> None:
+def test_other_models_are_refused_by_name():
     with pytest.raises(UsageError, match="FakeListChatModel; long documents need ChatBlend"):
         create_long_document_chain(FakeListChatModel(responses=["x"]))
 
@@ -224,7 +219,7 @@ def test_other_models_are_refused_by_name() -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40), room=st.integers(9, 40), overlap=st.integers(0, 20))
-def test_windows_cover_everything_in_order_and_fit(sizes: list[int], room: int, overlap: int) -> None:
+def test_windows_cover_everything_in_order_and_fit(sizes, room, overlap):
     spans = window_spans(sizes, room, overlap)
     assert (spans[0][0], spans[-1][1]) == (0, len(sizes))
     for (start, end), (following, last) in itertools.pairwise(spans):
@@ -243,9 +238,7 @@ def test_windows_cover_everything_in_order_and_fit(sizes: list[int], room: int, 
         ({"window_tokens": 200, "chunk_tokens": 150, "overlap_tokens": 60}, "cannot overlap"),
     ],
 )
-def test_sizes_that_fit_nowhere_are_refused_with_the_numbers(
-    sizes: dict[str, int], reason: str, engine: TransformersEngine
-) -> None:
+def test_sizes_that_fit_nowhere_are_refused_with_the_numbers(sizes, reason, engine):
     with pytest.raises(UsageError, match=reason):
         make_windows([("Some text.", "")], engine, 1000, **sizes)
 
@@ -260,7 +253,7 @@ def test_sizes_that_fit_nowhere_are_refused_with_the_numbers(
         ({"input": "Who?", "document": " "}, "empty"),
     ],
 )
-def test_bad_input_is_refused_in_words(given_input: Any, reason: str, engine: TransformersEngine) -> None:
+def test_bad_input_is_refused_in_words(given_input, reason, engine):
     with pytest.raises(UsageError, match=reason):
         chain(engine).invoke(given_input)
 

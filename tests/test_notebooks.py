@@ -9,7 +9,6 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -22,22 +21,21 @@ SOURCES = sorted((NOTEBOOKS / "src").glob("*.py"))
 
 
 @pytest.fixture(scope="module")
-def runner() -> ModuleType:
+def runner():
     spec = importlib.util.spec_from_file_location("run_notebooks", NOTEBOOKS / "run.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_every_source_has_its_notebook_and_the_other_way_round() -> None:
+def test_every_source_has_its_notebook_and_the_other_way_round():
     assert [path.stem for path in SOURCES] == [path.stem for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
     assert len(SOURCES) >= 5
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_saved_notebook_is_its_source_executed(source: Path, runner: ModuleType) -> None:
+def test_saved_notebook_is_its_source_executed(source, runner):
     saved = nbformat.read(NOTEBOOKS / f"{source.stem}.ipynb", as_version=4)
     nbformat.validate(saved)
     built = runner.build(source)
@@ -53,7 +51,7 @@ def test_saved_notebook_is_its_source_executed(source: Path, runner: ModuleType)
     assert saved.metadata.kernelspec.name == "python3"
 
 
-def test_paths_of_this_machine_are_found(runner: ModuleType) -> None:
+def test_paths_of_this_machine_are_found(runner):
     def notebook(text: str) -> object:
         cell = nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("stream", text=text)])
         return nbformat.v4.new_notebook(cells=[cell])
@@ -62,11 +60,11 @@ def test_paths_of_this_machine_are_found(runner: ModuleType) -> None:
     assert runner.machine_paths(notebook("5 of 9, mean/median, https://a.org/tmp/x, Qwen/Qwen3-8B, a/home/b")) == []
 
 
-def test_figures_of_closeness_are_shown_on_a_real_model(runner: ModuleType) -> None:
+def test_figures_of_closeness_are_shown_on_a_real_model(runner):
     assert [path.stem[:2] for path in SOURCES if runner.is_real(path)] == ["04", "06", "07"]
 
 
-def test_every_notebook_on_the_embedded_model_runs_top_to_bottom() -> None:
+def test_every_notebook_on_the_embedded_model_runs_top_to_bottom():
     """tests/integration/test_real_notebooks.py runs the others."""
     command = [sys.executable, str(NOTEBOOKS / "run.py"), "--check", "--part", "embedded"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)

@@ -1,9 +1,7 @@
 """Options are checked when they are made, and a type checker has the same names."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 
@@ -61,7 +59,7 @@ from ragblend.options import (
         ({"top_logprobs": 3}, "top_logprobs is 3, but logprobs is off; pass logprobs=True, too"),
     ],
 )
-def test_a_generation_option_that_cannot_be_is_named(options: dict[str, Any], message: str) -> None:
+def test_a_generation_option_that_cannot_be_is_named(options, message):
     with pytest.raises(UsageError, match=message):
         GenerationOptions(**options)
 
@@ -78,23 +76,23 @@ def test_a_generation_option_that_cannot_be_is_named(options: dict[str, Any], me
         (partial(open_store, None), "memory_gb", "memory_gib"),
     ],
 )
-def test_an_unknown_option_is_named_with_the_nearest(make: Any, name: str, near: str) -> None:
+def test_an_unknown_option_is_named_with_the_nearest(make, name, near):
     with pytest.raises(UsageError, match=f"^there is no option '{name}'; the nearest is '{near}'; choose from "):
         make(**{name: 5})
 
 
-def test_a_positional_argument_too_many_is_still_a_type_error() -> None:
+def test_a_positional_argument_too_many_is_still_a_type_error():
     with pytest.raises(TypeError, match="positional"):
-        TierOptions(*range(9))  # type: ignore[call-arg, arg-type]
+        TierOptions(*range(9))
 
 
-def test_a_long_value_is_cut_in_the_message() -> None:
+def test_a_long_value_is_cut_in_the_message():
     with pytest.raises(UsageError) as caught:
-        GenerationOptions(mode="x" * 5000)  # type: ignore[arg-type]
+        GenerationOptions(mode="x" * 5000)
     assert len(str(caught.value)) < 300
 
 
-def test_one_stop_string_is_a_list_of_it() -> None:
+def test_one_stop_string_is_a_list_of_it():
     assert GenerationOptions(stop="end").stop_strings == ("end",)
     assert GenerationOptions(stop=["a", "b"]).stop_strings == ("a", "b")
     assert GenerationOptions().stop_strings == ()
@@ -105,13 +103,13 @@ def test_one_stop_string_is_a_list_of_it() -> None:
     "options",
     [{"memory_gib": -1}, {"disk_gib": -1}, {"remote_timeout_s": 0}, {"remote_timeout_s": "5"}, {"kv_dtype": "int4"}],
 )
-def test_a_tier_option_that_cannot_be_is_named(made: type, options: dict[str, Any]) -> None:
+def test_a_tier_option_that_cannot_be_is_named(made, options):
     (name,) = options
     with pytest.raises(UsageError, match=f"{name} is .*; choose "):
         made(**options)
 
 
-def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm() -> None:
+def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm():
     words = r"choose 0 \(full reuse\) to 1 \(recompute every chunk token\), or 'auto'"
     for made in (ConnectorConfig, BlendParams):
         with pytest.raises(UsageError, match=words):
@@ -121,12 +119,12 @@ def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm() -> None:
 @pytest.mark.parametrize(
     ("options", "keywords"), [(TierOptions, TierKeywords), (GenerationOptions, GenerationKeywords)]
 )
-def test_type_checkers_have_the_same_names_and_types(options: type, keywords: type) -> None:
+def test_type_checkers_have_the_same_names_and_types(options, keywords):
     names = options.__dataclass_fields__
     hints = get_type_hints(options)
     assert get_type_hints(keywords) == {name: hints[name] for name in names}
 
 
-def test_type_checkers_have_every_argument_of_load_engine() -> None:
+def test_type_checkers_have_every_argument_of_load_engine():
     known = {*LoadOptions.__dataclass_fields__, *ModelOptions.__dataclass_fields__, "torch_dtype"}
     assert set(get_type_hints(LoadKeywords)) == known

@@ -29,7 +29,7 @@ TEXTS = {
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     folder = tmp_path / "docs"
     folder.mkdir()
     for name, text in TEXTS.items():
@@ -38,7 +38,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def engine(tmp_path: Path):
+def engine(tmp_path):
     with load_engine("demo", tmp_path / "kv") as engine:
         yield engine
 

@@ -1,12 +1,8 @@
 """Passwords, tokens and API keys show up nowhere: not in messages, logs, representations, dumps or printed commands."""
 
-from __future__ import annotations
-
 import json
 import logging
 import traceback
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,7 +42,7 @@ URLS = (
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_no_message_about_a_remote_shows_its_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_message_about_a_remote_shows_its_password(url, caplog):
     caplog.set_level(logging.DEBUG)
     shown = [redact(url), repr(Settings(remote=url))]
     try:
@@ -60,18 +56,18 @@ def test_no_message_about_a_remote_shows_its_password(url: str, caplog: pytest.L
     assert SECRET not in "\n".join(shown)
 
 
-def test_a_password_with_reserved_characters_is_an_error_that_names_their_escapes() -> None:
+def test_a_password_with_reserved_characters_is_an_error_that_names_their_escapes():
     with pytest.raises(UsageError, match="'#' as %23"):
         open_remote("redis://:a#b@cache:6379/0")
 
 
-def test_a_url_as_it_was_printed_is_refused_instead_of_tried() -> None:
+def test_a_url_as_it_was_printed_is_refused_instead_of_tried():
     with pytest.raises(UsageError, match="give the whole URL"):
         open_remote(redact("redis://:geheim@cache:6379/0"))
 
 
 @pytest.mark.parametrize("make", [BlendLLM, ChatBlend, LlamaIndexLLM])
-def test_a_framework_model_shows_no_password(make: Any) -> None:
+def test_a_framework_model_shows_no_password(make):
     url = f"redis://user:{SECRET}@127.0.0.1:1/0?password={SECRET}"
     model = make(model="demo", engine_options={"remote": url, "memory_gib": 0.5})
     dumps = [model.model_dump(), model.model_dump(mode="json"), json.loads(model.model_dump_json())]
@@ -83,14 +79,14 @@ def test_a_framework_model_shows_no_password(make: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", [f"htp://user:{SECRET}@host:8000", f"user:{SECRET}@host", f"http//:{SECRET}@host"])
-def test_a_mistyped_backend_is_refused_without_its_password(backend: str) -> None:
+def test_a_mistyped_backend_is_refused_without_its_password(backend):
     for refuse in (lambda: Settings(backend=backend), lambda: load_engine("demo", backend=backend)):
         with pytest.raises(UsageError) as caught:
             refuse()
         assert SECRET not in str(caught.value)
 
 
-def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
+def test_a_server_that_does_not_answer_is_named_without_its_password():
     connection = Connection(f"http://user:{SECRET}@127.0.0.1:1", max_retries=0)
     with pytest.raises(Exception, match=r"no server answers at http://\*\*\*@127") as caught:
         connection.request_json("GET", "/v1/models")
@@ -98,7 +94,7 @@ def test_a_server_that_does_not_answer_is_named_without_its_password() -> None:
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-def test_the_printed_command_of_a_server_hides_what_is_secret(tmp_path: Path) -> None:
+def test_the_printed_command_of_a_server_hides_what_is_secret(tmp_path):
     flags = ("--hf-token", SECRET, f"--ssl-keyfile-password={SECRET}", "--max-model-len", "512")
     remote = f"redis://127.0.0.1:6379/0?password={SECRET}"
     options = ServeOptions(Settings(model="demo", store=str(tmp_path), remote=remote), api_key=SECRET)

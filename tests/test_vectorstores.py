@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from ragblend import Chunk, Prompt, load_engine, open_index
 from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.ingestion.documents import remove_documents
 from ragblend.llm import ChatBlend
@@ -35,12 +32,12 @@ QUESTION = "Who repairs the lamp?"
 
 
 @pytest.fixture
-def chat(tiny_engine: Callable[..., TransformersEngine]) -> ChatBlend:
+def chat(tiny_engine):
     return ChatBlend(engine=tiny_engine(), max_tokens=4)
 
 
 @pytest.fixture
-def store(chat: ChatBlend) -> BlendVectorStore:
+def store(chat):
     return BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=64)), llm=chat)
 
 
@@ -51,9 +48,7 @@ def known(chat: ChatBlend, *texts: str) -> list[bool]:
     return stored
 
 
-def test_documents_are_precomputed_as_they_arrive_and_dropped_as_they_go(
-    store: BlendVectorStore, chat: ChatBlend
-) -> None:
+def test_documents_are_precomputed_as_they_arrive_and_dropped_as_they_go(store, chat):
     store.add_documents([Document(A, id="a"), Document(f" {B}\n", id="b")])
     assert known(chat, A, B) == [True, True]
     store.delete(["a"])
@@ -61,7 +56,7 @@ def test_documents_are_precomputed_as_they_arrive_and_dropped_as_they_go(
     assert store.get_by_ids(["a"]) == []
 
 
-def test_kv_of_a_text_that_another_document_has_stays(store: BlendVectorStore, chat: ChatBlend) -> None:
+def test_kv_of_a_text_that_another_document_has_stays(store, chat):
     store.add_documents([Document(A, id="1"), Document(A, id="2"), Document(B, id="3")])
     store.delete(["1"])
     assert known(chat, A) == [True]
@@ -69,7 +64,7 @@ def test_kv_of_a_text_that_another_document_has_stays(store: BlendVectorStore, c
     assert known(chat, A, B) == [False, True]
 
 
-def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat: ChatBlend) -> None:
+def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat):
     """Also in stores that cannot list their documents, and under ids that are given next to the documents."""
 
     class Mute(InMemoryVectorStore):
@@ -89,7 +84,7 @@ def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat: Cha
     assert known(chat, A, B) == [False, False]
 
 
-def test_precomputed_documents_with_ids_follow_too(chat: ChatBlend) -> None:
+def test_precomputed_documents_with_ids_follow_too(chat):
     precompute_documents([Document(A, id="1"), Document(B)], chat)
     precompute_documents([Document("Its keeper is Ada.", id="1")], chat)
     assert known(chat, A, B) == [False, True]
@@ -98,9 +93,7 @@ def test_precomputed_documents_with_ids_follow_too(chat: ChatBlend) -> None:
     assert known(chat, A, B) == [True, True], "that without an id has it still"
 
 
-def test_documents_that_are_replaced_together_leave_no_kv_of_their_former_text(
-    store: BlendVectorStore, chat: ChatBlend
-) -> None:
+def test_documents_that_are_replaced_together_leave_no_kv_of_their_former_text(store, chat):
     store.add_texts([A, A], ids=["1", "2"])
     store.add_texts([B, B], ids=["1", "2"])
     assert known(chat, A, B) == [False, True]
@@ -108,9 +101,7 @@ def test_documents_that_are_replaced_together_leave_no_kv_of_their_former_text(
     assert known(chat, A, B) == [False, False]
 
 
-def test_collections_and_ingested_files_keep_the_texts_that_another_store_deletes(
-    store: BlendVectorStore, chat: ChatBlend, tmp_path: Path
-) -> None:
+def test_collections_and_ingested_files_keep_the_texts_that_another_store_deletes(store, chat, tmp_path):
     other = BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=64)), llm=chat, collection="faq")
     store.add_texts([A], ids=["0"])
     other.add_texts([B], ids=["0"])
@@ -124,7 +115,7 @@ def test_collections_and_ingested_files_keep_the_texts_that_another_store_delete
     assert known(chat, A, B) == [True, False]
 
 
-def test_two_stores_with_equal_ids_keep_the_kv_of_both(chat: ChatBlend, tmp_path: Path) -> None:
+def test_two_stores_with_equal_ids_keep_the_kv_of_both(chat, tmp_path):
     """Two tenants in memory, two indexes, and two that name their data: none deletes what another has added."""
 
     class Named(InMemoryVectorStore):
@@ -152,7 +143,7 @@ def test_two_stores_with_equal_ids_keep_the_kv_of_both(chat: ChatBlend, tmp_path
     assert BlendVectorStore(Named("a"), llm=chat).collection == BlendVectorStore(Named("a"), llm=chat).collection
 
 
-def test_two_indexes_of_one_folder_keep_the_kv_of_both(chat: ChatBlend, tmp_path: Path) -> None:
+def test_two_indexes_of_one_folder_keep_the_kv_of_both(chat, tmp_path):
     file = tmp_path / "docs" / "a.txt"
     file.parent.mkdir()
     with (
@@ -174,9 +165,7 @@ def test_two_indexes_of_one_folder_keep_the_kv_of_both(chat: ChatBlend, tmp_path
         assert not any(known(chat, *gone))
 
 
-def test_a_removed_document_leaves_no_record_of_its_chunks_even_where_their_kv_was_evicted(
-    tmp_path: Path,
-) -> None:
+def test_a_removed_document_leaves_no_record_of_its_chunks_even_where_their_kv_was_evicted(tmp_path):
     (tmp_path / "a.txt").write_text(A)
     with (
         load_engine("demo", tmp_path / "kv") as engine,
@@ -197,15 +186,13 @@ def test_a_removed_document_leaves_no_record_of_its_chunks_even_where_their_kv_w
             assert registry.entries_of_chunks(chunk_ids, "") == [[]]
 
 
-def test_one_string_is_one_document(chat: ChatBlend) -> None:
+def test_one_string_is_one_document(chat):
     assert precompute_documents(A, chat).num_chunks == 1
     assert known(chat, A) == [True]
 
 
 @pytest.mark.parametrize("is_index", [True, False], ids=["index", "another store"])
-def test_a_chain_over_the_store_reuses_every_document_that_it_retrieves(
-    is_index: bool, chat: ChatBlend, tmp_path: Path
-) -> None:
+def test_a_chain_over_the_store_reuses_every_document_that_it_retrieves(is_index, chat, tmp_path):
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
         inner = opened if is_index else InMemoryVectorStore(BlendEmbeddings("hashing"))
         store = BlendVectorStore(inner, llm=chat)
@@ -219,7 +206,7 @@ def test_a_chain_over_the_store_reuses_every_document_that_it_retrieves(
         assert known(chat, A, B) == [False, False]
 
 
-def test_a_store_without_an_llm_has_no_kv(chat: ChatBlend) -> None:
+def test_a_store_without_an_llm_has_no_kv(chat):
     store = BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=64)))
     store.add_texts([A], ids=["a"])
     assert [document.page_content for document in store.similarity_search(A)] == [A]
@@ -227,7 +214,7 @@ def test_a_store_without_an_llm_has_no_kv(chat: ChatBlend) -> None:
     assert known(chat, A) == [False]
 
 
-def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat: ChatBlend, tmp_path: Path) -> None:
+def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat, tmp_path):
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
         store = BlendVectorStore(opened, llm=chat)
         store.add_documents([Document(A, id="a")])
@@ -241,9 +228,7 @@ def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat: ChatBlend, tmp_p
         assert opened.orphaned_texts().last_number == 0
 
 
-def test_an_overlong_document_is_indexed_and_stops_no_other(
-    store: BlendVectorStore, chat: ChatBlend, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_overlong_document_is_indexed_and_stops_no_other(store, chat, caplog):
     long = "the chunk " * 2000
     assert store.add_documents([Document(A, id="a"), Document(long, id="b"), Document(B, id="c")]) == ["a", "b", "c"]
     assert known(chat, A, long, B) == [True, False, True]
@@ -251,14 +236,14 @@ def test_an_overlong_document_is_indexed_and_stops_no_other(
     assert "not prefilled: b: it has" in caplog.text
 
 
-async def test_async_methods_precompute_too(store: BlendVectorStore, chat: ChatBlend) -> None:
+async def test_async_methods_precompute_too(store, chat):
     await store.aadd_documents([Document(A, id="a")])
     assert known(chat, A) == [True]
     await store.adelete(["a"])
     assert known(chat, A) == [False]
 
 
-def test_langchains_indexing_api(store: BlendVectorStore, chat: ChatBlend) -> None:
+def test_langchains_indexing_api(store, chat):
     records = InMemoryRecordManager(namespace="test")
     records.create_schema()
     documents = [Document(A, metadata={"source": "a"}), Document(B, metadata={"source": "b"})]
@@ -269,7 +254,7 @@ def test_langchains_indexing_api(store: BlendVectorStore, chat: ChatBlend) -> No
     assert known(chat, A, B) == [False, True]
 
 
-def test_from_texts(chat: ChatBlend, tmp_path: Path) -> None:
+def test_from_texts(chat, tmp_path):
     embedding = DeterministicFakeEmbedding(size=8)
     store = BlendVectorStore.from_texts([A], embedding, path=tmp_path, llm=chat)
     assert known(chat, A) == [True]
@@ -280,7 +265,7 @@ def test_from_texts(chat: ChatBlend, tmp_path: Path) -> None:
 # --- our index as a vector store --------------------------------------------------------------------------------------
 
 
-def test_blend_store_finds_ingested_chunks_beside_its_own(tmp_path: Path) -> None:
+def test_blend_store_finds_ingested_chunks_beside_its_own(tmp_path):
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
         cited = {"title": "T", "page": 3, "page_end": 4, "headings": ["Outer", "Inner"]}
         opened.add_document("a.txt", "", [Chunk(A, "a.txt", 7, metadata=cited)])
@@ -298,7 +283,7 @@ def test_blend_store_finds_ingested_chunks_beside_its_own(tmp_path: Path) -> Non
         assert [document.page_content for document in store.similarity_search(B, k=5)] == [A]
 
 
-def test_blend_store_scores_are_cosines(tmp_path: Path) -> None:
+def test_blend_store_scores_are_cosines(tmp_path):
     store = BlendVectorStore.from_texts([A, B], BlendEmbeddings(HashingEmbedder()), path=tmp_path)
     (best, score), _ = store.similarity_search_with_score(A)
     assert (best.page_content, round(score, 3)) == (A, 1.0)
@@ -341,9 +326,7 @@ def has_metadata(wanted: dict[str, Any], document: Document) -> bool:
         ("max_marginal_relevance_search_by_vector", {"k": 3, "lambda_mult": 0}),
     ],
 )
-def test_searches_find_what_langchains_own_store_finds(
-    method: str, arguments: dict[str, Any], filter: Any, both_stores: tuple[VectorStore, VectorStore]
-) -> None:
+def test_searches_find_what_langchains_own_store_finds(method, arguments, filter, both_stores):
     ours, langchains = both_stores
     query: Any = QUESTION if "by_vector" not in method else langchains.embeddings.embed_query(QUESTION)
     found = getattr(ours, method)(query, filter=filter, **arguments)
@@ -357,7 +340,7 @@ def test_searches_find_what_langchains_own_store_finds(
 
 
 @pytest.fixture(scope="module")
-def both_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VectorStore, VectorStore]]:
+def both_stores(tmp_path_factory):
     """Our store and LangChain's InMemoryVectorStore, of the same texts."""
     embedding, ids = DeterministicFakeEmbedding(size=16), [str(number) for number in range(len(MANY))]
     path = tmp_path_factory.mktemp("index")
@@ -366,7 +349,7 @@ def both_stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vect
     ours.index.close()
 
 
-async def test_retrievers_take_filters_and_every_search_type(both_stores: tuple[VectorStore, VectorStore]) -> None:
+async def test_retrievers_take_filters_and_every_search_type(both_stores):
     ours, langchains = both_stores
     only_odd = {"filter": lambda document: document.metadata["odd"], "k": 5}
     for search_type in ("similarity", "mmr"):
@@ -396,13 +379,8 @@ async def test_retrievers_take_filters_and_every_search_type(both_stores: tuple[
     ],
 )
 def test_arguments_of_another_length_or_type_are_refused_before_anything_is_stored(
-    wrapped: bool,
-    arguments: dict[str, Any],
-    reason: str,
-    store: BlendVectorStore,
-    chat: ChatBlend,
-    tmp_path: Path,
-) -> None:
+    wrapped, arguments, reason, store, chat, tmp_path
+):
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
         target: VectorStore = store if wrapped else BlendVectorStore(opened)
         add = target.add_documents if "documents" in arguments else target.add_texts
@@ -419,9 +397,7 @@ def test_arguments_of_another_length_or_type_are_refused_before_anything_is_stor
         (Document(B, id="b", metadata={(1, 2): 3}), "keys must be"),
     ],
 )
-def test_a_document_that_cannot_be_stored_is_named_and_nothing_is_stored(
-    second: Document, reason: str, tmp_path: Path
-) -> None:
+def test_a_document_that_cannot_be_stored_is_named_and_nothing_is_stored(second, reason, tmp_path):
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
         store = BlendVectorStore(opened)
         with pytest.raises((UsageError, TypeError), match=reason):
@@ -433,7 +409,7 @@ def test_a_document_that_cannot_be_stored_is_named_and_nothing_is_stored(
                 search("half \ud83d emoji")
 
 
-def test_a_text_that_is_not_unicode_can_be_deleted_from_a_wrapped_store(chat: ChatBlend) -> None:
+def test_a_text_that_is_not_unicode_can_be_deleted_from_a_wrapped_store(chat):
     class CountingEmbedding(Embeddings):
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
             return [[1.0, float(len(text))] for text in texts]
@@ -448,7 +424,7 @@ def test_a_text_that_is_not_unicode_can_be_deleted_from_a_wrapped_store(chat: Ch
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["index", "wrapper"])
-def test_ids_may_be_integers(wrapped: bool, chat: ChatBlend, tmp_path: Path) -> None:
+def test_ids_may_be_integers(wrapped, chat, tmp_path):
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
         store: VectorStore = BlendVectorStore(opened, llm=chat) if wrapped else BlendVectorStore(opened)
         ids: Any = [0, 17]
@@ -460,7 +436,7 @@ def test_ids_may_be_integers(wrapped: bool, chat: ChatBlend, tmp_path: Path) -> 
         assert [document.page_content for document in store.get_by_ids(ids)] == [B]
 
 
-def test_blank_and_zero_width_texts_are_skipped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_blank_and_zero_width_texts_are_skipped_and_reported(tmp_path, caplog):
     with open_index(tmp_path, HashingEmbedder(), create=True) as opened:
         store = BlendVectorStore(opened)
         store.add_texts([B], ids=["blank"])
@@ -469,7 +445,7 @@ def test_blank_and_zero_width_texts_are_skipped_and_reported(tmp_path: Path, cap
         assert caplog.messages == ["documents without visible text were not stored: blank, space, zero"]
 
 
-def test_attributes_of_the_inner_store_are_reached(store: BlendVectorStore, tmp_path: Path) -> None:
+def test_attributes_of_the_inner_store_are_reached(store, tmp_path):
     store.add_texts([A], ids=["a"])
     store.dump(str(tmp_path / "dumped"))
     assert InMemoryVectorStore.load(str(tmp_path / "dumped"), store.embedding).get_by_ids(["a"]) == store.get_by_ids(
@@ -482,7 +458,7 @@ def test_attributes_of_the_inner_store_are_reached(store: BlendVectorStore, tmp_
         store.save_local("folder")
 
 
-def test_an_index_of_the_users_embedding_is_reopened_with_that_embedding(tmp_path: Path) -> None:
+def test_an_index_of_the_users_embedding_is_reopened_with_that_embedding(tmp_path):
     embedding = DeterministicFakeEmbedding(size=8)
     BlendVectorStore.from_texts([A], embedding, ids=["a"], path=tmp_path).index.close()
     store = BlendVectorStore(tmp_path, embedding)
@@ -524,8 +500,8 @@ class NamedEmbedding(DeterministicFakeEmbedding):
 )
 @pytest.mark.parametrize("has_probe", [True, False], ids=["now", "index without a probe"])
 def test_another_embedding_of_equal_length_is_refused_by_its_name_or_by_its_vectors(
-    first: dict[str, Any], second: dict[str, Any], reason: str, has_probe: bool, tmp_path: Path
-) -> None:
+    first, second, reason, has_probe, tmp_path
+):
     with BlendVectorStore.from_texts([A], NamedEmbedding(size=8, **first), path=tmp_path).index as made:
         if not has_probe:  # as indexes were written before
             made.write_metadata(probe="")
@@ -537,7 +513,7 @@ def test_another_embedding_of_equal_length_is_refused_by_its_name_or_by_its_vect
         assert [hit.chunk.text for hit in opened.search(A)] == [A], "the embedding that made the index finds all of it"
 
 
-def test_a_cached_embedding_is_the_embedding_that_it_caches(tmp_path: Path) -> None:
+def test_a_cached_embedding_is_the_embedding_that_it_caches(tmp_path):
     embedding = NamedEmbedding(size=8, model_name="m1")
     BlendVectorStore.from_texts([A], embedding, path=tmp_path).index.close()
     cached = CacheBackedEmbeddings.from_bytes_store(embedding, InMemoryByteStore(), key_encoder="sha256")

@@ -35,7 +35,6 @@ def make_kv(
 
 
 def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
-    assert got is not None
     assert got.header == expected.header
     for index in range(expected.header.num_layers):
         assert torch.equal(got.layer(index).keys, expected.layer(index).keys)

@@ -1,7 +1,5 @@
 """Chunks and prompts in the words that the tiny tokenizer has learned, long enough to be found in prompts."""
 
-from __future__ import annotations
-
 from ragblend.prompt.types import Chunk, Prompt
 
 CHUNKS = (

@@ -1,10 +1,7 @@
 """`benchmarks.batch_decode`: every size beside one after another, the same answers, and a file of what was found."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 import typer
@@ -16,7 +13,7 @@ app = typer.Typer()
 app.command()(main)
 
 
-def test_every_size_is_measured_and_gives_the_answers_of_one_after_another(tmp_path: Path) -> None:
+def test_every_size_is_measured_and_gives_the_answers_of_one_after_another(tmp_path):
     out = tmp_path / "found.json"
     options = (
         "--subjects tiny --sizes 2,5 --num-chunks 2 --chunk-tokens 12 --question-tokens 4 --answer-tokens 6 --repeats 2"

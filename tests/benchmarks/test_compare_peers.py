@@ -1,7 +1,5 @@
 """`benchmarks.compare_peers`, on the embedded model: what other projects are given is what ragblend was measured on."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from ragblend.prompt.types import Prompt
 ROOT = Path(__file__).parents[2]
 
 
-def test_topics_are_asked_in_turn_over_other_passages_in_another_order() -> None:
+def test_topics_are_asked_in_turn_over_other_passages_in_another_order():
     asked = [("one?", Prompt(list("abcdefgh"), "one?")), ("two?", Prompt(list("ijklmnop"), "two?"))]
     found = topics(asked, 6)
     assert [number for number, _, _ in found] == [0, 1] * TIMES_ASKED
@@ -24,7 +22,7 @@ def test_topics_are_asked_in_turn_over_other_passages_in_another_order() -> None
     assert all(set(each) <= set("abcdefgh") for each in chosen[::2])
 
 
-def test_prompts_are_written_whole_and_ragblend_is_measured_on_them(tmp_path: Path) -> None:
+def test_prompts_are_written_whole_and_ragblend_is_measured_on_them(tmp_path):
     command = [sys.executable, "-m", "benchmarks.compare_peers", "--model", "demo", "--data", "demo"]
     sizes = ["--questions", "2", "--topics", "1", "--chunk-tokens", "64", "--passages", "3"]
     files = ["--prompts", str(tmp_path / "prompts.json"), "--out", str(tmp_path / "found.json")]

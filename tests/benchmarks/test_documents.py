@@ -33,28 +33,26 @@ def chosen(folder: Path, name: str, data: bytes, kind: str) -> ChosenFile:
 # --- words ---
 
 
-def test_words_are_folded_joined_at_hyphens_and_single_where_a_script_has_no_blanks() -> None:
+def test_words_are_folded_joined_at_hyphens_and_single_where_a_script_has_no_blanks():
     assert count_words("Käse, KÄSE: re-\n  enter ﬁne 40 Nm 契約") == {
         "käse": 2, "reenter": 1, "fine": 1, "40": 1, "nm": 1, "契": 1, "約": 1,
     }  # fmt: skip
 
 
-def test_the_difference_is_a_share_of_the_reference_and_the_nearest_reference_counts() -> None:
+def test_the_difference_is_a_share_of_the_reference_and_the_nearest_reference_counts():
     found = compare_words("a b b x", {"far": "q r s t", "near": "a b b b", "empty": ""})
-    assert found is not None
     assert (found.reference, found.missing_percent, found.extra_percent) == ("near", 25.0, 25.0)
     assert (found.missing, found.extra) == (("b",), ("x",))
     assert compare_words("a", {"empty": " "}) is None
 
 
-def test_numbers_of_workbooks_are_not_compared() -> None:
+def test_numbers_of_workbooks_are_not_compared():
     found = compare_words("bolt 2026-11-26", {TEXT_CELLS: "bolt 46352 nut"})
-    assert found is not None
     assert (found.missing_percent, found.extra_percent) == (50.0, 0.0)
     assert compare_words("1 2", {TEXT_CELLS: "1 3"}) is None
 
 
-def test_menus_are_no_words_of_the_page_but_an_articles_header_is() -> None:
+def test_menus_are_no_words_of_the_page_but_an_articles_header_is():
     page = (
         b"<title>T</title><nav>Home</nav><header>Shop</header><article><header>Pump</header>un<b>bold</b>ly"
         b"<ul><li>one<li>two</ul><img alt=drawing></article><aside>Ads</aside><script>x</script>"
@@ -63,13 +61,13 @@ def test_menus_are_no_words_of_the_page_but_an_articles_header_is() -> None:
 
 
 @pytest.mark.parametrize("kind", ["html", "csv", "ipynb", "json", "pptx", "xlsx", "odp", "ods", "txt"])
-def test_a_reference_finds_the_words_of_each_kind(kind: str, tmp_path: Path) -> None:
+def test_a_reference_finds_the_words_of_each_kind(kind, tmp_path):
     (tmp_path / f"file.{kind}").write_bytes(WHOLE[kind]())
     texts = reference_texts(tmp_path / f"file.{kind}")
     assert any({"rent", "bolt", "ouagadougou"}.intersection(count_words(text)) for text in texts.values())
 
 
-def test_a_kind_is_read_in_a_child_and_failures_are_told_from_files_without_text(tmp_path: Path) -> None:
+def test_a_kind_is_read_in_a_child_and_failures_are_told_from_files_without_text(tmp_path):
     files = [
         chosen(tmp_path, "whole.txt", SENTENCES.encode(), "text"),
         chosen(tmp_path, "binary.txt", b"\x00\x01words and more\x00" * 100, "text"),
@@ -83,7 +81,7 @@ def test_a_kind_is_read_in_a_child_and_failures_are_told_from_files_without_text
     assert found.as_dict()["files"][0]["name"] == "made/blank.txt"  # the largest
 
 
-def test_what_is_over_a_bar_is_named(tmp_path: Path) -> None:
+def test_what_is_over_a_bar_is_named(tmp_path):
     found = measure_kind("html", [chosen(tmp_path, "whole.html", WHOLE["html"](), "html")])
     within = replace(found, cpu_s_per_mb=0.15)
     assert (within.missing_mean, within.over_bars()) == (0.0, [])
@@ -96,7 +94,7 @@ def test_what_is_over_a_bar_is_named(tmp_path: Path) -> None:
 # --- files ---
 
 
-def test_the_choice_is_the_same_each_time_and_holds_what_is_packed(tmp_path: Path) -> None:
+def test_the_choice_is_the_same_each_time_and_holds_what_is_packed(tmp_path):
     folder = tmp_path / "manual"
     folder.mkdir()
     for number in range(9):
@@ -113,9 +111,7 @@ def test_the_choice_is_the_same_each_time_and_holds_what_is_packed(tmp_path: Pat
     assert first[0].path.read_bytes() == b"a" * 5000
 
 
-def test_a_package_that_is_not_to_be_had_is_named_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_is_not_to_be_had_is_named_and_leaves_nothing(tmp_path, monkeypatch):
     def refuse(name: str, folder: Path) -> None:
         (folder / "half").write_text("a")
         raise subprocess.CalledProcessError(100, "apt-get", stderr="W: a\nE: no package nosuch-doc\n")
@@ -127,7 +123,7 @@ def test_a_package_that_is_not_to_be_had_is_named_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_packages_are_named_once() -> None:
+def test_packages_are_named_once():
     names = [package.name for package in PACKAGES]
     assert len(names) == len(set(names))
     assert sum(sum(package.num_files.values()) for package in PACKAGES) >= 120
@@ -136,7 +132,7 @@ def test_packages_are_named_once() -> None:
 # --- questions ---
 
 
-def test_there_are_40_questions_eight_of_each_kind_about_chosen_packages() -> None:
+def test_there_are_40_questions_eight_of_each_kind_about_chosen_packages():
     questions = load_questions()
     assert len({each.question for each in questions}) == 40
     assert {kind: sum(each.kind == kind for each in questions) for kind in {each.kind for each in questions}} == {
@@ -146,7 +142,7 @@ def test_there_are_40_questions_eight_of_each_kind_about_chosen_packages() -> No
     assert {name.split("/")[0] for each in questions for name in each.files} <= packages
 
 
-def test_a_question_is_found_in_its_file_alone(tmp_path: Path) -> None:
+def test_a_question_is_found_in_its_file_alone(tmp_path):
     names = ("ferry", "mill", "bridge", "harbour", "tower", "garden", "market", "station")
     files = [
         chosen(tmp_path, f"{name}.txt", f"The {name} opens at {at} and is closed on Sundays.\n".encode(), "text")
@@ -167,7 +163,7 @@ def test_a_question_is_found_in_its_file_alone(tmp_path: Path) -> None:
 # --- edits ---
 
 
-def test_an_edit_costs_the_chunks_it_changes_and_a_touch_costs_none(tmp_path: Path) -> None:
+def test_an_edit_costs_the_chunks_it_changes_and_a_touch_costs_none(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("\n\n".join(f"Paragraph {at} says that the rent number {at} is due." * 5 for at in range(60)))
     cost = {edit.name: measure_edit(path, edit) for edit in EDITS if edit.kind == "text"}
@@ -177,7 +173,7 @@ def test_an_edit_costs_the_chunks_it_changes_and_a_touch_costs_none(tmp_path: Pa
     assert 0 < cost["a line on top"][1] <= num_chunks
 
 
-def test_kinds_without_a_file_are_left_out(tmp_path: Path) -> None:
+def test_kinds_without_a_file_are_left_out(tmp_path):
     found = measure_edits([chosen(tmp_path, "rows.csv", WHOLE["csv"]() * 20, "table")])
     assert {each["kind"] for each in found} == {"table"}
     assert [each["edit"] for each in found] == [edit.name for edit in EDITS if edit.kind == "table"]
@@ -186,7 +182,7 @@ def test_kinds_without_a_file_are_left_out(tmp_path: Path) -> None:
 # --- the command ---
 
 
-def test_the_command_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_what_it_found(tmp_path, monkeypatch):
     package = Package("manual", {"html": 5, "text": 5, "table": 5})
     folder = tmp_path / "cache" / "manual"
     folder.mkdir(parents=True)
@@ -205,7 +201,7 @@ def test_the_command_writes_what_it_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert {each["kind"] for each in facts["edits"]} == {"html", "table", "text"}
 
 
-def test_an_unknown_part_is_named() -> None:
+def test_an_unknown_part_is_named():
     ran = CliRunner().invoke(app, ["--part", "speed"])
     assert ran.exit_code == 2
     assert "'speed' is not a part" in ran.output

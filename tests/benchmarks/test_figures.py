@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +26,12 @@ from benchmarks.figures import PANELS, FigureConfig, app, measure_baselines, run
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import BlendReport
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.plots import plot_panel
 from ragblend.lab.quality.data import QaCase, build_prompt, demo_cases
 from ragblend.lab.quality.measures import FULL, Answer
-from ragblend.lab.quality.study import QualityResult, measure_prompt, run_quality, table_lines
+from ragblend.lab.quality.study import measure_prompt, run_quality, table_lines
 from ragblend.prompt.types import MatchedPrompt, Part, Prompt
 
 CONFIG = QualityConfig(num_questions=28)
@@ -42,33 +40,30 @@ ONE_HOP = "In which city was Otto Sutton born?"
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[TransformersEngine]:
+def engine():
     with load_engine("demo", dtype="float32", on_miss="inline") as found, torch.inference_mode():
-        assert isinstance(found, TransformersEngine)
         yield found
 
 
 @pytest.fixture(scope="module")
-def case() -> QaCase:
+def case():
     return next(case for case in demo_cases(CONFIG) if ONE_HOP in case.question)
 
 
 @pytest.fixture
-def prompt(engine: TransformersEngine, case: QaCase) -> Prompt:
+def prompt(engine, case):
     return build_prompt(case, engine, HashingEmbedder(), CONFIG)
 
 
 @pytest.fixture(scope="module")
-def result() -> QualityResult:
+def result():
     return run_figure(FigureConfig(num_questions=3, rules=("cacheblend",), ratios=(0.15,), embedder="hashing"))
 
 
 # -- what is asked
 
 
-def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
-    engine: TransformersEngine, case: QaCase, prompt: Prompt
-) -> None:
+def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(engine, case, prompt):
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
     (chosen,) = (run.chunk.text for run in last.prompt.runs)
     assert last.answer.text == case.answers[0]
@@ -82,9 +77,7 @@ def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(
     assert len({each.text for each in alone.values()}) > 1
 
 
-def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
-    engine: TransformersEngine, case: QaCase, prompt: Prompt
-) -> None:
+def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(engine, case, prompt):
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
     ids, answered = last.prompt.token_ids, [*last.answer.token_ids]
     logits = engine.layers.model(torch.tensor([[*ids, *answered]])).logits[0].double().log_softmax(-1)
@@ -93,9 +86,7 @@ def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
     assert confidence(engine, last) == pytest.approx(sum(expected) / len(expected), abs=1e-4)
 
 
-def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(
-    engine: TransformersEngine, case: QaCase, prompt: Prompt
-) -> None:
+def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(engine, case, prompt):
     instruction = INSTRUCTION.format(question=case.question)
     said = [
         engine.generate(Prompt([chunk], instruction), mode="full", max_tokens=SUMMARY_TOKENS).text.strip()
@@ -107,9 +98,7 @@ def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(
     assert last.answer.text == engine.generate(over, mode="full", max_tokens=TOKENS).text
 
 
-def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_exact(
-    engine: TransformersEngine, case: QaCase, prompt: Prompt
-) -> None:
+def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_exact(engine, case, prompt):
     chunks = list(prompt.chunks)
     assert reordered(chunks) != chunks
     assert sorted(chunk.text for chunk in reordered(chunks)) == sorted(chunk.text for chunk in chunks)
@@ -128,9 +117,7 @@ def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_ex
 # -- what it costs
 
 
-def test_every_prompt_that_a_baseline_prefills_is_charged(
-    engine: TransformersEngine, case: QaCase, prompt: Prompt
-) -> None:
+def test_every_prompt_that_a_baseline_prefills_is_charged(engine, case, prompt):
     def count(chunks: Sequence[Part], question: str) -> int:
         return len(engine.renderer.render(Prompt(chunks, question, case.system)))
 
@@ -152,13 +139,13 @@ def scripted(texts: Sequence[str]) -> tuple[list[tuple[tuple[Part, ...], str]], 
     def ask(chunks: Sequence[Part], question: str, system: str | None, max_tokens: int) -> Asked:
         text = texts[len(asked)]
         asked.append((tuple(chunks), question))
-        found = Answer(text, True, torch.zeros(1), BlendReport("full"), (0,), None, ttft_s=1.0)  # type: ignore[arg-type]
+        found = Answer(text, True, torch.zeros(1), BlendReport("full"), (0,), None, ttft_s=1.0)
         return Asked(found, MatchedPrompt([]), 3.0)
 
     return asked, ask
 
 
-def test_the_first_token_waits_for_all_that_runs_before_it() -> None:
+def test_the_first_token_waits_for_all_that_runs_before_it():
     case = QaCase("Who?", ("Ada",), ())
     asked, ask = scripted(["one", " ", "three", "Ada"])
     last = map_reduce(ask, ["a", "b", "c"], case, TOKENS)
@@ -172,9 +159,7 @@ def test_the_first_token_waits_for_all_that_runs_before_it() -> None:
     assert tied.answer.text == "Bob"
 
 
-def test_a_model_that_says_nothing_of_any_chunk_is_asked_without_one(
-    engine: TransformersEngine, case: QaCase, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_says_nothing_of_any_chunk_is_asked_without_one(engine, case, prompt, monkeypatch):
     monkeypatch.setattr(type(engine.renderer), "decode", lambda self, ids: "")
     (found,) = measure_baselines(engine, prompt, case, ["map_reduce"], TOKENS).values()
     assert found.first_token_kl > 0
@@ -183,7 +168,7 @@ def test_a_model_that_says_nothing_of_any_chunk_is_asked_without_one(
 # -- beside the others
 
 
-def test_baselines_have_runs_and_lines_like_every_mode(result: QualityResult) -> None:
+def test_baselines_have_runs_and_lines_like_every_mode(result):
     facts = result.as_dict()
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert facts["config"]["baselines"] == [*BASELINES]
@@ -195,7 +180,7 @@ def test_baselines_have_runs_and_lines_like_every_mode(result: QualityResult) ->
         assert sum(line.startswith(name) for line in table_lines(result)) == 1
 
 
-def test_what_stands_beside_them_is_what_bench_quality_finds(result: QualityResult) -> None:
+def test_what_stands_beside_them_is_what_bench_quality_finds(result):
     alone = run_quality(QualityConfig(num_questions=3, rules=("cacheblend",), ratios=(0.15,), embedder="hashing"))
 
     def untimed(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -205,7 +190,7 @@ def test_what_stands_beside_them_is_what_bench_quality_finds(result: QualityResu
     assert untimed(result.as_dict()["runs"]) == untimed(alone.as_dict()["runs"])
 
 
-def test_every_mode_and_baseline_has_a_line_over_the_time_to_first_token(result: QualityResult) -> None:
+def test_every_mode_and_baseline_has_a_line_over_the_time_to_first_token(result):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -222,7 +207,7 @@ def test_every_mode_and_baseline_has_a_line_over_the_time_to_first_token(result:
         assert (fast.get_xscale(), slow.get_xscale()) == ("linear", "log")
 
 
-def test_the_command_writes_the_object_and_draws_it(tmp_path: Path) -> None:
+def test_the_command_writes_the_object_and_draws_it(tmp_path):
     pytest.importorskip("matplotlib")
     files = ["--out", str(tmp_path / "found" / "figure.json"), "--plot", str(tmp_path / "figure.png")]
     ran = CliRunner().invoke(app, ["--embedder", "hashing", "--num-questions", "2", *files])
@@ -238,9 +223,9 @@ def test_the_command_writes_the_object_and_draws_it(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_an_unknown_baseline_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_baseline_is_refused_with_the_list(monkeypatch):
     with pytest.raises(UsageError, match=r"'map_refine'; choose from map_reduce, map_rerank, reorder"):
-        FigureConfig(baselines=("map_refine",))  # type: ignore[arg-type]
+        FigureConfig(baselines=("map_refine",))
     monkeypatch.setattr("benchmarks.figures.run_quality", lambda *_: pytest.fail("measured first"))
     for options in (["--baselines", "reorder,stuff"], ["--ratios", "2"]):
         ran = CliRunner().invoke(app, options)

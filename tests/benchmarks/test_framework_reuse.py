@@ -1,11 +1,5 @@
 """The benchmark of framework constructs: a small run over a tiny tokenizer."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tiny_models import CHATML
 
@@ -28,9 +22,7 @@ CASE = QaCase("Who repairs the lamp?", ("Tomas Veld",), PASSAGES, "", "score")
         ("LlamaIndex", "response mode accumulate", 0.95),
     ],
 )
-def test_a_construct_takes_the_share_of_its_texts_from_the_store(
-    framework: str, construct: str, least: float, tmp_path: Path, make_tokenizer: Callable[..., Any]
-) -> None:
+def test_a_construct_takes_the_share_of_its_texts_from_the_store(framework, construct, least, tmp_path, make_tokenizer):
     make_tokenizer(CHATML, specials=("<|im|>", "<|end|>")).save_pretrained(tmp_path)
     row = measure(framework, construct, str(tmp_path), [CASE])
     assert row.num_calls == (len(PASSAGES) if construct.endswith("accumulate") else 1)

@@ -1,7 +1,5 @@
 """`python -m benchmarks.gpu` on a CPU: all parts run, and one that fails or takes too long stops no other."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from benchmarks.gpu import CPU, FAMILIES, PARTS, Part
 
 
 @pytest.mark.timeout(1500)
-def test_the_command_writes_every_part_and_says_why_one_failed(tmp_path: Path) -> None:
+def test_the_command_writes_every_part_and_says_why_one_failed(tmp_path):
     out = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tokens", "256", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1400, cwd=Path(gpu.__file__).parents[1])
@@ -34,11 +32,11 @@ def test_the_command_writes_every_part_and_says_why_one_failed(tmp_path: Path) -
     assert "full" in done.stdout
 
 
-def test_the_parts_take_at_most_eight_minutes() -> None:
+def test_the_parts_take_at_most_eight_minutes():
     assert sum(part.limit_s for part in PARTS.values()) <= 480
 
 
-def test_a_part_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_ends_at_its_limit(monkeypatch):
     monkeypatch.setattr(gpu, "PARTS", {"exactness": Part(gpu.exactness, 0.1)})
     found = gpu.run_part("exactness", CPU)
     assert "2 s are allowed" in found["error"]

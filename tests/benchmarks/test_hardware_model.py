@@ -23,7 +23,7 @@ positions = st.sets(st.integers(0, 700), min_size=1, max_size=300).map(sorted)
 
 
 @given(rows=positions)
-def test_what_is_read_together_is_what_the_kernel_is_given(rows: list[int]) -> None:
+def test_what_is_read_together_is_what_the_kernel_is_given(rows):
     read: list[int] = []
     kernel = nn.functional.scaled_dot_product_attention
 
@@ -39,14 +39,14 @@ def test_what_is_read_together_is_what_the_kernel_is_given(rows: list[int]) -> N
 
 
 @given(rows=positions)
-def test_a_run_reads_all_before_it_for_itself(rows: list[int]) -> None:
+def test_a_run_reads_all_before_it_for_itself(rows):
     starts = [row for row in rows if row - 1 not in rows]
     assert kv_reads_per_run(rows) >= sum(start + 1 for start in starts)
     if len(starts) == len(rows):
         assert kv_reads_per_run(rows) == sum(rows) + len(rows)
 
 
-def test_the_operations_are_those_that_torch_counts() -> None:
+def test_the_operations_are_those_that_torch_counts():
     config_class, model_class, changes = FAMILIES["llama"]
     tiny = make_model(config_class, model_class, **changes).model
     layer, attention = tiny.layers[0], tiny.layers[0].self_attn
@@ -59,12 +59,12 @@ def test_the_operations_are_those_that_torch_counts() -> None:
     assert counter.get_total_flops() == model.linear_flops(50) + model.attention_flops(50 * 50)  # unmasked
 
 
-def test_llama_8b_has_its_weights() -> None:
+def test_llama_8b_has_its_weights():
     embeddings = 2 * 128_256 * 4096
     assert LLAMA_8B.layers * LLAMA_8B.weights + embeddings == pytest.approx(8.03e9, rel=0.001)
 
 
-def test_the_results_are_those_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_results_are_those_of_the_command(tmp_path, capsys):
     main("1024,3072,8192,32768,131072", 0.05, 32, 0.6, tmp_path / "again.json")
     kept = json.loads((ROOT / "data/results/hardware-model.json").read_text())
     again = json.loads((tmp_path / "again.json").read_text())
@@ -72,7 +72,7 @@ def test_the_results_are_those_of_the_command(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count("\n") == 1 + len(kept["lines"])
 
 
-def test_the_docs_table_is_the_results() -> None:
+def test_the_docs_table_is_the_results():
     lines = [Line(**line) for line in json.loads((ROOT / "data/results/hardware-model.json").read_text())["lines"]]
     page = (ROOT / "docs/vllm.md").read_text()
     expected = set()
@@ -84,7 +84,7 @@ def test_the_docs_table_is_the_results() -> None:
     assert shown <= expected
 
 
-def test_reading_by_runs_loses_sooner_or_later_and_together_does_not() -> None:
+def test_reading_by_runs_loses_sooner_or_later_and_together_does_not():
     for gpu in ("A100", "H100"):
         long = estimate(gpu, 131_072, 0.05, 32, 0.6)
         assert long.by_runs_s > long.full_s > long.together_s

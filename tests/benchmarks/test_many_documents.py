@@ -1,9 +1,5 @@
 """`benchmarks.many_documents` at small counts: what it fills a store with is found, replaced and removed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from benchmarks.many_documents import ManyDocuments, text_of
@@ -11,7 +7,7 @@ from benchmarks.many_documents import ManyDocuments, text_of
 pytestmark = pytest.mark.slow
 
 
-def test_every_step_is_measured_on_documents_that_are_there(tmp_path: Path) -> None:
+def test_every_step_is_measured_on_documents_that_are_there(tmp_path):
     many = ManyDocuments(tmp_path)
     many.grow(100)
     assert all(many.llm.engine.is_stored(text_of(number)) for number in (0, 50, 99))

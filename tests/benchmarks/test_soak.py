@@ -93,12 +93,12 @@ def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
         ),
     ],
 )  # fmt: skip
-def test_an_attempt_has_the_problems_that_it_should_have(found: Attempt, chunks: Stored, problems: list[str]) -> None:
+def test_an_attempt_has_the_problems_that_it_should_have(found, chunks, problems):
     assert kinds(found, chunks) == problems
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_one_other_token_is_a_wrong_answer(position: int) -> None:
+def test_one_other_token_is_a_wrong_answer(position):
     assert kinds(attempt(0, tokens=(*BLENDED[:position], 99, *BLENDED[position + 1 :]))) == ["wrong_answers"]
 
 
@@ -118,14 +118,14 @@ SEEN = [
 
 
 @pytest.mark.parametrize("counter", [each.counter for each in sums(ReplicaRun("x", 0.0, read_s=100.0), SEEN)])
-def test_a_counter_that_is_one_off_does_not_add_up(counter: str) -> None:
+def test_a_counter_that_is_one_off_does_not_add_up(counter):
     assert all(each.is_right for each in sums(life(SEEN), SEEN))
     for off in (1.0, -1.0):
         wrong = [each.counter for each in sums(life(SEEN, **{counter: off}), SEEN) if not each.is_right]
         assert wrong == [counter]
 
 
-def test_sums_are_of_what_was_answered() -> None:
+def test_sums_are_of_what_was_answered():
     found = {each.counter: each.smallest for each in sums(ReplicaRun("x", 0.0, read_s=100.0), SEEN)}
     assert found["ragblend_requests_total"] == found["finished_length"] == 4
     assert (found["ragblend_chunk_hits_total"], found["ragblend_chunk_misses_total"]) == (2, 1)
@@ -134,7 +134,7 @@ def test_sums_are_of_what_was_answered() -> None:
     assert found["generation_tokens_total"] == 18
 
 
-def test_only_what_was_left_leaves_room_in_a_counter() -> None:
+def test_only_what_was_left_leaves_room_in_a_counter():
     left = attempt(tokens=(), outcome="left", report=None)
     begun = attempt(tokens=BLENDED[:3], outcome="left", report=None)
     refused = attempt(tokens=(), outcome="refused", report=None)
@@ -147,13 +147,13 @@ def test_only_what_was_left_leaves_room_in_a_counter() -> None:
     assert bounds["generation_tokens_total"] == (21, 21 + 8 + 5)
 
 
-def test_attempts_of_another_life_do_not_count() -> None:
+def test_attempts_of_another_life_do_not_count():
     lives = [ReplicaRun("x", 0.0, read_s=15.0), ReplicaRun("x", 21.0, read_s=100.0)]
     assert all(each.largest == 0 for one in lives for each in sums(one, SEEN))
 
 
 @given(st.floats(0.5, 50), st.integers(0, 2**32))
-def test_growth_beyond_the_noise_is_seen(slope: float, seed: int) -> None:
+def test_growth_beyond_the_noise_is_seen(slope, seed):
     dice = random.Random(seed)
     samples = [Sample(n * 10, int((500 + slope * n / 100 + dice.gauss(0, 0.2)) * 2**20)) for n in range(1000)]
     found = growth("engine", samples)
@@ -161,7 +161,7 @@ def test_growth_beyond_the_noise_is_seen(slope: float, seed: int) -> None:
     assert found.is_flat is False
 
 
-def test_memory_that_is_taken_while_warming_up_is_no_growth() -> None:
+def test_memory_that_is_taken_while_warming_up_is_no_growth():
     dice = random.Random(0)
     samples = [Sample(n, int((500 + min(n, 300) + dice.gauss(0, 0.2)) * 2**20)) for n in range(1000)]
     found = growth("engine", samples)
@@ -171,11 +171,11 @@ def test_memory_that_is_taken_while_warming_up_is_no_growth() -> None:
     assert found.warm_mib > 790
 
 
-def test_too_few_samples_have_no_slope() -> None:
+def test_too_few_samples_have_no_slope():
     assert growth("engine", [Sample(0, 1 << 20), Sample(10, 2 << 20)]).is_flat is None
 
 
-def test_a_ledger_counts_what_it_is_told() -> None:
+def test_a_ledger_counts_what_it_is_told():
     ledger = Ledger(REFERENCES, FIRST)
     for each in (attempt(0), attempt(0, tokens=FULL), attempt(tokens=(), outcome="cut", report=None)):
         ledger.note(each)
@@ -187,6 +187,6 @@ def test_a_ledger_counts_what_it_is_told() -> None:
     assert [problem.partition(":")[0] for problem in ledger.problems] == ["wrong_answers", "errors"]
 
 
-def test_series_are_summed_over_their_labels() -> None:
+def test_series_are_summed_over_their_labels():
     text = 'vllm:hits_total{tier="disk"} 2.0\nvllm:hits_total{tier="memory"} 3.0\nvllm:hits_created{tier="disk"} 1e9\n'
     assert counters_in(text) == {"hits_total": 5.0}

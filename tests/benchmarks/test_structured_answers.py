@@ -1,9 +1,6 @@
 """The benchmark of schemas: what it counts as valid, and a small run of it as users start it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import typer
@@ -30,17 +27,17 @@ ANSWER = {
         {"more": 1},
     ],
 )
-def test_what_the_schema_does_not_allow_is_not_valid(changed: dict[str, object]) -> None:
+def test_what_the_schema_does_not_allow_is_not_valid(changed):
     assert is_valid(json.dumps(ANSWER))
     assert not is_valid(json.dumps(ANSWER | changed))
     assert not is_valid(json.dumps(ANSWER)[:-1])
 
 
-def test_no_two_prompts_are_the_same() -> None:
+def test_no_two_prompts_are_the_same():
     assert len(set(prompts(200))) == 200
 
 
-def test_a_run_says_how_many_answers_are_valid_and_what_masks_cost(tmp_path: Path) -> None:
+def test_a_run_says_how_many_answers_are_valid_and_what_masks_cost(tmp_path):
     app, out = typer.Typer(), tmp_path / "out.json"
     app.command()(main)
     result = CliRunner().invoke(app, ["--model", "demo", "--answers", "2", "--compared", "1", "--out", str(out)])

@@ -1,10 +1,5 @@
 """The studies of what counts as a run and of quoted questions: small runs over a tiny model."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from benchmarks import quoted_questions, run_rules
@@ -20,8 +15,8 @@ CASE = QaCase("Who repairs the lamp?", ("Tomas Veld",), PASSAGES)
 
 @pytest.mark.parametrize("study", run_rules.STUDIES)
 def test_a_variant_that_computes_more_places_less_and_one_that_computes_all_is_full_prefill(
-    study: str, tiny_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    study, tiny_engine, monkeypatch
+):
     monkeypatch.setattr(token_index, "MIN_RUN", token_index.WINDOW)
     variants = run_rules.run_study(tiny_engine(), study, [CASE])
     shares = [each.placed_share for each in variants]
@@ -32,7 +27,7 @@ def test_a_variant_that_computes_more_places_less_and_one_that_computes_all_is_f
         assert variants[-1].first_token_kl == pytest.approx(0, abs=1e-6)
 
 
-def test_quoted_questions_are_answered_and_reuse_their_entries(tiny_engine: Callable[..., Any]) -> None:
+def test_quoted_questions_are_answered_and_reuse_their_entries(tiny_engine):
     entries = [
         f"What is number {number}?\nIt is the number {number}, as the book of numbers says." for number in range(6)
     ]

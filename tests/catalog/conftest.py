@@ -1,10 +1,5 @@
 """Where a new catalogue is: a file, memory, a PostgreSQL server."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from postgres import fresh_schema
 
@@ -12,19 +7,19 @@ from ragblend.files.store_folder import CATALOG_FILE
 
 
 @pytest.fixture
-def shared_catalog(postgres: str) -> Iterator[str]:
+def shared_catalog(postgres):
     """The URL of an empty catalogue."""
     with fresh_schema(postgres) as url:
         yield url
 
 
 @pytest.fixture(params=["file", "memory", "postgres"])
-def any_place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path | None:
+def any_place(request, tmp_path):
     if request.param == "postgres":
         return str(request.getfixturevalue("shared_catalog"))
     return tmp_path / CATALOG_FILE if request.param == "file" else None
 
 
 @pytest.fixture(params=["file", "postgres"])
-def kept_place(request: pytest.FixtureRequest, tmp_path: Path) -> str | Path:
+def kept_place(request, tmp_path):
     return str(request.getfixturevalue("shared_catalog")) if request.param == "postgres" else tmp_path / CATALOG_FILE

@@ -35,7 +35,7 @@ ADDED = "Of a framework."
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     found = tmp_path / "store"
     found.mkdir()
     for name, dump in DUMPS.items():
@@ -90,7 +90,7 @@ def assert_whole(index: ChunkIndex) -> None:
     assert index.find_problems() == []
 
 
-def test_the_index_is_read_in_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_index_is_read_in_once(folder, caplog):
     for _ in range(2):
         with open_index(folder, HashingEmbedder(8)) as index:
             assert_whole(index)
@@ -101,7 +101,7 @@ def test_the_index_is_read_in_once(folder: Path, caplog: pytest.LogCaptureFixtur
     assert sorted(path.name for path in folder.iterdir()) == [CATALOG_FILE, VECTORS_FILE]
 
 
-def test_the_registry_of_the_folder_reads_it_in_too(folder: Path) -> None:
+def test_the_registry_of_the_folder_reads_it_in_too(folder):
     with ChunkRegistry(folder / CATALOG_FILE) as registry:
         assert registry.texts_of(OWNER) == {DARK, ROCK, GREY, SPLITS}
     with open_index(folder, HashingEmbedder(8)) as index:
@@ -109,9 +109,7 @@ def test_the_registry_of_the_folder_reads_it_in_too(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(5))
-def test_a_reading_that_is_cut_short_anywhere_is_finished_by_the_next(
-    folder: Path, cut: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reading_that_is_cut_short_anywhere_is_finished_by_the_next(folder, cut, monkeypatch):
     removed: list[str] = []
 
     def killed(path: Path) -> None:
@@ -135,7 +133,7 @@ def test_a_reading_that_is_cut_short_anywhere_is_finished_by_the_next(
     assert not (folder / FORMER_INDEX_FILE).exists()
 
 
-def test_damaged_rows_are_found_in_the_catalogue(folder: Path) -> None:
+def test_damaged_rows_are_found_in_the_catalogue(folder):
     for statement in (
         "UPDATE chunks SET text = 'Basalt is light.' WHERE ordinal = 1",
         "UPDATE documents SET content_hash = '9' WHERE id = 3",
@@ -151,7 +149,7 @@ def test_damaged_rows_are_found_in_the_catalogue(folder: Path) -> None:
         open_index(folder, HashingEmbedder(8))
 
 
-def test_a_former_index_of_another_version_is_refused_and_a_damaged_one_is_said(folder: Path) -> None:
+def test_a_former_index_of_another_version_is_refused_and_a_damaged_one_is_said(folder):
     change(folder / FORMER_INDEX_FILE, "PRAGMA user_version = 2")
     with pytest.raises(StoreMismatchError, match="index schema 2, but this ragblend reads schema 3"):
         open_index(folder, HashingEmbedder(8))
@@ -161,13 +159,11 @@ def test_a_former_index_of_another_version_is_refused_and_a_damaged_one_is_said(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_folder_that_is_only_read_is_searched_and_stays(folder: Path) -> None:
+def test_a_folder_that_is_only_read_is_searched_and_stays(folder):
     read_in_a_folder_that_stays(folder)
 
 
-def test_a_folder_that_says_it_is_only_read_is_searched_and_stays(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_says_it_is_only_read_is_searched_and_stays(folder, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     read_in_a_folder_that_stays(folder)
 

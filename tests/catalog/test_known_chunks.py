@@ -42,11 +42,11 @@ def add(known: KnownChunks, numbers: Sequence[int]) -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / CATALOG_FILE
 
 
-def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place: str | Path) -> None:
+def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place):
     one, other = (KnownChunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
     assert chunks_found(one, 3) == chunks_found(other, 3) == set()
     add(one, [0, 1])
@@ -59,7 +59,7 @@ def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place:
     assert chunks_found(other, 4) == {1, 2, 3}
 
 
-def test_chunks_are_added_to_and_found_in_the_file_that_replaced_the_open_one(path: Path) -> None:
+def test_chunks_are_added_to_and_found_in_the_file_that_replaced_the_open_one(path):
     known = KnownChunks(ChunkRegistry(path), "t", "")
     add(known, [0, 1])
     assert chunks_found(known, 5) == {0, 1}
@@ -76,7 +76,7 @@ def test_chunks_are_added_to_and_found_in_the_file_that_replaced_the_open_one(pa
     assert chunks_found(known, 5) == {2, 3, 4}
 
 
-def test_processes_see_what_the_other_adds_and_removes(kept_place: str | Path) -> None:
+def test_processes_see_what_the_other_adds_and_removes(kept_place):
     known = KnownChunks(ChunkRegistry(kept_place), "t", "")
     add(known, [0, 1])
     assert chunks_found(known, 3) == {0, 1}
@@ -92,7 +92,7 @@ def test_processes_see_what_the_other_adds_and_removes(kept_place: str | Path) -
     assert chunks_found(known, 3) == {1, 2}
 
 
-def test_additions_and_removals_in_any_order_are_followed(kept_place: str | Path) -> None:
+def test_additions_and_removals_in_any_order_are_followed(kept_place):
     """After many removals the index is built again, after few it is not; the registry may be closed in between."""
     rng, count, expected = random.Random(0), 30, set[int]()
     writer, reader = (KnownChunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
@@ -112,7 +112,7 @@ def test_additions_and_removals_in_any_order_are_followed(kept_place: str | Path
     assert chunks_found(writer, count) == chunks_found(reader, count) == expected
 
 
-def test_namespaces_and_tokenizers_are_apart(any_place: str | Path | None) -> None:
+def test_namespaces_and_tokenizers_are_apart(any_place):
     registry = ChunkRegistry(any_place)
     owners = [("t", ""), ("t", "a"), ("u", ""), ("u", "a")]
     known = [open_known_chunks(registry, *owner) for owner in owners]
@@ -128,7 +128,7 @@ def test_namespaces_and_tokenizers_are_apart(any_place: str | Path | None) -> No
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 
-def test_all_who_use_a_file_share_one_index_and_registries_in_memory_have_their_own(kept_place: str | Path) -> None:
+def test_all_who_use_a_file_share_one_index_and_registries_in_memory_have_their_own(kept_place):
     one, other = (open_known_chunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
     assert one is other
     assert one is not open_known_chunks(ChunkRegistry(kept_place), "t", "a")
@@ -149,9 +149,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("is_indexed", [True, False])
-def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
-    damage: str, is_indexed: bool, path: Path
-) -> None:
+def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(damage, is_indexed, path):
     registry = ChunkRegistry(path)
     known = KnownChunks(registry, "t", "")
     add(known, [0, 1, 2])
@@ -173,7 +171,7 @@ def test_a_damaged_row_is_never_found_and_replaced_by_the_next_addition(
     assert registry.find_problems() == []
 
 
-def test_text_that_is_no_unicode_is_not_known() -> None:
+def test_text_that_is_no_unicode_is_not_known():
     known = KnownChunks(ChunkRegistry(), "t", "")
     ids = {"\ud800 is half a character": ids_of(0), " text 1\n": ids_of(1)}
     known.add(ids, ids.__getitem__)
@@ -182,7 +180,7 @@ def test_text_that_is_no_unicode_is_not_known() -> None:
     assert "text 1" in known
 
 
-def test_a_run_names_a_document_of_its_own_namespace(kept_place: str | Path) -> None:
+def test_a_run_names_a_document_of_its_own_namespace(kept_place):
     registry = ChunkRegistry(kept_place)
     index, second = DocumentKey("index:1"), DocumentKey("kb", "b.txt")
     owners = ([DocumentKey("kb", "a.txt")], [index, second], [DocumentKey("kb", "c.txt", "acme")], [index])

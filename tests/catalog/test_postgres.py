@@ -9,11 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psycopg
 import pytest
-from postgres import PASSWORD, PostgresServer, fresh_schema, start_postgres
+from postgres import PASSWORD, fresh_schema, start_postgres
 
 from ragblend import load_engine
 from ragblend.catalog import known_chunks
@@ -37,7 +36,7 @@ PIECES = [PASSWORD, PASSWORD.replace("/", "%2F"), *PASSWORD.split("/")]
 
 
 @pytest.fixture
-def own_server() -> Iterator[PostgresServer]:
+def own_server():
     """A server that a test may stop."""
     with start_postgres() as server:
         yield server
@@ -68,7 +67,7 @@ def refused(kind: type[BaseException], call: Callable[[], object], *words: str) 
     return str(caught.value)
 
 
-def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_catalog: str) -> None:
+def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_catalog):
     one, other = ChunkRegistry(shared_catalog), ChunkRegistry(shared_catalog)
     versions = [one.change_counter()]
     for change in (
@@ -85,7 +84,7 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
     assert (one.change_counter(), len(one)) == (versions[-1], 0)
 
 
-def test_processes_that_write_at_the_same_time_exclude_each_other(shared_catalog: str) -> None:
+def test_processes_that_write_at_the_same_time_exclude_each_other(shared_catalog):
     """Each reads a number and writes the next one, 25 times: none is lost."""
     code = (
         "import sys; from ragblend.catalog.registry import ChunkRegistry; from ragblend.catalog.schema import *\n"
@@ -102,7 +101,7 @@ def test_processes_that_write_at_the_same_time_exclude_each_other(shared_catalog
         assert registry.find_problems() == []
 
 
-def test_a_catalogue_is_made_by_one_of_the_processes_that_open_it(shared_catalog: str) -> None:
+def test_a_catalogue_is_made_by_one_of_the_processes_that_open_it(shared_catalog):
     code = (
         "import sys; from ragblend.catalog.registry import ChunkRegistry; ChunkRegistry(sys.argv[1]).add([sys.argv[2]])"
     )
@@ -111,7 +110,7 @@ def test_a_catalogue_is_made_by_one_of_the_processes_that_open_it(shared_catalog
     assert len(ChunkRegistry(shared_catalog)) == 4
 
 
-def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog: str) -> None:
+def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog):
     registry = ChunkRegistry(shared_catalog)
     code = (
         "import sys, time; from ragblend.catalog.registry import ChunkRegistry\n"
@@ -119,7 +118,6 @@ def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog:
         "    r.add(['half']); print('in', flush=True); time.sleep(60)\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, shared_catalog], stdout=subprocess.PIPE)
-    assert writer.stdout is not None
     assert writer.stdout.readline() == b"in\n"
     writer.kill()
     writer.wait()
@@ -127,7 +125,7 @@ def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog:
     assert list(registry.texts()) == ["whole"]
 
 
-def test_a_forked_process_has_connections_of_its_own(shared_catalog: str) -> None:
+def test_a_forked_process_has_connections_of_its_own(shared_catalog):
     registry = ChunkRegistry(shared_catalog)
     registry.add(["parent"])
     child = multiprocessing.get_context("fork").Process(target=registry.add, args=(["child"],))
@@ -139,7 +137,7 @@ def test_a_forked_process_has_connections_of_its_own(shared_catalog: str) -> Non
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL])
-def test_a_server_that_was_restarted_is_found_again_by_the_next_call(own_server: PostgresServer, stop: int) -> None:
+def test_a_server_that_was_restarted_is_found_again_by_the_next_call(own_server, stop):
     registry = ChunkRegistry(own_server.url)
     registry.add(["before"])
     own_server.stop(stop)
@@ -152,7 +150,7 @@ def test_a_server_that_was_restarted_is_found_again_by_the_next_call(own_server:
     assert list(registry.texts()) == ["before", "after"]
 
 
-def test_restarts_under_use_lose_nothing_that_was_written(own_server: PostgresServer) -> None:
+def test_restarts_under_use_lose_nothing_that_was_written(own_server):
     """Threads add numbered texts, and each again until it is written, while the server is killed five times."""
     registry, stopped, failures = ChunkRegistry(own_server.url), threading.Event(), [0]
     done: list[str] = []
@@ -188,9 +186,7 @@ def test_restarts_under_use_lose_nothing_that_was_written(own_server: PostgresSe
     print(f"{len(done)} texts written, {failures[0]} failed calls, 5 restarts, 0 lost")
 
 
-def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothing(
-    own_server: PostgresServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothing(own_server, caplog, monkeypatch):
     monkeypatch.setattr(known_chunks, "_OUTAGE_PAUSE_S", 0.5)
     known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
     known.add(["text"], lambda _: IDS)
@@ -210,9 +206,7 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
     ]
 
 
-def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_ones_not_at_all(
-    own_server: PostgresServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_ones_not_at_all(own_server, caplog):
     known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
     known.add(["text"], lambda _: IDS)
     assert len(known.find_runs(IDS)) == 1
@@ -233,7 +227,7 @@ def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_o
     assert registry.has_ids("text", "t", "")
 
 
-def test_a_writer_that_does_not_end_is_reported(shared_catalog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_does_not_end_is_reported(shared_catalog, monkeypatch):
     from ragblend.catalog import postgres
 
     monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 0.5)
@@ -246,7 +240,7 @@ def test_a_writer_that_does_not_end_is_reported(shared_catalog: str, monkeypatch
     assert registry.add(["text"]) == 1
 
 
-def test_who_may_not_open_it_is_told_what_to_correct(postgres: str) -> None:
+def test_who_may_not_open_it_is_told_what_to_correct(postgres):
     wrong = postgres.replace("hush%2Fhush", "other%2Fsecret")
     PIECES.extend(["other/secret", "other%2Fsecret", "secret"])
     text = refused(BackendUnreachableError, lambda: ChunkRegistry(wrong), "rejects the connection", "password")
@@ -260,9 +254,7 @@ def test_who_may_not_open_it_is_told_what_to_correct(postgres: str) -> None:
     refused(UsageError, lambda: ChunkRegistry(postgres + "?foo=hush"), "cannot be read", "postgresql://USER")
 
 
-def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(
-    own_server: PostgresServer,
-) -> None:
+def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(own_server):
     registry = ChunkRegistry(own_server.url)
     registry.add(["text"])
     execute(
@@ -281,7 +273,7 @@ def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(
     assert registry.add(["more"]) == 1
 
 
-def test_all_connections_taken_is_named(own_server: PostgresServer) -> None:
+def test_all_connections_taken_is_named(own_server):
     execute(
         own_server.url,
         "CREATE ROLE one LOGIN PASSWORD 'hush/hush' CONNECTION LIMIT 1",
@@ -292,7 +284,7 @@ def test_all_connections_taken_is_named(own_server: PostgresServer) -> None:
         refused(BackendUnreachableError, lambda: ChunkRegistry(url), "rejects the connection", "max_connections")
 
 
-def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> None:
+def test_tables_of_another_version_or_of_others_are_refused(postgres):
     with fresh_schema(postgres) as url:
         ChunkRegistry(url)
         execute(url, "UPDATE catalog_meta SET value = '0' WHERE name = 'schema'")
@@ -306,7 +298,7 @@ def test_tables_of_another_version_or_of_others_are_refused(postgres: str) -> No
     refused(StoreNotWritableError, lambda: ChunkRegistry(f"{postgres}?options=-csearch_path%3Dnone"), "schema")
 
 
-def test_two_schemas_of_a_database_are_two_catalogues(postgres: str) -> None:
+def test_two_schemas_of_a_database_are_two_catalogues(postgres):
     with fresh_schema(postgres) as one, fresh_schema(postgres) as other:
         ChunkRegistry(one).add(["of one"])
         ChunkRegistry(other).add(["of the other"])
@@ -314,9 +306,7 @@ def test_two_schemas_of_a_database_are_two_catalogues(postgres: str) -> None:
         assert list(ChunkRegistry(other).texts()) == ["of the other"]
 
 
-def test_a_catalogue_has_the_documents_of_one_model_unless_another_is_added(
-    shared_catalog: str, tmp_path: Path
-) -> None:
+def test_a_catalogue_has_the_documents_of_one_model_unless_another_is_added(shared_catalog, tmp_path):
     with load_engine("demo", tmp_path / "one", catalog=shared_catalog):
         pass
     with ChunkRegistry(shared_catalog) as registry:
@@ -329,7 +319,7 @@ def test_a_catalogue_has_the_documents_of_one_model_unless_another_is_added(
     assert not (tmp_path / "two" / CATALOG_FILE).exists()
 
 
-def test_a_catalogue_is_where_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_catalogue_is_where_settings_say(tmp_path, monkeypatch):
     assert resolve_catalog(tmp_path) == tmp_path / CATALOG_FILE
     assert resolve_catalog(tmp_path, "postgresql://a@b/c") == "postgresql://a@b/c"
     monkeypatch.setenv("RAGBLEND_CATALOG", "postgres://d@e/f")
@@ -340,7 +330,7 @@ def test_a_catalogue_is_where_settings_say(tmp_path: Path, monkeypatch: pytest.M
     assert "hush" not in str(caught.value)
 
 
-def test_a_damaged_row_is_found(shared_catalog: str) -> None:
+def test_a_damaged_row_is_found(shared_catalog):
     registry = ChunkRegistry(shared_catalog)
     registry.add(["text"], DOC)
     registry.add_ids([("text", IDS)], "t", "")

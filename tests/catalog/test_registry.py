@@ -21,11 +21,11 @@ DOC, FIRST, SECOND = DocumentKey("notes", "doc"), DocumentKey("notes", "first"),
 
 
 @pytest.fixture
-def registry(any_place: str | Path | None) -> ChunkRegistry:
+def registry(any_place):
     return ChunkRegistry(any_place)
 
 
-def test_add_counts_new_texts_and_compares_them_stripped(registry: ChunkRegistry) -> None:
+def test_add_counts_new_texts_and_compares_them_stripped(registry):
     assert registry.add([LONG, f"  {LONG}\n", "short", "", "  \n"]) == 2
     assert registry.add([LONG]) == 0
     assert list(registry.texts()) == [LONG, "short"]
@@ -34,7 +34,7 @@ def test_add_counts_new_texts_and_compares_them_stripped(registry: ChunkRegistry
     assert "other" not in registry
 
 
-def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry: ChunkRegistry) -> None:
+def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry):
     registry.add([LONG, "both", "index"])
     registry.add([LONG, " both\n", "doc"], DOC)
     assert registry.preview_orphaned_texts({DOC: [LONG, "both", "doc"]}) == []
@@ -48,14 +48,14 @@ def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry: 
     assert len(registry) == 0
 
 
-def test_a_text_that_two_documents_release_together_is_previewed(registry: ChunkRegistry) -> None:
+def test_a_text_that_two_documents_release_together_is_previewed(registry):
     registry.add([LONG], FIRST)
     registry.add([LONG], SECOND)
     assert registry.preview_orphaned_texts({FIRST: []}) == []
     assert registry.preview_orphaned_texts({FIRST: [], SECOND: []}) == [LONG]
 
 
-def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(registry: ChunkRegistry) -> None:
+def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(registry):
     mine, other = DocumentKey("notes", "1", "mine"), DocumentKey("notes", "1", "other")
     for name in (mine, other):
         registry.add([LONG, "short"], name)
@@ -70,11 +70,11 @@ def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(reg
     assert registry.has_ids("short", "t", "mine")
 
 
-def test_lone_surrogates_are_skipped_not_fatal(registry: ChunkRegistry) -> None:
+def test_lone_surrogates_are_skipped_not_fatal(registry):
     assert registry.add(["\ud800 is half a character", LONG]) == 1
 
 
-def test_texts_survive_closing_and_reopening(tmp_path: Path) -> None:
+def test_texts_survive_closing_and_reopening(tmp_path):
     path = tmp_path / "deep" / CATALOG_FILE
     with ChunkRegistry(path) as registry:
         registry.add([LONG])
@@ -82,7 +82,7 @@ def test_texts_survive_closing_and_reopening(tmp_path: Path) -> None:
     assert list(ChunkRegistry(path).texts()) == [LONG]
 
 
-def test_another_connection_sees_additions_and_removals_at_once(kept_place: str | Path) -> None:
+def test_another_connection_sees_additions_and_removals_at_once(kept_place):
     one, other = ChunkRegistry(kept_place), ChunkRegistry(kept_place)
     one.add(["first text of the first registry"])
     assert len(other) == 1
@@ -91,7 +91,7 @@ def test_another_connection_sees_additions_and_removals_at_once(kept_place: str 
     assert list(one.texts()) == list(other.texts()) == ["second text, of the other one"]
 
 
-def test_processes_share_a_catalogue(kept_place: str | Path) -> None:
+def test_processes_share_a_catalogue(kept_place):
     registry = ChunkRegistry(kept_place)
     code = (
         "import sys; from ragblend.catalog.registry import ChunkRegistry\n"
@@ -104,7 +104,7 @@ def test_processes_share_a_catalogue(kept_place: str | Path) -> None:
     assert len(registry) == 41
 
 
-def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
+def test_threads_share_a_registry(registry):
     def work(n: int) -> None:
         for i in range(20):
             registry.add([f"text {i} of thread {n}, long enough"])
@@ -118,14 +118,14 @@ def test_threads_share_a_registry(registry: ChunkRegistry) -> None:
     assert len(registry) == 80
 
 
-def test_damaged_file_is_corrupt(tmp_path: Path) -> None:
+def test_damaged_file_is_corrupt(tmp_path):
     path = tmp_path / "r"
     path.write_bytes(b"not a database at all, but long enough to be read as one" * 20)
     with pytest.raises(CorruptError, match=r"Repair it: ragblend verify --repair.*or delete "):
         ChunkRegistry(path)
 
 
-def test_another_database_is_refused(tmp_path: Path) -> None:
+def test_another_database_is_refused(tmp_path):
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as file:
         file.execute("CREATE TABLE recipes (name TEXT)")
         file.execute("PRAGMA user_version = 1")
@@ -141,9 +141,7 @@ def test_another_database_is_refused(tmp_path: Path) -> None:
         "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'",
     ],
 )
-def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(
-    damage: str, tmp_path: Path
-) -> None:
+def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(damage, tmp_path):
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
         registry.add([LONG])
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as file:
@@ -153,30 +151,30 @@ def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebo
         ChunkRegistry(tmp_path / CATALOG_FILE)
 
 
-def test_a_failed_write_leaves_the_registry_usable(registry: ChunkRegistry) -> None:
+def test_a_failed_write_leaves_the_registry_usable(registry):
 
     def failing() -> object:
         yield LONG
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        registry.add(failing())  # type: ignore[arg-type]
+        registry.add(failing())
     assert registry.add([LONG]) == 1
 
 
-def test_format_of_the_file_is_stable(tmp_path: Path) -> None:
+def test_format_of_the_file_is_stable(tmp_path):
     ChunkRegistry(tmp_path / "r").add([LONG])
     rows = sqlite3.connect(tmp_path / "r").execute("SELECT number, hex(key), text FROM texts").fetchall()
     assert rows == [(1, "510457CD45FEF69128E52BF5A14897BF", LONG)]
 
 
-def test_only_the_owner_reads_the_file(tmp_path: Path) -> None:
+def test_only_the_owner_reads_the_file(tmp_path):
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
         registry.add([LONG])
         assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_registry_of_a_store(tmp_path: Path) -> None:
+def test_registry_of_a_store(tmp_path):
     memory = MemoryStore(1 << 20)
     assert open_registry(memory) is open_registry(memory)
     assert open_registry(memory) is not open_registry(MemoryStore(1 << 20))
@@ -184,7 +182,7 @@ def test_registry_of_a_store(tmp_path: Path) -> None:
     assert registry.key == tmp_path / CATALOG_FILE
 
 
-def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(kept_place: str | Path) -> None:
+def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(kept_place):
     path = kept_place
     code = (
         "import sys; from ragblend.catalog.registry import ChunkRegistry; ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
@@ -214,9 +212,7 @@ def write_former(folder: Path, *changes: str) -> Path:
 
 
 @pytest.mark.parametrize("version", [3, 4, 5])
-def test_the_registry_of_an_earlier_version_is_read_in_once(
-    version: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_registry_of_an_earlier_version_is_read_in_once(version, tmp_path, caplog):
     later = ("similar_variants", "chunk_entries", "document_versions", *["chunk_token_ids"] * (version == 3))
     changes = [f"DROP TABLE {table}" for table in later]
     former = write_former(tmp_path, *(changes if version < 5 else ()), f"PRAGMA user_version = {version}")
@@ -241,7 +237,7 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(
     assert [path.name for path in tmp_path.iterdir()] == [CATALOG_FILE]
 
 
-def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path: Path) -> None:
+def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path):
     damages = ["UPDATE registered_texts SET text = 'other' WHERE id = 1", "UPDATE chunk_entries SET entry = 'x'||entry"]
     write_former(tmp_path, *damages, "UPDATE text_holders SET document = 'other' WHERE document = 'langchain/a/b'")
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
@@ -255,9 +251,7 @@ def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path:
         assert not registry.has_all_entry_chunks(tmp_path), "the entries in the folder are read again"
 
 
-def test_a_registry_of_an_earlier_version_that_is_only_read_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registry_of_an_earlier_version_that_is_only_read_stays(tmp_path, monkeypatch):
     former = write_former(tmp_path)
     monkeypatch.setattr("os.access", lambda path, mode: False)
     registry = ChunkRegistry(tmp_path / CATALOG_FILE)
@@ -266,13 +260,13 @@ def test_a_registry_of_an_earlier_version_that_is_only_read_stays(
     assert not (tmp_path / CATALOG_FILE).exists()
 
 
-def test_a_damaged_registry_of_an_earlier_version_is_corrupt(tmp_path: Path) -> None:
+def test_a_damaged_registry_of_an_earlier_version_is_corrupt(tmp_path):
     (tmp_path / FORMER_REGISTRY_FILE).write_bytes(b"not a database at all, but long enough to be read as one" * 20)
     with pytest.raises(CorruptError, match="ragblend verify --repair"):
         ChunkRegistry(tmp_path / CATALOG_FILE)
 
 
-def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(registry: ChunkRegistry) -> None:
+def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(registry):
     registry.record_entry_chunks("alone", [(1, 2)], "")
     registry.record_entry_chunks("similar", [(1, 2), (3, 4, 9)], "")
     registry.record_entry_chunks("similar", [(1, 2), (3, 4, 9)], "")
@@ -283,7 +277,7 @@ def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(r
     assert registry.entries_of_chunks([(1, 2), (3, 4, 9)], "") == [["alone"], []]
 
 
-def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry: ChunkRegistry) -> None:
+def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry):
     registry.record_entry_chunks("alone", [(1, 2)], "")
     registry.mark_all_entries_recorded(Path("store"))
     assert registry.has_all_entry_chunks(Path("store"))
@@ -294,7 +288,7 @@ def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry:
     assert not registry.has_all_entry_chunks(Path("store"))
 
 
-def test_a_document_has_one_version(registry: ChunkRegistry) -> None:
+def test_a_document_has_one_version(registry):
     assert registry.version_of(DOC) == ""
     registry.set_version(DOC, "1")
     registry.set_version(DOC, "2")

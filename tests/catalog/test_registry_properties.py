@@ -33,18 +33,13 @@ def new_file() -> Iterator[Path]:
 
 @settings(max_examples=40, deadline=None)
 @given(operations=lists(OPERATIONS, max_size=25))
-def test_a_text_is_there_while_a_document_owns_it(
-    operations: list[tuple[str, DocumentKey, list[str], int]],
-) -> None:
+def test_a_text_is_there_while_a_document_owns_it(operations):
     check(operations, new_file())
 
 
 @settings(max_examples=10, deadline=None)
 @given(operations=lists(OPERATIONS, max_size=25))
-def test_a_text_is_in_postgresql_while_a_document_owns_it(
-    postgres: str,
-    operations: list[tuple[str, DocumentKey, list[str], int]],
-) -> None:
+def test_a_text_is_in_postgresql_while_a_document_owns_it(postgres, operations):
     check(operations, fresh_schema(postgres))
 
 

@@ -4,8 +4,6 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import pytest
-
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import StoredCounts
 from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
@@ -16,7 +14,7 @@ def send(table: SentDocumentTable, *ids: str, namespace: str = "", text: str = "
     return table.add(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])
 
 
-def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path, caplog):
     former = tmp_path / FORMER_SERVER_FILE
     with closing(sqlite3.connect(former)) as file:
         file.executescript(Path(__file__).with_name("former_documents.sql").read_text())
@@ -24,7 +22,6 @@ def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog:
     with SentDocumentTable(tmp_path / CATALOG_FILE) as table:
         assert not former.exists()
         found = table.get("", "notes", "1")
-        assert found is not None
         facts = (found["status"], found["num_tokens"], found["new_kv_bytes"], found["metadata"])
         assert facts == ("stored", 7, 4096, {"author": "A"})
         assert [(each.namespace, each.id, each.body) for each in table.next_waiting(10, 1000)] == [
@@ -35,7 +32,7 @@ def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path: Path, caplog:
     )
 
 
-def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place: str | Path) -> None:
+def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place):
     with SentDocumentTable(kept_place) as table:
         send(table, "1", "2")
         send(table, "3", namespace="tenant")
@@ -45,7 +42,7 @@ def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_se
         assert [each.id for each in table.next_waiting(10, 1)] == ["2"], "the first however long it is"
 
 
-def test_what_was_sent_again_meanwhile_is_not_finished(kept_place: str | Path) -> None:
+def test_what_was_sent_again_meanwhile_is_not_finished(kept_place):
     with SentDocumentTable(kept_place) as table, SentDocumentTable(kept_place) as other:
         send(table, "1")
         (first,) = table.next_waiting(10, 1000)
@@ -58,7 +55,7 @@ def test_what_was_sent_again_meanwhile_is_not_finished(kept_place: str | Path) -
         assert (summary["num_stored"], summary["num_waiting"], summary["num_chunks"]) == (1, 0, 2)
 
 
-def test_a_removed_document_is_neither_waiting_nor_in_the_file(kept_place: str | Path, tmp_path: Path) -> None:
+def test_a_removed_document_is_neither_waiting_nor_in_the_file(kept_place, tmp_path):
     with SentDocumentTable(kept_place) as table:
         send(table, "1", "2", text="a secret")
         table.begin_removal("", "notes", ["1"])

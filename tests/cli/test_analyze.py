@@ -31,7 +31,7 @@ def write_lines(name: str, values: Iterable[Any]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_lines("a.jsonl", map(request, range(60)))
     write_lines("b.jsonl", map(request, range(60, 90)))
@@ -39,11 +39,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+def run(folder, capsys):
     return CommandRunner(capsys)
 
 
-def test_logs_are_one_json_object(run: CommandRunner) -> None:
+def test_logs_are_one_json_object(run):
     facts = run.facts("analyze", "a.jsonl", "b.jsonl", "--model", str(WEIGHTS))
     assert facts["schema_version"] == 2
     assert (facts["num_requests"], facts["tokens_are_estimated"]) == (90, False)
@@ -59,7 +59,7 @@ def test_logs_are_one_json_object(run: CommandRunner) -> None:
     assert facts["kv_bytes_per_token"] == expected
 
 
-def test_no_text_is_printed_unless_requested(run: CommandRunner) -> None:
+def test_no_text_is_printed_unless_requested(run):
     Path("c.jsonl").write_text('{"messages": "lease\n', encoding="utf-8")
     for arguments in (("a.jsonl", "c.jsonl"), ("a.jsonl", "c.jsonl", "--json")):
         code, out, err = run("analyze", *arguments)
@@ -68,7 +68,7 @@ def test_no_text_is_printed_unless_requested(run: CommandRunner) -> None:
     assert "lease" in run("analyze", "a.jsonl", "--show-texts")[1]
 
 
-def test_lines_without_a_request_are_named_and_the_rest_is_analysed(run: CommandRunner) -> None:
+def test_lines_without_a_request_are_named_and_the_rest_is_analysed(run):
     with Path("b.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"messages": [\n' + json.dumps({"messages": 7}) + "\n{}\n")
     facts = run.facts("analyze", "b.jsonl")
@@ -77,7 +77,7 @@ def test_lines_without_a_request_are_named_and_the_rest_is_analysed(run: Command
     assert "3 lines have no request: b.jsonl:31" in run("analyze", "b.jsonl")[1]
 
 
-def test_a_profile_gives_seconds(run: CommandRunner) -> None:
+def test_a_profile_gives_seconds(run):
     profile = MachineProfile(
         "f", {"ranks": 1}, num_layers=32, bytes_per_token=1 << 17, prefill_s=((100.0, 0.1), (1000.0, 1.5)),
         bytes_per_s={"disk": 2e9},
@@ -92,7 +92,7 @@ def test_a_profile_gives_seconds(run: CommandRunner) -> None:
     assert " s " in run("analyze", "a.jsonl", "--profile", "profile.json")[1]
 
 
-def test_a_picture_is_drawn(run: CommandRunner) -> None:
+def test_a_picture_is_drawn(run):
     assert run("analyze", "a.jsonl", "--plot", "out/analyze.png")[0] == 0
     assert Path("out/analyze.png").read_bytes().startswith(b"\x89PNG")
 
@@ -109,9 +109,7 @@ def test_a_picture_is_drawn(run: CommandRunner) -> None:
         (("a.jsonl", "--model", "nowhere/at-all"), 3, "nowhere/at-all"),
     ],
 )
-def test_errors_name_the_value_and_what_to_do(
-    run: CommandRunner, arguments: tuple[str, ...], code: int, words: str
-) -> None:
+def test_errors_name_the_value_and_what_to_do(run, arguments, code, words):
     Path("empty").mkdir()
     Path("other.jsonl").write_text('{"level": "info"}\n', encoding="utf-8")
     ended, out, err = run("analyze", *arguments)
@@ -119,7 +117,7 @@ def test_errors_name_the_value_and_what_to_do(
     assert words in err
 
 
-def test_odd_requests_are_counted_like_any_other(run: CommandRunner) -> None:
+def test_odd_requests_are_counted_like_any_other(run):
     odd: list[Any] = [
         {"messages": [{"role": "user", "content": ""}]},
         {"messages": [{"role": "user", "content": None}]},
@@ -138,7 +136,7 @@ def test_odd_requests_are_counted_like_any_other(run: CommandRunner) -> None:
         assert sum(run.facts("analyze", "odd.jsonl", *arguments)["shares"].values()) == pytest.approx(1)
 
 
-def test_a_log_can_be_piped(folder: Path) -> None:
+def test_a_log_can_be_piped(folder):
     log = "".join(json.dumps(request(number)) + "\n" for number in range(20))
     ended = subprocess.run(
         [sys.executable, "-m", "ragblend", "analyze", "-", "--json"],

@@ -1,7 +1,5 @@
 """The command line, run in process: output on stdout, log on stderr, one JSON object, the right exit codes."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -36,19 +34,19 @@ SHORT = ("-k", "4", "--max-tokens", "8")
 
 
 @pytest.fixture(scope="module")
-def ingested(tmp_path_factory) -> Path:
+def ingested(tmp_path_factory):
     """A directory with an ingested corpus, to be copied."""
     return ingest_sample(tmp_path_factory.mktemp("ingested"))
 
 
 @pytest.fixture
-def home(ingested, tmp_path) -> Path:
+def home(ingested, tmp_path):
     """A copy of the directory with the ingested corpus."""
     return Path(shutil.copytree(ingested, tmp_path / "home"))
 
 
 @pytest.fixture
-def run(home, monkeypatch, capsys) -> CommandRunner:
+def run(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     return CommandRunner(capsys)
 
@@ -62,15 +60,13 @@ def run(home, monkeypatch, capsys) -> CommandRunner:
         ("bitsandbytes.backends.cpu.ops", logging.ERROR, True),
     ],
 )
-def test_warnings_of_other_packages_are_written_with_verbose_only(
-    logger: str, level: int, quiet: bool, verbose: bool
-) -> None:
+def test_warnings_of_other_packages_are_written_with_verbose_only(logger, level, quiet, verbose):
     record = logging.LogRecord(logger, level, "file.py", 1, "a line", None, None)
     assert bool(make_terminal_handler(verbose).filter(record)) == (quiet or verbose)
 
 
 @pytest.fixture(scope="module")
-def questions(ingested) -> list[dict]:
+def questions(ingested):
     return [json.loads(line) for line in (ingested / "docs" / "questions.jsonl").read_text().splitlines()]
 
 
@@ -421,7 +417,7 @@ def test_doctor_names_what_is_missing_and_the_fix(run):
 
 
 @pytest.fixture
-def docs(run, tmp_path, monkeypatch) -> Path:
+def docs(run, tmp_path, monkeypatch):
     """A separate working folder, with documents for every way to name one."""
     folder = tmp_path / "work" / "docs"
     (folder / "sub").mkdir(parents=True)

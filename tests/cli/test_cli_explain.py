@@ -23,13 +23,13 @@ TOKEN = {"id", "text", "state", "deviation", "remaining", "attention"}
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A directory with an ingested corpus."""
     return ingest_sample(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture
-def run(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+def run(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     return CommandRunner(capsys)
 
@@ -88,7 +88,7 @@ def test_engines_that_keep_their_kv_are_rejected_with_the_setting_to_change(run,
 
 
 @pytest.fixture
-def source(run: CommandRunner) -> dict[str, str]:
+def source(run):
     """A stored chunk: its text and the document that it is of."""
     found: dict[str, str] = run.facts("search", QUESTION, "-k", "1", *PLACE)["sources"][0]
     return found

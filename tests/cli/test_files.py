@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys) -> CommandRunner:
+def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     return CommandRunner(capsys)
 
@@ -272,7 +272,6 @@ cli.main()
 )
 def test_ctrl_c_names_what_is_kept_and_ends_also_in_a_step_that_takes_long(name, stop_s, step_s, kept):
     started = python("-c", _WAITING.format(name=name, stop_s=stop_s, step_s=step_s))
-    assert started.stdout is not None
     assert started.stdout.readline() == "ready\n"
     started.send_signal(signal.SIGINT)
     _, err = started.communicate(timeout=30)

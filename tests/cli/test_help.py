@@ -24,7 +24,7 @@ BENCHMARKS = [("bench", name) for name in ROOT.commands["bench"].commands]
 EXAMPLES = [(name, line) for group in GROUPS.values() for name, lines in group.items() for line in lines]
 
 
-def test_every_command_is_in_one_group_and_listed_with_its_first_sentence() -> None:
+def test_every_command_is_in_one_group_and_listed_with_its_first_sentence():
     grouped = [name for group in GROUPS.values() for name in group]
     assert sorted(grouped) == sorted(ROOT.commands)
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
@@ -34,7 +34,7 @@ def test_every_command_is_in_one_group_and_listed_with_its_first_sentence() -> N
 
 
 @pytest.mark.parametrize(("name", "line"), EXAMPLES, ids=lambda value: value)
-def test_examples_are_understood_by_the_command_they_show(name: str, line: str) -> None:
+def test_examples_are_understood_by_the_command_they_show(name, line):
     first, *arguments = shlex.split(line, comments=True)
     assert first == name
     command, context = ROOT.get_command(CONTEXT, name), CONTEXT
@@ -43,14 +43,13 @@ def test_examples_are_understood_by_the_command_they_show(name: str, line: str) 
         context = typer.Context(command, info_name=names[-1], parent=context)
         names.append(arguments.pop(0))
         command = command.get_command(context, names[-1])
-    assert command is not None
     command.make_context(names[-1], arguments, parent=context)  # parses, and does not run
     shown = CliRunner().invoke(app, [*names, "--help"]).output
     assert f"  ragblend {line}\n" in shown
 
 
 @pytest.mark.parametrize("names", [(), *((name,) for name in ROOT.commands), *BENCHMARKS], ids=" ".join)
-def test_help_fits_a_screen_and_ends_with_an_example(names: tuple[str, ...]) -> None:
+def test_help_fits_a_screen_and_ends_with_an_example(names):
     command, context = ROOT, typer.Context(ROOT, info_name="ragblend", terminal_width=HELP_WIDTH - 2)
     for name in names:
         command = command.commands[name]
@@ -69,17 +68,17 @@ def commands_below(command: Any) -> list[Any]:
     return [command] if below is None else [each for sub in below.values() for each in commands_below(sub)]
 
 
-def test_there_are_no_more_commands_and_options_than_agreed() -> None:
+def test_there_are_no_more_commands_and_options_than_agreed():
     commands = commands_below(ROOT)
     options = [each for command in (ROOT, *commands) for each in command.params if each.param_type_name == "option"]
     assert len(commands) <= MOST_COMMANDS
     assert len([option for option in options if option.name != "help"]) <= MOST_OPTIONS
 
 
-def test_every_rare_option_is_an_option() -> None:
+def test_every_rare_option_is_an_option():
     flags = {flag for command in commands_below(ROOT) for param in command.params for flag in param.opts}
     assert flags >= RARE_OPTIONS
 
 
-def test_the_reference_page_equals_the_commands_help() -> None:
+def test_the_reference_page_equals_the_commands_help():
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "python -m tools.reference"

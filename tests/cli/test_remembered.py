@@ -1,7 +1,5 @@
 """Defaults of the latest ingestion, which the store saves so that later commands need not name them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -22,7 +20,7 @@ FIRST = ("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--chunk-
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+def run(tmp_path, monkeypatch, capsys):
     """Commands in a folder with a few documents, whose settings the store has saved."""
     sample_corpus().first_records(2).write(tmp_path / "docs")
     monkeypatch.chdir(tmp_path)
@@ -31,7 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return command
 
 
-def test_after_the_first_ingestion_no_command_names_model_embedder_system_or_chunk_size(run: CommandRunner) -> None:
+def test_after_the_first_ingestion_no_command_names_model_embedder_system_or_chunk_size(run):
     again = run.facts("ingest", "docs")
     assert (again["num_new_kv"], again["num_unchanged"]) == (0, again["num_documents"])
     stats = run.facts("stats")
@@ -42,7 +40,7 @@ def test_after_the_first_ingestion_no_command_names_model_embedder_system_or_chu
     assert {check["name"]: check["ok"] for check in run.facts("doctor")["checks"]}["model"]
 
 
-def test_python_takes_the_same_from_the_store(run: CommandRunner) -> None:
+def test_python_takes_the_same_from_the_store(run):
     with pytest.raises(UsageError, match="model='demo'"):
         ChatBlend()
     with pytest.raises(UsageError, match=r"nowhere names none.*model='demo'"):
@@ -55,9 +53,7 @@ def test_python_takes_the_same_from_the_store(run: CommandRunner) -> None:
         assert not engine.is_stored(Chunk(text)), "an empty system text is none, even if the store has one"
 
 
-def test_without_a_model_nothing_is_ingested_and_the_error_names_one_for_a_trial(
-    run: CommandRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_model_nothing_is_ingested_and_the_error_names_one_for_a_trial(run, monkeypatch):
     code, out, err = run("ingest", "docs", "--store", "new")
     assert (code, out) == (2, "")
     assert "--model demo" in err
@@ -67,13 +63,13 @@ def test_without_a_model_nothing_is_ingested_and_the_error_names_one_for_a_trial
     assert (code, "name it: --model" in err) == (2, True), err
 
 
-def test_the_latest_ingestion_counts(run: CommandRunner) -> None:
+def test_the_latest_ingestion_counts(run):
     assert run("ingest", "docs", "--system", "Say it shortly.")[0] == 0
     assert DiskStore("ragblend-data").read_defaults() == StoreDefaults("demo", "Say it shortly.")
     assert run.facts("ask", "Where is Zenco based?", "-k", "2", "--max-tokens", "2")["report"]["num_chunk_hits"] == 2
 
 
-def test_a_damaged_metadata_file_is_an_error_and_repair_deletes_it(run: CommandRunner) -> None:
+def test_a_damaged_metadata_file_is_an_error_and_repair_deletes_it(run):
     path = Path("ragblend-data", DEFAULTS_FILE)
     path.write_text(path.read_text().replace("Answer", "Invent"))
     code, _, err = run("ask", "Who?")
@@ -84,7 +80,7 @@ def test_a_damaged_metadata_file_is_an_error_and_repair_deletes_it(run: CommandR
     assert run("verify")[0] == 0
 
 
-def test_a_metadata_file_without_the_stores_signature_is_rejected(tmp_path: Path) -> None:
+def test_a_metadata_file_without_the_stores_signature_is_rejected(tmp_path):
     key = StoreKey(b"k" * 32)
     DiskStore(tmp_path, store_key=None).put_defaults(StoreDefaults("demo", "Say what I want."))
     with pytest.raises(CorruptError, match=DEFAULTS_FILE):
@@ -93,9 +89,7 @@ def test_a_metadata_file_without_the_stores_signature_is_rejected(tmp_path: Path
     assert DiskStore(tmp_path, store_key=key).read_defaults().model == "demo"
 
 
-def test_every_command_finds_entries_that_are_kept_elsewhere(
-    run: CommandRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_finds_entries_that_are_kept_elsewhere(run, monkeypatch):
     num_chunks = run.facts("stats")["num_stored_chunks"]
     monkeypatch.setenv("RAGBLEND_KV_DIR", "fast")
     shutil.move("ragblend-data/kv", "fast")

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -52,27 +51,27 @@ def facts_of(text: str) -> dict[str, Any]:
     return dict(add_pages_and_headings(HANDBOOK, [chunk_of(text)])[0].metadata)
 
 
-def test_a_chunk_has_its_pages_and_the_headings_above_its_beginning() -> None:
+def test_a_chunk_has_its_pages_and_the_headings_above_its_beginning():
     assert facts_of("Thirty days") == {"title": "Handbook", "page": 11, "headings": ["Staff", "Leave"]}
     assert facts_of("Every month.") == {"title": "Handbook", "page": 12, "headings": ["Staff", "Pay"]}
     across = facts_of("days a year.\n\nPay\n\nEvery month.\n\nCars")
     assert across == {"title": "Handbook", "page": 11, "page_end": "iv", "headings": ["Staff", "Leave"]}
 
 
-def test_a_page_that_ends_with_the_chunk_is_the_last_one() -> None:
+def test_a_page_that_ends_with_the_chunk_is_the_last_one():
     up_to_pay = TEXT[: PLACES["Pay"]].strip()
     assert "page_end" not in facts_of(up_to_pay)
     assert facts_of(up_to_pay + "\n\nPay")["page_end"] == 12
 
 
-def test_text_before_the_first_mark_has_neither_and_a_document_without_marks_keeps_its_chunks() -> None:
+def test_text_before_the_first_mark_has_neither_and_a_document_without_marks_keeps_its_chunks():
     later = replace(HANDBOOK, marks=MARKS[3:])
     assert add_pages_and_headings(later, [chunk_of("Thirty days")])[0].metadata == {"title": "Handbook"}
     bare, chunks = replace(HANDBOOK, marks=()), [chunk_of("Pay")]
     assert add_pages_and_headings(bare, chunks) == chunks
 
 
-def test_text_position_and_metadata_of_a_splitter_are_kept() -> None:
+def test_text_position_and_metadata_of_a_splitter_are_kept():
     said = replace(chunk_of("Pay"), metadata={"page": 3, "headings": ["its own"]})
     (found,) = add_pages_and_headings(HANDBOOK, [said])
     assert (found, found.metadata) == (said, {"page": 3, "headings": ["its own"]})
@@ -82,7 +81,7 @@ def test_text_position_and_metadata_of_a_splitter_are_kept() -> None:
     assert (found.text, found.id) == ("PAY", rewritten.id)
 
 
-def test_metadata_stay_small_for_any_headings() -> None:
+def test_metadata_stay_small_for_any_headings():
     marks = tuple(Mark(n, "heading", f"{n} " + "very long\n" * 1000, n + 1) for n in range(40))
     (found,) = add_pages_and_headings(Document("x" * 60, "a", marks=marks), [Chunk("x", "a", 50)])
     assert len(found.metadata["headings"]) == 6
@@ -101,9 +100,7 @@ def test_metadata_stay_small_for_any_headings() -> None:
     ),
     spans=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 39)), max_size=6),
 )
-def test_every_chunk_gets_what_a_slow_walk_over_the_marks_finds(
-    marks: list[Mark], spans: list[tuple[int, int]]
-) -> None:
+def test_every_chunk_gets_what_a_slow_walk_over_the_marks_finds(marks, spans):
     marks = sorted(marks, key=lambda mark: mark.offset)
     chunks = [Chunk("x" * max(end - start, 0), "a", start, max(start, end)) for start, end in spans]
     for chunk, found in zip(
@@ -125,7 +122,7 @@ def _number(value: str) -> int | str:
     return int(value) if re.fullmatch("[0-9]{1,9}", value) else value
 
 
-def test_many_marks_and_chunks_take_linear_time() -> None:
+def test_many_marks_and_chunks_take_linear_time():
     num = 40_000
     marks = tuple(Mark(n, "heading" if n % 2 else "page", str(n), n % 6 + 1) for n in range(num))
     document = Document("x" * num, "a", marks=marks)
@@ -147,13 +144,13 @@ def test_many_marks_and_chunks_take_linear_time() -> None:
         ("", {}, "chunk"),
     ],
 )
-def test_a_source_is_described_by_file_page_and_heading(source: str, metadata: dict[str, Any], expected: str) -> None:
+def test_a_source_is_described_by_file_page_and_heading(source, metadata, expected):
     assert describe_source(source, metadata) == expected
 
 
 def test_a_file_below_the_working_folder_has_its_path_from_there_and_nothing_reaches_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     described = describe_source(f"{tmp_path}/docs/a.pdf", {"page": 2, "headings": ["\x1b[2J" + "long " * 100]})
     assert described.startswith('docs/a.pdf, p. 2, "\\x1b[2Jlong long')
@@ -161,7 +158,7 @@ def test_a_file_below_the_working_folder_has_its_path_from_there_and_nothing_rea
     assert len(described) < 300
 
 
-def test_facts_are_those_that_there_are() -> None:
+def test_facts_are_those_that_there_are():
     metadata = {"num_tokens": 3, "page": 1, "headings": ["A"], "author": "x"}
     assert citation_facts(metadata) == {"page": 1, "headings": ["A"]}
 
@@ -170,7 +167,7 @@ def test_facts_are_those_that_there_are() -> None:
 
 
 @pytest.fixture
-def sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[SyncResult, ChunkIndex]]:
+def sync(tmp_path, monkeypatch):
     """`sync(splitter)`: docs/handbook.manual, read as HANDBOOK with notes, in an index."""
     notes = ("page 3 has a picture and no text; run OCR on it",)
 
@@ -200,9 +197,7 @@ class Halves:
 
 
 @pytest.mark.parametrize("custom", [False, True])
-def test_chunks_of_any_splitter_are_indexed_with_page_and_headings(
-    sync: Callable[..., tuple[SyncResult, ChunkIndex]], tmp_path: Path, custom: bool
-) -> None:
+def test_chunks_of_any_splitter_are_indexed_with_page_and_headings(sync, tmp_path, custom):
     splitter = adapt_splitter(Halves()) if custom else lambda document: split(document, count_words, 6)
     _, index = sync(splitter)
     with index:
@@ -214,9 +209,7 @@ def test_chunks_of_any_splitter_are_indexed_with_page_and_headings(
         assert all("page" not in chunk.text for chunk in chunks)
 
 
-def test_notes_of_a_file_are_reported_once_with_the_record_that_has_them_first(
-    sync: Callable[..., tuple[SyncResult, ChunkIndex]], tmp_path: Path
-) -> None:
+def test_notes_of_a_file_are_reported_once_with_the_record_that_has_them_first(sync, tmp_path):
     result, index = sync(lambda document: split(document, count_words, 6))
     index.close()
     source = f"{tmp_path}/docs/handbook.manual"

@@ -29,13 +29,13 @@ def texts_of(text: str, max_tokens: int, marks: tuple[Mark, ...] = ()) -> list[s
 INTRO, BODY = "one two three four.", "Thirty days a year are paid."
 
 
-def test_a_chunk_does_not_end_on_a_heading_whose_text_is_in_the_next() -> None:
+def test_a_chunk_does_not_end_on_a_heading_whose_text_is_in_the_next():
     heading = "## Leave\n\n### Days"
     assert texts_of(f"{INTRO}\n\n{heading}\n\n{BODY}", 8) == [INTRO, f"{heading}\n\nThirty days a year", "are paid."]
 
 
 @pytest.mark.parametrize("heading", ["Leave of absence", "Leave\n====="])
-def test_a_marked_heading_is_one_without_any_sign_in_the_text(heading: str) -> None:
+def test_a_marked_heading_is_one_without_any_sign_in_the_text(heading):
     text = f"{INTRO}\n\n{heading}\n\n{BODY}"
     mark = Mark(text.index("Leave"), "heading", "Leave", 2)
     size = len(f"{INTRO} {heading}".split())
@@ -43,12 +43,12 @@ def test_a_marked_heading_is_one_without_any_sign_in_the_text(heading: str) -> N
     assert texts_of(text, size, (mark,))[0] == INTRO
 
 
-def test_a_heading_that_begins_before_the_middle_of_a_chunk_may_still_go_to_the_next() -> None:
+def test_a_heading_that_begins_before_the_middle_of_a_chunk_may_still_go_to_the_next():
     heading = "## a heading of a few more words"
     assert texts_of(f"{INTRO}\n\n{heading}\n\n{'word ' * 40}", 12)[0] == INTRO
 
 
-def test_comment_lines_of_source_code_are_no_headings() -> None:
+def test_comment_lines_of_source_code_are_no_headings():
     code = "# one two three\n# four five six\n# seven eight\nx = 1"
     assert texts_of(code, 9) == ["# one two three\n# four five six", "# seven eight\nx = 1"]
 
@@ -58,21 +58,21 @@ def test_comment_lines_of_source_code_are_no_headings() -> None:
 
 @pytest.mark.parametrize("fence", ["```", "~~~~"])
 @pytest.mark.parametrize("num_before", range(1, 8))
-def test_a_code_block_that_fits_is_not_cut(fence: str, num_before: int) -> None:
+def test_a_code_block_that_fits_is_not_cut(fence, num_before):
     code = f"{fence}python\n" + "\n\n".join(f"x = {n}." for n in range(5)) + f"\n{fence}"
     around = "\n\n".join(["The code is here."] * num_before)
     chunks = texts_of(f"{around}\n\n{code}\n\n{around}", 24)
     assert num_before * 4 < 6 or any(code in chunk for chunk in chunks)  # a quarter full is too little
 
 
-def test_a_code_block_larger_than_a_chunk_is_cut_at_its_blank_lines() -> None:
+def test_a_code_block_larger_than_a_chunk_is_cut_at_its_blank_lines():
     blocks = [f"{name} of_it():\n    a = 1.\n    return a" for name in "abcdefghij"]
     chunks = texts_of("```\n" + "\n\n".join(blocks) + "\n```", 20)
     assert len(chunks) > 3
     assert "\n\n".join(chunks) == "```\n" + "\n\n".join(blocks) + "\n```"
 
 
-def test_a_fence_that_is_never_closed_is_text() -> None:
+def test_a_fence_that_is_never_closed_is_text():
     assert texts_of("```\na b cat. e f g h", 6) == ["```\na b cat.", "e f g h"]
 
 
@@ -81,7 +81,7 @@ def test_a_fence_that_is_never_closed_is_text() -> None:
 ROWS = [f"Wood duck {n}. | Ponds and lakes. Swamps. | {n} eggs" for n in range(40)]
 
 
-def test_rows_stay_whole_and_a_table_that_goes_on_repeats_its_header() -> None:
+def test_rows_stay_whole_and_a_table_that_goes_on_repeats_its_header():
     text = "Ducks.\n\nName | Home | Eggs\n" + "\n".join(ROWS) + "\n\nThe end of it."
     first, *others = cut(text, 60)
     assert first.text.startswith("Ducks.\n\nName | Home | Eggs\nWood duck 0.")
@@ -93,7 +93,7 @@ def test_rows_stay_whole_and_a_table_that_goes_on_repeats_its_header() -> None:
         assert set(chunk.text.split("\n")) <= {"Name | Home | Eggs", *ROWS, "", "The end of it."}
 
 
-def test_a_markdown_table_repeats_the_rule_below_its_header() -> None:
+def test_a_markdown_table_repeats_the_rule_below_its_header():
     header = "| Name | 2026 |\n| --- | :---: |"
     for chunk in cut("\n".join([header, *(f"| {n} | {n} |" for n in range(60))]), 60)[1:]:
         assert chunk.text.startswith(f"{header}\n| ")
@@ -107,21 +107,21 @@ def test_a_markdown_table_repeats_the_rule_below_its_header() -> None:
         "Name " + "of each duck " * 6 + "| Home | Eggs",  # more than a quarter of the budget
     ],
 )
-def test_a_row_that_is_no_header_or_takes_too_much_is_not_repeated(first_row: str) -> None:
+def test_a_row_that_is_no_header_or_takes_too_much_is_not_repeated(first_row):
     text = "\n".join([first_row, *(f"duck {n} | Ponds | {n} eggs" for n in range(30))])
     chunks = cut(text, 30)
     assert len(chunks) > 5
     assert all(chunk.text == text[chunk.start : chunk.end] for chunk in chunks)
 
 
-def test_a_row_longer_than_a_chunk_is_cut_and_has_the_header_as_well() -> None:
+def test_a_row_longer_than_a_chunk_is_cut_and_has_the_header_as_well():
     chunks = texts_of("Name | Home\nDuck | " + "pond " * 50, 20)
     assert chunks[0].startswith("Name | Home\nDuck | pond")
     assert all(chunk.startswith("Name | Home\npond") for chunk in chunks[1:])
     assert sum(chunk.count("pond") for chunk in chunks) == 50
 
 
-def test_text_behind_a_table_has_no_header() -> None:
+def test_text_behind_a_table_has_no_header():
     text = "Name | Home\nDuck | Pond\n\n" + "word " * 60
     assert all("Name" not in chunk for chunk in texts_of(text, 20)[1:])
 
@@ -150,7 +150,7 @@ def make_rows(kind: str, count: int) -> list[str]:
     ("kind", "separator", "header"),
     [("csv", "\n\n", ""), ("cells", "\n", "Number | Tree | Note\n"), ("log", "\n", ""), ("json", "\n\n", "")],
 )
-def test_a_row_more_changes_a_tenth_of_the_chunks_at_most(kind: str, separator: str, header: str, place: str) -> None:
+def test_a_row_more_changes_a_tenth_of_the_chunks_at_most(kind, separator, header, place):
     *rows, extra = make_rows(kind, 901)
     at = 0 if place == "top" else 450
     longer = [*rows[:at], extra, *rows[at:]]
@@ -160,11 +160,11 @@ def test_a_row_more_changes_a_tenth_of_the_chunks_at_most(kind: str, separator: 
     assert {row for chunk in after for row in chunk.split(separator)} >= set(longer)  # no row is cut
 
 
-def test_equal_rows_are_cut_as_late_as_the_budget_allows() -> None:
+def test_equal_rows_are_cut_as_late_as_the_budget_allows():
     assert [chunk.count("a: b") for chunk in texts_of("a: b\n\n" * 100, 20)] == [10] * 10
 
 
-def test_paragraphs_of_prose_are_cut_at_the_last_that_fits() -> None:
+def test_paragraphs_of_prose_are_cut_at_the_last_that_fits():
     starts = ["The", "A", "In", "When", "It", "But", "As", "For", "Each", "No", "One", "Some"]
     paragraphs = [f"{start} {'word ' * 5}end." for start in starts]
     assert texts_of("\n\n".join(paragraphs), 28) == ["\n\n".join(paragraphs[n : n + 4]) for n in (0, 4, 8)]

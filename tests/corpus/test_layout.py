@@ -29,7 +29,7 @@ def code_of(text: str) -> list[str]:
         ("```\nnever closed", []),
     ],
 )
-def test_code_is_from_fence_to_fence(text: str, blocks: list[str]) -> None:
+def test_code_is_from_fence_to_fence(text, blocks):
     assert code_of(text) == blocks
 
 
@@ -42,13 +42,13 @@ def test_code_is_from_fence_to_fence(text: str, blocks: list[str]) -> None:
         ("# one\n# two\nx = 1", ["# two"]),
     ],
 )
-def test_headings_of_markdown_are_lines(text: str, headings: list[str]) -> None:
+def test_headings_of_markdown_are_lines(text, headings):
     layout = Layout(text)
     spans = dict.fromkeys(layout.headings.find(offset) for offset in range(1, len(text) + 1))
     assert [text[span[0] : span[1]] for span in spans if span] == headings
 
 
-def test_a_marked_heading_is_its_line_and_the_rule_below() -> None:
+def test_a_marked_heading_is_its_line_and_the_rule_below():
     text = "Title\n=====\n\nx\n\nNext\ny"
     marks = (Mark(0, "heading", "Title", 1), Mark(0, "page", "1"), Mark(text.index("Next"), "heading", "Next", 2))
     layout = Layout(text, marks)
@@ -70,12 +70,12 @@ def test_a_marked_heading_is_its_line_and_the_rule_below() -> None:
         ("Name | Home", ""),
     ],
 )
-def test_a_header_row_is_distinguished_from_a_row_of_data(text: str, header: str) -> None:
+def test_a_header_row_is_distinguished_from_a_row_of_data(text, header):
     span = Layout(text).find_header(len(text))
     assert (text[span[0] : span[1]] if span else "") == header
 
 
-def test_tables_in_code_are_code() -> None:
+def test_tables_in_code_are_code():
     text = "```\nName | Home\nDuck | Pond\n```"
     assert not Layout(text).tables
 
@@ -94,7 +94,7 @@ def ends_of(text: str) -> list[str]:
         (["a: 1", "b: 2", "c.d: 3", "e: 4"], "\n"),
     ],
 )
-def test_rows_with_a_common_beginning_are_rows(rows: list[str], separator: str) -> None:
+def test_rows_with_a_common_beginning_are_rows(rows, separator):
     assert ends_of(separator.join(rows)) == rows[:-1]
 
 
@@ -108,11 +108,11 @@ def test_rows_with_a_common_beginning_are_rows(rows: list[str], separator: str) 
         "a: 1\nb: 2",
     ],
 )
-def test_lists_and_prose_are_no_rows(text: str) -> None:
+def test_lists_and_prose_are_no_rows(text):
     assert ends_of(text) == []
 
 
-def test_a_row_has_the_rank_of_the_row_after_it_at_any_position() -> None:
+def test_a_row_has_the_rank_of_the_row_after_it_at_any_position():
     rows = [f"key: {n}" for n in range(9)]
     first = {row.offset: row.rank for row in find_row_ends_between("\n".join(rows), 0, 0, 60)}
     later = {row.offset: row.rank for row in find_row_ends_between("\n".join(["key: new", *rows]), 0, 0, 60)}
@@ -125,7 +125,7 @@ UNITS = ["| ", "a | b\n", "```\n", "````x\n~~~\n", "`", "# x\n", "a | b\n-- " + 
 
 
 @pytest.mark.parametrize("unit", [*UNITS, "a\n===\n", "a | " + "b " * 5000 + "\n", "\n", "|\n"])
-def test_hostile_texts_take_linear_time(unit: str) -> None:
+def test_hostile_texts_take_linear_time(unit):
     text = (unit * (200_000 // len(unit) + 1))[:200_000]
     marks = [Mark(5, "heading", "x", 1)] * 1000 + [Mark(offset, "heading", "x", 1) for offset in range(0, 200_000, 7)]
     start_s = perf_counter()
@@ -138,7 +138,7 @@ def test_hostile_texts_take_linear_time(unit: str) -> None:
 @given(
     st.lists(st.sampled_from(["```", "~~~", "# a", "## b", "a | b", "|--|", "| c |", "", "text", "==="]), max_size=30)
 )
-def test_spans_are_whole_lines_in_order(lines: list[str]) -> None:
+def test_spans_are_whole_lines_in_order(lines):
     text = "\n".join(lines)
     layout = Layout(text)
     for spans in (layout.code, layout.headings, layout.tables, layout.table_headers):

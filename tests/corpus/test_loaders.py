@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ragblend.corpus.folder_scan import scan_folders
 from ragblend.corpus.loaders import DEFAULT_READER, FileReader, Loader, get_loader_version, import_loader
 from ragblend.errors import NotADocumentError, UnreadableDocumentError, UsageError
 from ragblend.index import open_index
-from ragblend.ingestion.sync import ChunkerConfig, SyncResult, sync_index
+from ragblend.ingestion.sync import ChunkerConfig, sync_index
 
 
 def documents(path: Path, loader: Loader) -> list[Document]:
@@ -23,7 +23,7 @@ def documents(path: Path, loader: Loader) -> list[Document]:
 
 
 @pytest.fixture
-def notes(tmp_path: Path) -> Path:
+def notes(tmp_path):
     path = tmp_path / "a.notes"
     path.write_bytes(b"\0\0one\n\0two\n")  # a binary format that no reader here takes
     return path
@@ -36,7 +36,7 @@ def lines_of(path: str) -> list[str]:
 # --- what a loader returns ---
 
 
-def test_one_text_has_the_source_of_its_file_and_several_have_numbers(notes: Path) -> None:
+def test_one_text_has_the_source_of_its_file_and_several_have_numbers(notes):
     assert documents(notes, lambda path: "one\r\ntwo") == [Document("one\ntwo", str(notes))]
     assert documents(notes, lines_of) == [Document("one", f"{notes}#0"), Document("two", f"{notes}#1")]
     assert documents(notes, lambda path: (text for text in (" ", "one"))) == [Document("one", str(notes))]
@@ -45,11 +45,11 @@ def test_one_text_has_the_source_of_its_file_and_several_have_numbers(notes: Pat
     ]
 
 
-def test_a_langchain_loader_is_named_by_its_class(notes: Path) -> None:
+def test_a_langchain_loader_is_named_by_its_class(notes):
     loaders = pytest.importorskip("langchain_core.document_loaders")
     from langchain_core.documents import Document as LangChainDocument
 
-    class NotesLoader(loaders.BaseLoader):  # type: ignore[name-defined,misc]
+    class NotesLoader(loaders.BaseLoader):
         def __init__(self, path: str) -> None:
             self.path = path
 
@@ -63,12 +63,12 @@ def test_a_langchain_loader_is_named_by_its_class(notes: Path) -> None:
     assert documents(notes, lambda path: NotesLoader(path).load()[0]) == [Document("one", str(notes), {"line": 0})]
 
 
-def test_a_llamaindex_reader_is_named_by_its_method(notes: Path) -> None:
+def test_a_llamaindex_reader_is_named_by_its_method(notes):
     readers = pytest.importorskip("llama_index.core.readers.base")
     from llama_index.core import SimpleDirectoryReader
     from llama_index.core.schema import Document as LlamaDocument
 
-    class NotesReader(readers.BaseReader):  # type: ignore[name-defined,misc]
+    class NotesReader(readers.BaseReader):
         def load_data(self, path: str) -> list[LlamaDocument]:
             return [LlamaDocument(text=line, metadata={"file_path": path}) for line in lines_of(path)]
 
@@ -104,15 +104,13 @@ def slow_to_break(path: str) -> Iterator[str]:
         (lambda path: [" ", "\u200b"], NotADocumentError, "holds no text"),
     ],
 )
-def test_what_goes_wrong_in_a_loader_is_the_failure_of_that_file(
-    notes: Path, loader: Loader, error: type[Exception], reason: str
-) -> None:
+def test_what_goes_wrong_in_a_loader_is_the_failure_of_that_file(notes, loader, error, reason):
     with pytest.raises(UnreadableDocumentError, match=reason) as raised:
         documents(notes, loader)
     assert type(raised.value) is error
 
 
-def test_the_limit_of_size_holds_for_loaders(tmp_path: Path) -> None:
+def test_the_limit_of_size_holds_for_loaders(tmp_path):
     (tmp_path / "a.big").write_bytes(b"x" * (2 << 20))
     with pytest.raises(UnreadableDocumentError, match="max_file_mib"):
         FileReader(max_file_mib=1, loader=lines_of).open(str(tmp_path / "a.big"))
@@ -121,7 +119,7 @@ def test_the_limit_of_size_holds_for_loaders(tmp_path: Path) -> None:
 # --- finding a loader ---
 
 
-def test_a_loader_is_imported_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_is_imported_from_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_notes_loader.py").write_text(
         "class Notes:\n    def read(path):\n        return 'text of ' + path\n"
@@ -142,12 +140,12 @@ def test_a_loader_is_imported_from_the_working_folder(tmp_path: Path, monkeypatc
         ("sys:path", "is a list; name a function"),
     ],
 )
-def test_a_loader_that_is_none_is_refused_before_anything_is_read(name: str, reason: str) -> None:
+def test_a_loader_that_is_none_is_refused_before_anything_is_read(name, reason):
     with pytest.raises(UsageError, match=reason):
         import_loader(name)
 
 
-def test_the_version_of_a_loader_is_its_attribute_or_else_its_name() -> None:
+def test_the_version_of_a_loader_is_its_attribute_or_else_its_name():
     class Ocr:
         def __init__(self, language: str) -> None:
             self.version = f"ocr {language}"
@@ -163,7 +161,7 @@ def test_the_version_of_a_loader_is_its_attribute_or_else_its_name() -> None:
 
 
 @pytest.fixture
-def sync(tmp_path: Path) -> Iterator[Callable[[FileReader], SyncResult]]:
+def sync(tmp_path):
     """Bring `docs` into an index, read in some way."""
     with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
         chunker = ChunkerConfig(lambda document: split(document, len), "v")
@@ -172,9 +170,7 @@ def sync(tmp_path: Path) -> Iterator[Callable[[FileReader], SyncResult]]:
         )
 
 
-def test_another_loader_and_another_text_field_read_files_again(
-    tmp_path: Path, sync: Callable[[FileReader], SyncResult]
-) -> None:
+def test_another_loader_and_another_text_field_read_files_again(tmp_path, sync):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.jsonl").write_text('{"text": "one", "body": "two"}\n')
     (tmp_path / "docs" / "b.txt").write_text("three")
@@ -193,9 +189,7 @@ def test_another_loader_and_another_text_field_read_files_again(
     assert calls == ["a.jsonl", "b.txt"]
 
 
-def test_the_command_line_takes_a_loader_and_a_text_field(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_takes_a_loader_and_a_text_field(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.jsonl").write_text('{"body": "The ferry leaves at nine."}\n{"text": "no body"}\n')

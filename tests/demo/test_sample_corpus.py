@@ -1,9 +1,6 @@
 """The sample corpus as it is shipped: every gold span is at its offsets, and parts of it are corpora."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
@@ -13,7 +10,7 @@ from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.prompt.render import Renderer
 
 
-def test_every_gold_span_is_in_its_record_and_in_the_chunks_named() -> None:
+def test_every_gold_span_is_in_its_record_and_in_the_chunks_named():
     corpus = sample_corpus()
     texts = {record.filename: record.markdown for record in corpus.records}
     chunks = [chunk for record in corpus.records for chunk in record.chunks]
@@ -29,7 +26,7 @@ def test_every_gold_span_is_in_its_record_and_in_the_chunks_named() -> None:
             assert question.answer in question.gold[-1]["text"]
 
 
-def test_the_first_records_are_a_complete_corpus(tmp_path: Path) -> None:
+def test_the_first_records_are_a_complete_corpus(tmp_path):
     few = sample_corpus().first_records(4)
     few.write(tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
@@ -38,7 +35,7 @@ def test_the_first_records_are_a_complete_corpus(tmp_path: Path) -> None:
     assert all((tmp_path / span["source"]).exists() for line in lines for span in line["gold"])
 
 
-def test_the_demo_cuts_records_into_their_paragraphs() -> None:
+def test_the_demo_cuts_records_into_their_paragraphs():
     count = Renderer(load_tokenizer("demo")[0]).count_tokens
     for record in sample_corpus().records:
         cut = split(Document(record.markdown, record.filename), count, CHUNK_TOKENS)

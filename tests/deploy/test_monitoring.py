@@ -20,16 +20,16 @@ def promtool(*words: str | Path) -> str:
     return done.stdout
 
 
-def test_prometheus_takes_the_rules() -> None:
+def test_prometheus_takes_the_rules():
     num_rules = len(yaml.safe_load(RULES.read_text())["groups"][0]["rules"])
     assert f"SUCCESS: {num_rules} rules found" in promtool("check", "rules", RULES)
 
 
-def test_alerts_fire_on_what_they_are_for_and_on_nothing_else() -> None:
+def test_alerts_fire_on_what_they_are_for_and_on_nothing_else():
     assert "SUCCESS" in promtool("test", "rules", MONITORING / "rules_test.yaml")
 
 
-def test_every_alert_is_tested_both_ways() -> None:
+def test_every_alert_is_tested_both_ways():
     names = {rule["alert"] for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]}
     tests = yaml.safe_load((MONITORING / "rules_test.yaml").read_text())["tests"]
     cases = [case for test in tests for case in test["alert_rule_test"]]
@@ -37,7 +37,7 @@ def test_every_alert_is_tested_both_ways() -> None:
     assert {case["alertname"] for case in cases if not case["exp_alerts"]} == names
 
 
-def test_prometheus_reads_every_query_of_the_dashboard(tmp_path: Path) -> None:
+def test_prometheus_reads_every_query_of_the_dashboard(tmp_path):
     queries = expressions(DASHBOARD)
     assert len(queries) >= 20
     rules = [{"record": f"panel:query{number}", "expr": query} for number, query in enumerate(queries)]
@@ -45,7 +45,7 @@ def test_prometheus_reads_every_query_of_the_dashboard(tmp_path: Path) -> None:
     promtool("check", "rules", "--lint=none", tmp_path / "queries.yaml")
 
 
-def test_the_dashboard_s_panels_do_not_overlap_and_have_their_own_ids() -> None:
+def test_the_dashboard_s_panels_do_not_overlap_and_have_their_own_ids():
     panels = json.loads(DASHBOARD.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -56,7 +56,7 @@ def test_the_dashboard_s_panels_do_not_overlap_and_have_their_own_ids() -> None:
         taken |= cells
 
 
-def test_the_chart_hands_on_rules_and_dashboard_as_they_are() -> None:
+def test_the_chart_hands_on_rules_and_dashboard_as_they_are():
     objects = rendered(values=EVERYTHING)
     assert the("PrometheusRule", objects)["spec"] == yaml.safe_load(RULES.read_text())
     assert the("ConfigMap", objects)["data"]["ragblend.json"] == DASHBOARD.read_text()

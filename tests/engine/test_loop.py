@@ -21,9 +21,7 @@ from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import PromptTooLongError, UsageError
-from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Prompt
 
 pytestmark = pytest.mark.timeout(120)  # a place that is not given back would hang
@@ -37,7 +35,7 @@ PROMPTS = tuple(
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_layers: Callable[[str], TransformersLayers], renderer: Renderer) -> Iterator[TransformersEngine]:
+def engine(tiny_layers, renderer):
     """A tiny Llama whose store holds CHUNKS. Shared: answering leaves it as it was."""
     store = MemoryStore(1 << 26)
     options: dict[str, Any] = {"name": "tiny-llama", "fingerprint": "llama", "on_miss": "inline"}
@@ -86,9 +84,7 @@ OPTIONS = st.fixed_dictionaries(
 
 @settings(max_examples=12)
 @given(asked=st.lists(st.tuples(st.sampled_from(PROMPTS), OPTIONS), min_size=1, max_size=12))
-def test_any_mix_of_prompts_and_options_gives_what_each_gives_alone(
-    engine: TransformersEngine, asked: list[tuple[Prompt, dict[str, Any]]]
-) -> None:
+def test_any_mix_of_prompts_and_options_gives_what_each_gives_alone(engine, asked):
     asked = [(prompt, {"seed": 0, **options}) for prompt, options in asked]
     expected = [engine.generate(prompt, **options) for prompt, options in asked]
     found = finished(engine, [engine.stream(prompt, **each) for prompt, each in asked])
@@ -115,7 +111,7 @@ def note_sizes(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> l
     return sizes
 
 
-def test_steps_are_batched_and_ended_answers_leave_the_batch(engine, monkeypatch) -> None:
+def test_steps_are_batched_and_ended_answers_leave_the_batch(engine, monkeypatch):
     sizes = note_sizes(engine, monkeypatch)
     lengths = [2, 9, 5, 9, 3]
     answers = finished(engine, [engine.stream(PROMPTS[0], max_tokens=count) for count in lengths])
@@ -123,7 +119,7 @@ def test_steps_are_batched_and_ended_answers_leave_the_batch(engine, monkeypatch
     assert sizes == [5, 4, 3, 3, 2, 2, 2, 2]
 
 
-def test_no_more_answers_are_decoded_together_than_max_num_seqs(tiny_engine, monkeypatch) -> None:
+def test_no_more_answers_are_decoded_together_than_max_num_seqs(tiny_engine, monkeypatch):
     engine = tiny_engine("llama", max_num_seqs=3)
     expected = engine.generate(PROMPTS[0], max_tokens=6)
     sizes = note_sizes(engine, monkeypatch)
@@ -133,14 +129,14 @@ def test_no_more_answers_are_decoded_together_than_max_num_seqs(tiny_engine, mon
     assert len(sizes) == 15  # 5 steps each, of 3 + 3 + 1
 
 
-def test_one_at_a_time_is_the_steps_of_one_prompt(tiny_engine, monkeypatch) -> None:
+def test_one_at_a_time_is_the_steps_of_one_prompt(tiny_engine, monkeypatch):
     engine = tiny_engine("llama", max_num_seqs=1)
     monkeypatch.setattr(engine.layers, "run_decode_batch", None)  # would raise
     assert [len(each.token_ids) for each in engine.generate_batch(PROMPTS[:3], max_tokens=4)] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
-def test_a_number_that_is_none_is_refused(value: Any) -> None:
+def test_a_number_that_is_none_is_refused(value):
     with pytest.raises(UsageError, match="max_num_seqs"):
         EngineLoop(lambda steps: [], value)
 
@@ -148,7 +144,7 @@ def test_a_number_that_is_none_is_refused(value: Any) -> None:
 # --- errors, ends and threads ---
 
 
-def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch) -> None:
+def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch):
     prompts = PROMPTS[:5]
     expected = [engine.generate(prompt, max_tokens=8) for prompt in prompts]
     streams = [engine.stream(prompt, max_tokens=8) for prompt in prompts]
@@ -177,7 +173,7 @@ def test_an_answer_that_fails_leaves_the_others_as_they_are(engine, monkeypatch)
     same(engine.generate_batch([prompts[0]], max_tokens=8)[0], expected[0])
 
 
-def test_generate_batch_raises_the_first_error_and_checks_before_it_starts(engine, monkeypatch) -> None:
+def test_generate_batch_raises_the_first_error_and_checks_before_it_starts(engine, monkeypatch):
     with pytest.raises(PromptTooLongError):
         engine.generate_batch([PROMPTS[0], Prompt((), "word " * 3000)], max_tokens=4)
     monkeypatch.setattr(engine, "_prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory for it")))
@@ -185,7 +181,7 @@ def test_generate_batch_raises_the_first_error_and_checks_before_it_starts(engin
         engine.generate_batch(PROMPTS[:2], max_tokens=4)
 
 
-def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine) -> None:
+def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine):
     expected = engine.generate(PROMPTS[0], max_tokens=10)
     streams = [engine.stream(PROMPTS[0], max_tokens=10) for _ in range(4)]
 
@@ -204,7 +200,7 @@ def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [3, MAX_NUM_SEQS + 4])
-def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeypatch, num_threads: int) -> None:
+def test_threads_that_ask_at_the_same_time_are_answered_together(engine, monkeypatch, num_threads):
     asked = [(PROMPTS[number % len(PROMPTS)], 16 + number) for number in range(num_threads)]
     expected = [engine.generate(prompt, max_tokens=count) for prompt, count in asked]
     sizes = note_sizes(engine, monkeypatch)
@@ -234,7 +230,7 @@ def endless(engine: TransformersEngine, prompt: Prompt) -> GenerationStream:
     return engine.stream(prompt, max_tokens=300, logit_bias={engine.renderer.text_ids("a")[0]: 100.0})
 
 
-def test_a_stream_that_is_left_takes_no_more_steps(engine) -> None:
+def test_a_stream_that_is_left_takes_no_more_steps(engine):
     """Closed, dropped, or closed before its prefill: the loop comes to rest, and the others have their answers."""
     expected = engine.generate(PROMPTS[1], max_tokens=12)
     closed, dropped, waiting = (endless(engine, PROMPTS[0]) for _ in range(3))
@@ -255,7 +251,7 @@ def test_a_stream_that_is_left_takes_no_more_steps(engine) -> None:
     assert next(closed, None) is None
 
 
-def test_an_unread_stream_pauses_and_frees_its_place(tiny_engine) -> None:
+def test_an_unread_stream_pauses_and_frees_its_place(tiny_engine):
     engine = tiny_engine("llama", max_num_seqs=1)
     expected = engine.generate(PROMPTS[1], max_tokens=12)
     unread = [endless(engine, PROMPTS[0]) for _ in range(3)]
@@ -273,7 +269,7 @@ def test_an_unread_stream_pauses_and_frees_its_place(tiny_engine) -> None:
     assert len("".join(unread[2])) == MAX_UNREAD_PIECES
 
 
-def test_an_interrupt_ends_the_answers_that_its_thread_waits_for_and_no_other(engine, monkeypatch) -> None:
+def test_an_interrupt_ends_the_answers_that_its_thread_waits_for_and_no_other(engine, monkeypatch):
     """Ctrl-C in a thread that waits for an answer, while the loop makes another thread's answer as well."""
     expected = engine.generate(PROMPTS[1], max_tokens=12)
     mine, other = endless(engine, PROMPTS[0]), engine.stream(PROMPTS[1], max_tokens=12)
@@ -286,7 +282,7 @@ def test_an_interrupt_ends_the_answers_that_its_thread_waits_for_and_no_other(en
     assert is_at_rest(engine)
 
 
-def test_the_error_of_an_answer_is_raised_once_where_its_text_is_read(engine, monkeypatch) -> None:
+def test_the_error_of_an_answer_is_raised_once_where_its_text_is_read(engine, monkeypatch):
     stream = endless(engine, PROMPTS[0])
     decode = engine.loop._decode
     monkeypatch.setattr(engine.loop, "_decode", lambda steps: [ValueError("no room")] * len(steps))
@@ -298,7 +294,7 @@ def test_the_error_of_an_answer_is_raised_once_where_its_text_is_read(engine, mo
     assert engine.generate(PROMPTS[0], max_tokens=3).token_ids
 
 
-def test_a_stream_that_cannot_be_started_can_be_closed(engine, monkeypatch) -> None:
+def test_a_stream_that_cannot_be_started_can_be_closed(engine, monkeypatch):
     stream = engine.stream(PROMPTS[0], max_tokens=3)
     with monkeypatch.context() as changed:
         changed.setattr(engine, "prepare_prefill", lambda request: 1 / 0)
@@ -308,7 +304,7 @@ def test_a_stream_that_cannot_be_started_can_be_closed(engine, monkeypatch) -> N
     stream.close()
 
 
-def test_a_call_runs_between_steps_and_its_error_is_its_callers(engine) -> None:
+def test_a_call_runs_between_steps_and_its_error_is_its_callers(engine):
     stream = endless(engine, PROMPTS[0])
     next(stream)
     with pytest.raises(ZeroDivisionError):
@@ -319,7 +315,7 @@ def test_a_call_runs_between_steps_and_its_error_is_its_callers(engine) -> None:
 
 
 @pytest.mark.parametrize("num_requests", [12, pytest.param(125, marks=pytest.mark.slow)])
-def test_streams_cancelled_at_random_leave_the_others_their_answers(engine, num_requests: int) -> None:
+def test_streams_cancelled_at_random_leave_the_others_their_answers(engine, num_requests):
     """8 threads with a stream each, `num_requests` a thread, a third of them left at some token."""
     expected = [engine.generate(prompt, max_tokens=9).text for prompt in PROMPTS]
 
@@ -346,7 +342,7 @@ def test_streams_cancelled_at_random_leave_the_others_their_answers(engine, num_
     assert is_at_rest(engine)
 
 
-def test_closing_the_engine_ends_what_is_being_answered(tiny_engine) -> None:
+def test_closing_the_engine_ends_what_is_being_answered(tiny_engine):
     engine = tiny_engine("llama")
     streams = [engine.stream(prompt, max_tokens=1000) for prompt in PROMPTS[:3]]
 
@@ -360,7 +356,7 @@ def test_closing_the_engine_ends_what_is_being_answered(tiny_engine) -> None:
         assert len(answer.token_ids) < 8
 
 
-def test_reports_of_a_batch_have_each_answers_own_times(engine, monkeypatch) -> None:
+def test_reports_of_a_batch_have_each_answers_own_times(engine, monkeypatch):
     """Waiting for another's prefill is neither its time to first token nor its decoding; a shared step is."""
     now_s, prefill, decode = [0.0], engine._prefill, engine.loop._decode
 
@@ -379,7 +375,7 @@ def test_reports_of_a_batch_have_each_answers_own_times(engine, monkeypatch) -> 
     assert [(report.ttft_s, report.decode_s, report.completion_tokens) for report in reports] == [(100.0, 3.0, 4)] * 4
 
 
-def test_a_failing_batched_step_is_logged_once_and_steps_run_one_by_one(engine, monkeypatch, caplog) -> None:
+def test_a_failing_batched_step_is_logged_once_and_steps_run_one_by_one(engine, monkeypatch, caplog):
     decode = engine.loop._decode
 
     def one_at_a_time(steps: Sequence[Any]) -> Any:

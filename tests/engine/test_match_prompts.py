@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from tiny_prompts import CHUNKS
 
 from ragblend.engine.base import LEAST_QUOTE
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, MatchedPrompt, Prompt
 
@@ -19,7 +17,7 @@ LONG = Chunk(" ".join(chunk.text for chunk in CHUNKS), "long.txt")
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
+def engine(tiny_engine, chat_renderer):
     """An engine whose store holds ONE and TWO."""
     engine = tiny_engine(renderer=chat_renderer)
     list(engine.precompute_all([replace(chunk, source="") for chunk in (ONE, TWO)]))
@@ -34,7 +32,7 @@ def texts_of(matched: MatchedPrompt, renderer: Renderer) -> list[str]:
     return [renderer.plain_text(matched.token_ids[run.start : run.end]).strip() for run in matched.runs]
 
 
-def test_stored_chunks_are_found_in_any_turn_by_their_ids(engine: TransformersEngine) -> None:
+def test_stored_chunks_are_found_in_any_turn_by_their_ids(engine):
     turns = [
         ("system", ONE.text),
         ("user", f"Read: {TWO.text} {QUESTION}"),
@@ -51,7 +49,7 @@ def test_stored_chunks_are_found_in_any_turn_by_their_ids(engine: TransformersEn
     assert matched.prefix_ids == engine.renderer.prefix_ids(ONE.text)
 
 
-def test_a_prompt_gives_its_chunks_their_names(engine: TransformersEngine) -> None:
+def test_a_prompt_gives_its_chunks_their_names(engine):
     matched = engine.match(Prompt([TWO, ONE], QUESTION))
     assert texts_of(matched, engine.renderer) == [TWO.text, ONE.text]
     assert [run.chunk for run in matched.runs] == [TWO, ONE]
@@ -60,7 +58,7 @@ def test_a_prompt_gives_its_chunks_their_names(engine: TransformersEngine) -> No
 
 
 @pytest.mark.parametrize("start", ["", "Is it so? ", '"'])
-def test_a_question_that_quotes_a_chunk_stays_fresh(start: str, engine: TransformersEngine) -> None:
+def test_a_question_that_quotes_a_chunk_stays_fresh(start, engine):
     quoting = engine.match(Prompt([TWO], start + ONE.text))
     assert texts_of(quoting, engine.renderer) == [TWO.text]
     assert engine.match(Prompt(question=start + ONE.text)).runs == ()
@@ -69,16 +67,14 @@ def test_a_question_that_quotes_a_chunk_stays_fresh(start: str, engine: Transfor
     assert len(twice.token_ids) > twice.runs[0].end + 2 * len(engine.renderer.tail_ids)
 
 
-def test_text_behind_the_quotation_makes_it_a_document(engine: TransformersEngine) -> None:
+def test_text_behind_the_quotation_makes_it_a_document(engine):
     matched = engine.match(Prompt(question=f"{ONE.text}\n\n{QUESTION}"))
     assert texts_of(matched, engine.renderer) == [ONE.text]
 
 
 @pytest.mark.parametrize(("num_tokens", "is_document"), [(LEAST_QUOTE, True), (LEAST_QUOTE - 1, False)])
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_a_document_at_the_end_counts_from_64_tokens(
-    num_tokens: int, is_document: bool, is_chat: bool, engine: TransformersEngine
-) -> None:
+def test_a_document_at_the_end_counts_from_64_tokens(num_tokens, is_document, is_chat, engine):
     text = ("0123456789" * 7)[:num_tokens]  # a token is a digit
     assert len(engine.renderer.chunk_ids(text)) == num_tokens
     engine.add_known([text])
@@ -87,15 +83,13 @@ def test_a_document_at_the_end_counts_from_64_tokens(
     assert texts_of(matched, engine.renderer) == ([text] if is_document else [])
 
 
-def test_a_chunk_that_the_prompt_names_counts_at_the_end(engine: TransformersEngine) -> None:
+def test_a_chunk_that_the_prompt_names_counts_at_the_end(engine):
     for prompt in (Prompt.from_messages([("user", [QUESTION, ONE])]), Prompt.from_text([QUESTION, ONE])):
         (run,) = engine.match(prompt).runs
         assert run.chunk == ONE
 
 
-def test_a_chunk_that_is_named_and_not_stored_is_a_miss_and_stored_for_the_next_time(
-    tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer
-) -> None:
+def test_a_chunk_that_is_named_and_not_stored_is_a_miss_and_stored_for_the_next_time(tiny_engine, chat_renderer):
     engine = tiny_engine(renderer=chat_renderer, on_miss="store")
     engine.precompute(ONE)
     prompt, unnamed = Prompt([ONE, THREE], QUESTION), Prompt(question=f"{ONE.text}\n\n{THREE.text}\n\n{QUESTION}")
@@ -109,13 +103,13 @@ def test_a_chunk_that_is_named_and_not_stored_is_a_miss_and_stored_for_the_next_
     assert (report.num_chunks, report.num_chunk_hits) == (2, 2)
 
 
-def test_a_forgotten_chunk_is_found_no_more(engine: TransformersEngine) -> None:
+def test_a_forgotten_chunk_is_found_no_more(engine):
     assert engine.forget(ONE)
     matched = engine.match(Prompt(question=f"{ONE.text}\n\n{TWO.text}\n\n{QUESTION}"))
     assert texts_of(matched, engine.renderer) == [TWO.text]
 
 
-def test_a_named_chunk_that_shares_sentences_with_a_stored_one_is_found_whole(engine: TransformersEngine) -> None:
+def test_a_named_chunk_that_shares_sentences_with_a_stored_one_is_found_whole(engine):
     """Splitters let chunks overlap: the end of one is the beginning of the next."""
     following = Chunk(f"{' '.join(TWO.text.split()[6:])} and {THREE.text}", "two.txt", 30)
     matched = engine.match(Prompt([TWO, following], QUESTION))
@@ -123,14 +117,14 @@ def test_a_named_chunk_that_shares_sentences_with_a_stored_one_is_found_whole(en
     assert texts_of(matched, engine.renderer) == [TWO.text, following.text]
 
 
-def test_a_stored_chunk_that_holds_a_named_one_is_found_whole(engine: TransformersEngine) -> None:
+def test_a_stored_chunk_that_holds_a_named_one_is_found_whole(engine):
     engine.add_known([LONG])
     part = Chunk(" ".join(LONG.text.split()[3:30]))
     matched = engine.match(Prompt.from_messages([("user", f"{LONG.text}\n\n{QUESTION}")], chunks=[part]))
     assert texts_of(matched, engine.renderer) == [LONG.text]
 
 
-def test_the_prefix_of_a_prompt_is_its_own(engine: TransformersEngine) -> None:
+def test_the_prefix_of_a_prompt_is_its_own(engine):
     renderer = engine.renderer
     assert engine.match(Prompt([ONE], QUESTION, "be brief")).prefix_ids == renderer.prefix_ids("be brief")
     assert engine.match(Prompt.from_text([ONE, QUESTION])).prefix_ids == renderer.text_prefix_ids

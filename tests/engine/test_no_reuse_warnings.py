@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import shlex
 import socket
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,17 +14,15 @@ from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.precompute import precompute_documents
 
 TEXTS = [f"The lighthouse number {number} was built long ago." for number in range(6)]
 OTHERS = [chunk.text for chunk in CHUNKS]
 PROMPT = Prompt(TEXTS[:3], "Who built it?")
-Make = Callable[..., TransformersEngine]
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def said(caplog):
     """The warnings so far."""
     caplog.set_level(logging.DEBUG, logger="ragblend")
     return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -37,7 +33,7 @@ def ask(engine: Any, prompt: Prompt = PROMPT, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
-def test_an_empty_store_is_reported_once_with_the_call_that_fills_it(tiny_engine: Make, said: Any, mode: str) -> None:
+def test_an_empty_store_is_reported_once_with_the_call_that_fills_it(tiny_engine, said, mode):
     engine = tiny_engine()
     for _ in range(5):
         ask(engine, mode=mode)
@@ -49,9 +45,7 @@ def test_an_empty_store_is_reported_once_with_the_call_that_fills_it(tiny_engine
 
 
 @pytest.mark.parametrize("other", [{"namespace": "theirs"}, {"fingerprint": "another"}])
-def test_a_store_of_other_models_or_namespaces_is_reported_once_without_their_names(
-    tiny_engine: Make, said: Any, other: dict[str, str]
-) -> None:
+def test_a_store_of_other_models_or_namespaces_is_reported_once_without_their_names(tiny_engine, said, other):
     store = MemoryStore(1 << 28)
     precompute_documents(TEXTS, tiny_engine(store=store, **other))
     engine = tiny_engine(store=store, namespace="mine")
@@ -62,7 +56,7 @@ def test_a_store_of_other_models_or_namespaces_is_reported_once_without_their_na
     assert "theirs" not in line
 
 
-def test_kv_after_another_prefix_is_reported_once_with_the_command_that_fixes_it(tmp_path: Path, said: Any) -> None:
+def test_kv_after_another_prefix_is_reported_once_with_the_command_that_fixes_it(tmp_path, said):
     with load_engine("demo", tmp_path / "kv") as plain:
         precompute_documents(TEXTS, plain)
     system = "Answer in one word; don't explain."
@@ -79,7 +73,7 @@ def test_kv_after_another_prefix_is_reported_once_with_the_command_that_fixes_it
 
 
 @pytest.mark.parametrize("context", ["none", "similar"])
-def test_kv_after_a_system_text_is_reported_to_prompts_without_one(tiny_engine: Make, said: Any, context: str) -> None:
+def test_kv_after_a_system_text_is_reported_to_prompts_without_one(tiny_engine, said, context):
     store = MemoryStore(1 << 28)
     precompute_documents(TEXTS, tiny_engine(store=store, system="Be brief.", context=context))
     ask(tiny_engine(store=store))
@@ -87,7 +81,7 @@ def test_kv_after_a_system_text_is_reported_to_prompts_without_one(tiny_engine: 
     assert "holds KV after other prefixes, none after this one (no system text)" in line
 
 
-def test_prompts_of_which_nothing_is_stored_are_reported_once_after_three(tiny_engine: Make, said: Any) -> None:
+def test_prompts_of_which_nothing_is_stored_are_reported_once_after_three(tiny_engine, said):
     engine = tiny_engine()
     precompute_documents(OTHERS, engine)
     for number in range(6):
@@ -97,7 +91,7 @@ def test_prompts_of_which_nothing_is_stored_are_reported_once_after_three(tiny_e
     assert said()[0].endswith("; or compare a prompt with the store: ragblend explain --prompt FILE --store DIR")
 
 
-def test_a_remote_tier_that_does_not_answer_is_the_only_warning(tiny_engine: Make, said: Any) -> None:
+def test_a_remote_tier_that_does_not_answer_is_the_only_warning(tiny_engine, said):
     with socket.socket() as taken:  # bound, not listening: no server answers
         taken.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
@@ -112,7 +106,7 @@ def test_a_remote_tier_that_does_not_answer_is_the_only_warning(tiny_engine: Mak
     assert line.endswith(f"ragblend doctor --remote {url}")
 
 
-def test_no_false_alarms(tiny_engine: Make, said: Any) -> None:
+def test_no_false_alarms(tiny_engine, said):
     engine = tiny_engine(on_miss="store")
     for _ in range(5):
         ask(engine, Prompt(question="What is this? " * 20))  # no chunk: nothing to reuse
@@ -128,8 +122,8 @@ def test_no_false_alarms(tiny_engine: Make, said: Any) -> None:
 
 
 def test_looking_for_the_cause_reads_few_entries_and_disturbs_neither_counters_nor_the_order_of_eviction(
-    tiny_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_engine, tmp_path, monkeypatch
+):
     disk, memory = DiskStore(tmp_path, fsync=False), MemoryStore(1 << 28)
     store = TieredStore(memory, disk)
     precompute_documents([f"Remark {number} of many." for number in range(200)], tiny_engine(store=disk))

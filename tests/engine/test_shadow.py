@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ def prompts() -> list[Prompt]:
 
 
 @pytest.fixture
-def shadowed(tiny_engine: Callable[..., TransformersEngine]) -> Callable[..., TransformersEngine]:
+def shadowed(tiny_engine):
     """`shadowed(share, seed)`: a tiny Llama whose store holds CHUNKS."""
 
     def build(share: float = 1.0, seed: int | None = 0) -> TransformersEngine:
@@ -185,7 +184,7 @@ def test_a_shadow_that_fails_is_counted_and_logged_and_changes_no_answer(shadowe
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
+def gate():
     event = threading.Event()
     yield event
     event.set()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,7 +12,7 @@ from ragblend.prompt.render import Renderer
 @given(text=st.text(max_size=40))
 @example(text="🙂é漢字")
 @example(text="<s>a</s>")
-def test_a_stream_of_tokens_reads_as_the_whole_answer(text: str, renderer: Renderer) -> None:
+def test_a_stream_of_tokens_reads_as_the_whole_answer(text, renderer):
     ids, stream = renderer.text_ids(text), AnswerText(renderer)
     pieces = [stream.push(token) for token in ids]
     assert "".join([*pieces, stream.flush()]) == text.removeprefix(renderer.whitespace_before_answer)
@@ -24,9 +20,7 @@ def test_a_stream_of_tokens_reads_as_the_whole_answer(text: str, renderer: Rende
 
 
 @given(ids=st.lists(st.integers(0, 299), max_size=30))
-def test_a_stream_of_any_tokens_holds_back_no_more_than_an_unfinished_character(
-    ids: list[int], renderer: Renderer
-) -> None:
+def test_a_stream_of_any_tokens_holds_back_no_more_than_an_unfinished_character(ids, renderer):
     stream = AnswerText(renderer)
     shown = "".join(stream.push(token) for token in ids)
     rest = stream.flush()
@@ -36,25 +30,21 @@ def test_a_stream_of_any_tokens_holds_back_no_more_than_an_unfinished_character(
 
 
 @given(text=st.text(max_size=30))
-def test_a_stream_reads_as_the_answer_with_tokenizers_that_spell_letters_in_bytes(
-    text: str, make_spaced_tokenizer: Callable[..., Any]
-) -> None:
+def test_a_stream_reads_as_the_answer_with_tokenizers_that_spell_letters_in_bytes(text, make_spaced_tokenizer):
     renderer = Renderer(make_spaced_tokenizer())
     ids, stream = renderer.text_ids(text), AnswerText(renderer)
     assert "".join([*map(stream.push, ids), stream.flush()]) == renderer.decode(ids)
 
 
 @given(ids=st.lists(st.integers(0, 270), max_size=30))
-def test_bytes_that_make_no_text_break_no_stream(ids: list[int], make_spaced_tokenizer: Callable[..., Any]) -> None:
+def test_bytes_that_make_no_text_break_no_stream(ids, make_spaced_tokenizer):
     stream = AnswerText(Renderer(make_spaced_tokenizer()))
     for token in ids:
         stream.push(token)
     stream.flush()
 
 
-def test_streaming_a_token_costs_the_same_however_long_the_answer_is(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streaming_a_token_costs_the_same_however_long_the_answer_is(renderer, monkeypatch):
     decoded: list[int] = []
     decode = type(renderer._tokenizer).decode
     noting = lambda self, ids, **options: decoded.append(len(ids)) or decode(self, ids, **options)  # noqa: E731
@@ -64,9 +54,7 @@ def test_streaming_a_token_costs_the_same_however_long_the_answer_is(
     assert max(decoded, default=0) <= 12
 
 
-def test_an_answer_is_shown_without_control_tokens_and_the_space_that_the_template_writes_before_it(
-    renderer: Renderer,
-) -> None:
+def test_an_answer_is_shown_without_control_tokens_and_the_space_that_the_template_writes_before_it(renderer):
     ids = [*renderer.text_ids(" the chunk"), *renderer.stop_ids()]
     assert renderer.whitespace_before_answer == " "
     assert renderer.decode(ids) == "the chunk"

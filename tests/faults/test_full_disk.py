@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,11 +45,9 @@ COMMANDS = {
 }
 HAS_NO_ROOM = re.compile("no room for|no space is left|file-size limit|are free there|disk quota")
 
-Counted = Callable[[str], None]
-
 
 @pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
+def commands():
     with Commands() as made:
         yield made
 
@@ -83,9 +80,7 @@ def says_so(done: Done, what: object) -> bool:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_file_size_limit_is_called_that_and_the_command_goes_on_without_it(
-    name: str, place: Place, commands: Commands, counted: Counted
-) -> None:
+def test_a_file_size_limit_is_called_that_and_the_command_goes_on_without_it(name, place, commands, counted):
     argv = tuple(part.format(work=place.work) for part in COMMANDS[name])
     limits = LIMITS if FULL else random.Random(name).sample(LIMITS, 1)
     num_failed = 0
@@ -97,7 +92,7 @@ def test_a_file_size_limit_is_called_that_and_the_command_goes_on_without_it(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Place:
+def place(tmp_path_factory, commands):
     root = tmp_path_factory.mktemp("limit")
     found = Place(root / "work", root / "kept")
     found.work.mkdir()
@@ -114,9 +109,7 @@ def goes_on(commands: Commands, work: Path, argv: tuple[str, ...]) -> None:
     succeeded(commands.run("verify", *PLACE, cwd=work))
 
 
-def test_gc_of_a_store_that_cannot_be_written_claims_nothing(
-    tmp_path: Path, commands: Commands, counted: Counted
-) -> None:
+def test_gc_of_a_store_that_cannot_be_written_claims_nothing(tmp_path, commands, counted):
     with small_disk(tmp_path / "small", "24m") as work:
         fill(Place(work, tmp_path / "kept"), commands)
         succeeded(commands.run("verify", "--repair", *PLACE, cwd=work))
@@ -130,7 +123,7 @@ def test_gc_of_a_store_that_cannot_be_written_claims_nothing(
         counted("gc of a store on a read-only mount: exit 1, nothing claimed")
 
 
-def test_a_full_disk_is_called_full_by_every_command(tmp_path: Path, commands: Commands, counted: Counted) -> None:
+def test_a_full_disk_is_called_full_by_every_command(tmp_path, commands, counted):
     with small_disk(tmp_path / "small", "24m") as work:
         place = Place(work, tmp_path / "kept")
         fill(place, commands)

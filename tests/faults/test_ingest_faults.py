@@ -1,13 +1,10 @@
 """Ingestion against kill -9, flipped bytes and a full disk. `RAGBLEND_FAULTS=full` raises the counts."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from forked import Commands, Kill
@@ -57,7 +54,7 @@ def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_com
 
 
 @pytest.fixture(scope="module")
-def ingested(tmp_path_factory) -> Path:
+def ingested(tmp_path_factory):
     root = tmp_path_factory.mktemp("flips")
     sample_corpus().write(root / "corpus")
     with load_engine("demo", root / "kv") as engine:

@@ -12,7 +12,7 @@ import random
 import signal
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,15 @@ pytestmark = pytest.mark.timeout(1800)
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 20 if FULL else 3
 
-Counted = Callable[[str], None]
-
 
 @pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
+def commands():
     with Commands() as made:
         yield made
 
 
 @pytest.fixture
-def place(tmp_path: Path, commands: Commands) -> Place:
+def place(tmp_path, commands):
     """Six documents, ingested in the context `similar`; one is pinned."""
     found = Place(tmp_path / "work", tmp_path / "kept")
     found.work.mkdir()
@@ -135,9 +133,7 @@ def difference(found: dict[str, Any], wanted: dict[str, Any], moment: int) -> st
 
 
 @pytest.mark.slow
-def test_a_killed_removal_is_finished_by_the_same_command_and_leaves_no_word(
-    commands: Commands, place: Place, counted: Counted
-) -> None:
+def test_a_killed_removal_is_finished_by_the_same_command_and_leaves_no_word(commands, place, counted):
     (place.work / "corpus" / "basalt.md").unlink()
     said = killed_and_run_again(commands, place, ("remove", "corpus/basalt.md", *PLACE), basalt_is_gone)
     counted(f"{said}: no file tells a removed word")
@@ -145,8 +141,8 @@ def test_a_killed_removal_is_finished_by_the_same_command_and_leaves_no_word(
 
 @pytest.mark.slow
 def test_a_removal_without_its_remote_tier_forgets_here_and_is_finished_when_that_is_back(
-    commands: Commands, place: Place, tmp_path: Path, counted: Counted
-) -> None:
+    commands, place, tmp_path, counted
+):
     pytest.importorskip("redis")
     for server in running_redis(tmp_path):
         far = ("--remote", server.url)
@@ -172,9 +168,7 @@ def num_keys(server: RedisServer) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(
-    commands: Commands, place: Place, counted: Counted
-) -> None:
+def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(commands, place, counted):
     rng = random.Random(2)
     paths = sorted((place.work / "kv").glob("kv/??/*.safetensors"))
     for path in rng.sample(paths, 8):
@@ -195,7 +189,7 @@ def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(
 
 
 @pytest.mark.slow
-def test_a_killed_gc_is_finished_by_the_next(commands: Commands, place: Place, counted: Counted) -> None:
+def test_a_killed_gc_is_finished_by_the_next(commands, place, counted):
     paths = sorted((place.work / "kv").glob("kv/??/*.safetensors"))
     for number, path in enumerate(paths):
         os.utime(path, (1e9 + number, 1e9 + number))
@@ -209,9 +203,7 @@ def test_a_killed_gc_is_finished_by_the_next(commands: Commands, place: Place, c
 
 
 @pytest.mark.slow
-def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
-    commands: Commands, place: Place, counted: Counted
-) -> None:
+def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(commands, place, counted):
     """Half of the documents leave the index behind the store's back; others come in while `gc --orphans` runs."""
     with open_index(place.work / "kv") as index:
         for source in index.sources()[::2]:
@@ -257,7 +249,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(
 
 
 @pytest.mark.slow
-def test_a_killed_push_leaves_no_half_and_no_temp_file(commands: Commands, place: Place, counted: Counted) -> None:
+def test_a_killed_push_leaves_no_half_and_no_temp_file(commands, place, counted):
     far = place.work / "far"
     argv = ("push", "--remote", f"file://{far}", "--store", "kv")
 
@@ -268,9 +260,7 @@ def test_a_killed_push_leaves_no_half_and_no_temp_file(commands: Commands, place
 
 
 @pytest.mark.slow
-def test_push_over_keys_of_another_type_sends_what_it_says(
-    commands: Commands, place: Place, tmp_path: Path, counted: Counted
-) -> None:
+def test_push_over_keys_of_another_type_sends_what_it_says(commands, place, tmp_path, counted):
     redis = pytest.importorskip("redis")
     for server in running_redis(tmp_path):
         client = redis.Redis(port=server.port)
@@ -291,9 +281,7 @@ def test_push_over_keys_of_another_type_sends_what_it_says(
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(NUM_KILLS, marks=pytest.mark.slow)])
-def test_a_killed_ingestion_of_changed_files_ends_as_one_that_was_not(
-    num_kills: int, commands: Commands, place: Place, counted: Counted
-) -> None:
+def test_a_killed_ingestion_of_changed_files_ends_as_one_that_was_not(num_kills, commands, place, counted):
     place.write("basalt", version=1)
     place.write("copper", version=1)
     (place.work / "corpus" / "denim.md").unlink()

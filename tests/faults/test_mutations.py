@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
@@ -61,8 +60,6 @@ LOSABLE = {"model note", "pin", "calibration", "machine"}
 """Files without which a store is another whole store: of a model not used yet, unpinned, not calibrated or measured."""
 DOCUMENTED = {0, 1, 3, 4}
 QUESTION = "What is the secret of amber room 1?"
-
-Counted = Callable[[str], None]
 
 
 def flip(data: bytearray, rng: random.Random) -> None:
@@ -178,7 +175,7 @@ def answered(work: Path, engine: Engine) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def kept(tmp_path_factory):
     work = tmp_path_factory.mktemp("mutations") / "work"
     fill(work)
     shutil.copytree(work, work.with_name("kept"))
@@ -188,9 +185,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(
-    part: int, kept: Path, counted: Counted, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(part, kept, counted, capsys, caplog):
     work, rng = kept, random.Random(part)
     place = ("--store", str(work / "kv"))
     counts: Counter[str] = Counter()

@@ -7,7 +7,7 @@ as the prompt's first chunk: the one that is exact, and so never recomputed.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,6 @@ WHOLE_AND_UNSIGNED = {
     "other tensors and digests under a signature",
 }
 """Kinds that are sound to whoever checks no signature."""
-
-Counted = Callable[[str], None]
 
 
 class Tier:
@@ -98,14 +96,14 @@ class Tier:
     def verify(self, key: StoreKey | None, expecting: TieredStore) -> list[EntryCheck]:
         """What `verify` says with fresh eyes that know the model's shapes."""
         store = self.remote(key) if self.url else DiskStore(self.root, fsync=False, store_key=key)
-        shapes = expecting.tiers[1]._requirements.specs  # type: ignore[attr-defined]
+        shapes = expecting.tiers[1]._requirements.specs
         for fingerprint, shape in shapes.items():
             store.set_expected_spec(fingerprint, shape)
         return list(store.verify())
 
 
 @pytest.fixture(params=["disk", "redis", "s3"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tier]:
+def tier(request, tmp_path, monkeypatch):
     if request.param == "disk":
         yield Tier(tmp_path / "kv", None)
     elif request.param == "redis":
@@ -150,7 +148,7 @@ class Asker:
 
 
 @pytest.fixture
-def asker(tiny_engine: Callable[..., Any]) -> Asker:
+def asker(tiny_engine):
     return Asker(tiny_engine)
 
 
@@ -176,8 +174,8 @@ def peak_bytes() -> int:
 
 @pytest.mark.parametrize("store_key", [OWN, None], ids=["with a key", "without a key"])
 def test_nothing_planted_raises_takes_memory_or_is_used_unless_it_is_whole_and_there_is_no_key(
-    store_key: StoreKey | None, tier: Tier, asker: Asker, counted: Counted
-) -> None:
+    store_key, tier, asker, counted
+):
     """Without a key a lie of the right shape is believed: that is what the key is for. `verify` names all others."""
     kinds, used, num_unsigned = plants_for(tier, asker.victim), set(), 0
     assert len(kinds) >= 30
@@ -212,7 +210,7 @@ def test_nothing_planted_raises_takes_memory_or_is_used_unless_it_is_whole_and_t
     )
 
 
-def test_the_lie_of_these_tests_is_one(asker: Asker) -> None:
+def test_the_lie_of_these_tests_is_one(asker):
     """Believed, it changes what is answered in every mode, also at ratio 1.0."""
     for mode, ratio in MODES:
         store = MemoryStore(1 << 28)

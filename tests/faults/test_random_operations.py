@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,6 @@ class Machine:
         self.root, self.docs = root, docs
         self.docs.mkdir(parents=True, exist_ok=True)
         self.llm = ChatBlend(model="demo", store=str(root), engine_options={"memory_gib": 0, **options})
-        assert isinstance(self.llm.engine, TransformersEngine)
         self.engine: TransformersEngine = self.llm.engine
         self.stores = {
             name: BlendVectorStore(database, llm=self.llm, collection=name) for name, database in databases.items()
@@ -182,7 +181,7 @@ STEPS: tuple[Callable[[Everything], None], ...] = (
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Iterator[Callable[..., Everything]]:
+def build(tmp_path):
     """`build(options, context)`: see `Everything`. Closed at the end."""
     built: list[Everything] = []
 
@@ -198,19 +197,14 @@ def build(tmp_path: Path) -> Iterator[Callable[..., Everything]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["none", "similar"])
 @pytest.mark.parametrize("num_engines", [1, 2])
-def test_one_folder_holds_what_is_left_and_nothing_of_what_was_removed(
-    build: Callable[..., Everything], num_engines: int, context: ContextPolicy, counted: Callable[[str], None]
-) -> None:
+def test_one_folder_holds_what_is_left_and_nothing_of_what_was_removed(build, num_engines, context, counted):
     build([{"store": "store"} for _ in range(num_engines)], context).run(NUM_STEPS)
     counted(f"{NUM_STEPS} operations by {num_engines} engines over one folder, context {context}: whole")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["none", "similar"])
-def test_two_machines_with_one_catalogue_hold_what_is_left(
-    build: Callable[..., Everything], tmp_path: Path, postgres: str, context: ContextPolicy,
-    counted: Callable[[str], None], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_two_machines_with_one_catalogue_hold_what_is_left(build, tmp_path, postgres, context, counted, monkeypatch):
     with fresh_schema(postgres) as catalog:
         monkeypatch.setenv("RAGBLEND_CATALOG", catalog)
         shared = {"catalog": catalog, "remote": f"file://{tmp_path}/remote"}

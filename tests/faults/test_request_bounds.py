@@ -6,11 +6,11 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from servers import RedisServer, TcpProxy
+from servers import TcpProxy
 from tier_support import assert_same
 
 from ragblend.engine.store.kv import ChunkKV, load_into_memory
@@ -49,12 +49,7 @@ class Checked(TieredStore):
         return found
 
 
-def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(
-    redis_server: RedisServer,
-    tiny_engine: Callable[..., Any],
-    counted: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(redis_server, tiny_engine, counted, monkeypatch):
     """60 (full: 1000) requests of 4 to 12 chunks that only Redis has, the line to it in another state each time."""
     monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     rng = random.Random(3)

@@ -20,7 +20,7 @@ from pathlib import Path
 import boto3
 import pytest
 import torch
-from servers import RedisServer, TcpProxy, point_s3_at, running_redis, wait_until
+from servers import TcpProxy, point_s3_at, running_redis, wait_until
 from tier_support import assert_same, make_kv
 
 from ragblend.engine.store.base import ByteStore
@@ -36,7 +36,6 @@ from ragblend.errors import StoreNotWritableError
 
 pytestmark = pytest.mark.timeout(600)
 
-Counted = Callable[[str], None]
 
 FULL = os.environ.get("RAGBLEND_FAULTS") == "full"
 NUM_KILLS = 20 if FULL else 3
@@ -77,7 +76,7 @@ def load(num_threads: int, work: Callable[[random.Random], None]) -> Iterator[li
 
 
 @pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+def redis_server(tmp_path):
     yield from running_redis(tmp_path)
 
 
@@ -95,9 +94,7 @@ def ask(store: RemoteStore, kv: MemoryKV, outcomes: dict[str, int]) -> None:
         assert_same(found, kv)
 
 
-def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_answer(
-    redis_server: RedisServer, tmp_path: Path, counted: Counted
-) -> None:
+def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_answer(redis_server, tmp_path, counted):
     """3 (full: 20) kill -9 under 4 threads that ask all tiers, which must hit, and Redis alone, which may miss."""
     kvs = [make_kv(seed, tokens=50) for seed in range(12)]
     far = RemoteStore(RedisValues(redis_server.url, 1.0), timeout_s=1.0, breaker=quick_breaker())
@@ -135,9 +132,7 @@ def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_a
 
 
 @pytest.mark.slow
-def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(
-    redis_server: RedisServer, tmp_path: Path, counted: Counted
-) -> None:
+def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(redis_server, tmp_path, counted):
     """30 chunks over 3 (full: 20) outages, the first of each written into a dead server, room in the queue for two."""
     kvs = [make_kv(seed, tokens=50) for seed in range(30)]
     far = RemoteStore(RedisValues(redis_server.url, 1.0), queue_bytes=2 * kvs[0].nbytes)
@@ -165,9 +160,7 @@ def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(
 
 
 @pytest.mark.slow
-def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
-    s3_port: int, monkeypatch: pytest.MonkeyPatch, counted: Counted
-) -> None:
+def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(s3_port, monkeypatch, counted):
     """10 (full: 60) rounds of 500s, bodies cut at a random byte, closed connections and quiet, under 3 threads."""
     proxy = TcpProxy(s3_port)
     point_s3_at(proxy.port, monkeypatch)
@@ -203,9 +196,7 @@ def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(
 
 
 @pytest.mark.parametrize("kind", ["redis", "file"])
-def test_two_writers_of_one_key_never_show_half_an_entry(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest, counted: Counted
-) -> None:
+def test_two_writers_of_one_key_never_show_half_an_entry(kind, tmp_path, request, counted):
     """30 (full: 200) writes by each of two writers, read all the while."""
     kv = make_kv(3, tokens=200, num_layers=3)
     url = request.getfixturevalue("redis_server").url if kind == "redis" else f"file://{tmp_path}/shared"
@@ -247,9 +238,7 @@ def work_on_one_store(number: int, root: Path, url: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_eight_processes_on_one_store_lose_nothing_and_mix_nothing_up(
-    redis_server: RedisServer, tmp_path: Path, counted: Counted
-) -> None:
+def test_eight_processes_on_one_store_lose_nothing_and_mix_nothing_up(redis_server, tmp_path, counted):
     """8 processes x 25 (full: 200) requests over memory, one directory with a budget, and one Redis."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -288,16 +277,14 @@ def somebody_else() -> Iterator[None]:
 
 
 @pytest.fixture
-def open_directory() -> Iterator[Path]:
+def open_directory():
     """A directory that anyone can reach; pytest's own are private."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name) / "kv"
 
 
-def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
-    open_directory: Path, redis_server: RedisServer, counted: Counted
-) -> None:
+def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(open_directory, redis_server, counted):
     """10 chunks: 5 in a directory of somebody else's, 5 only in Redis, which cannot be promoted there."""
     kvs = [make_kv(seed) for seed in range(10)]
     owner = DiskStore(open_directory, fsync=False)
@@ -328,9 +315,7 @@ def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(
     counted(f"a store that may not be written: {3 * len(kvs)} answers right, writes refused")
 
 
-def test_entries_that_may_not_be_read_are_misses_and_stay(
-    open_directory: Path, caplog: pytest.LogCaptureFixture, counted: Counted
-) -> None:
+def test_entries_that_may_not_be_read_are_misses_and_stay(open_directory, caplog, counted):
     """5 of 10 entries are unreadable: those miss with a warning, and are there again when the permission is."""
     kvs = [make_kv(seed) for seed in range(10)]
     owner = DiskStore(open_directory, fsync=False)

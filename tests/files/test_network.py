@@ -1,7 +1,5 @@
 """Network file systems, by the lines that Linux has of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -36,13 +34,11 @@ FOUND = {
 
 
 @pytest.mark.parametrize(("path", "expected"), FOUND.items())
-def test_the_file_system_of_a_path(path: str, expected: str) -> None:
+def test_the_file_system_of_a_path(path, expected):
     assert parse_network_file_system(Path(path), MOUNTS) == expected
 
 
-def test_a_catalogue_in_a_file_on_one_is_refused_with_the_way_to_share_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_catalogue_in_a_file_on_one_is_refused_with_the_way_to_share_it(tmp_path, monkeypatch):
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
         registry.add(["text"])
     monkeypatch.setattr("ragblend.catalog.sqlite.find_network_file_system", lambda folder: "nfs4")
@@ -52,6 +48,6 @@ def test_a_catalogue_in_a_file_on_one_is_refused_with_the_way_to_share_it(
     assert list(ChunkRegistry(tmp_path / CATALOG_FILE).texts()) == ["text"]
 
 
-def test_this_machine_s_own_are_read() -> None:
+def test_this_machine_s_own_are_read():
     network.find_network_file_system.cache_clear()
     assert network.find_network_file_system(Path("/proc")) == ""

@@ -1,7 +1,5 @@
 """Paths that a user names: `~` is the home, a URL is answered with the option that takes it, "" is an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -50,7 +48,7 @@ NO_PATHS = ["", " ", "s3://bucket/kv", "redis://:geheim@host:6379/0", "$HOME/kv"
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch) -> Path:
+def home(tmp_path, monkeypatch):
     """The user's home; the working folder is another, empty one."""
     for name in ("home", "work"):
         (tmp_path / name).mkdir()

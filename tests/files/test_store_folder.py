@@ -29,7 +29,7 @@ TEXT = "The Turin office has forty desks and a roof garden."
 
 
 @pytest.fixture
-def former(tmp_path: Path) -> Path:
+def former(tmp_path):
     """A store as an earlier version wrote it: `index` and `kv` in one folder."""
     return Path(shutil.copytree(GOLDEN, tmp_path / "ragblend-data"))
 
@@ -54,7 +54,7 @@ def assert_whole(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [".", "kv", "index"])
-def test_the_two_former_folders_are_one_store_under_either_name(former: Path, named: str, caplog) -> None:
+def test_the_two_former_folders_are_one_store_under_either_name(former, named, caplog):
     open_index(former / named).close()
     assert [record.message.rpartition("; ")[2] for record in caplog.records][-2:] == [
         "its 4 texts were copied into the catalogue",
@@ -71,7 +71,7 @@ def test_the_two_former_folders_are_one_store_under_either_name(former: Path, na
         assert engine.precompute(Chunk(TEXT)) == 0
 
 
-def test_the_entries_of_a_store_that_has_no_index_stay_where_they_are(tmp_path: Path) -> None:
+def test_the_entries_of_a_store_that_has_no_index_stay_where_they_are(tmp_path):
     with load_engine("demo", tmp_path / "store") as engine:
         engine.precompute(Chunk(TEXT))
     entries = sorted((tmp_path / "store" / "kv").rglob("*.safetensors"))
@@ -79,7 +79,7 @@ def test_the_entries_of_a_store_that_has_no_index_stay_where_they_are(tmp_path: 
     assert sorted((tmp_path / "store" / "kv").rglob("*.safetensors")) == entries != []
 
 
-def test_a_folder_of_kv_alone_becomes_a_store(former: Path) -> None:
+def test_a_folder_of_kv_alone_becomes_a_store(former):
     place = (former / "kv").rename(former.parent / "entries")
     disk = DiskStore(place)
     assert sorted(disk.keys()) == KEYS
@@ -88,7 +88,7 @@ def test_a_folder_of_kv_alone_becomes_a_store(former: Path) -> None:
         assert TEXT in registry
 
 
-def test_a_move_that_is_cut_short_anywhere_is_finished_by_the_next(tmp_path: Path, monkeypatch) -> None:
+def test_a_move_that_is_cut_short_anywhere_is_finished_by_the_next(tmp_path, monkeypatch):
     rename, num_cuts = Path.rename, 0
     while True:
         folder = Path(shutil.copytree(GOLDEN, tmp_path / str(num_cuts)))
@@ -115,7 +115,7 @@ def test_a_move_that_is_cut_short_anywhere_is_finished_by_the_next(tmp_path: Pat
 
 
 @pytest.mark.parametrize("named", ["kv", "entries"])
-def test_a_folder_that_is_only_read_is_read_as_it_is(former: Path, named: str, monkeypatch) -> None:
+def test_a_folder_that_is_only_read_is_read_as_it_is(former, named, monkeypatch):
     if named != "kv":
         (former / "kv").rename(former / named)
 
@@ -128,7 +128,7 @@ def test_a_folder_that_is_only_read_is_read_as_it_is(former: Path, named: str, m
     assert disk.models()
 
 
-def test_folders_of_other_programs_are_not_moved(tmp_path: Path) -> None:
+def test_folders_of_other_programs_are_not_moved(tmp_path):
     for name in ("ui", "db", "kv"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text("mine")
@@ -137,7 +137,7 @@ def test_folders_of_other_programs_are_not_moved(tmp_path: Path) -> None:
     assert (tmp_path / "ui" / "ui.txt").read_text() == (tmp_path / "db" / "db.txt").read_text() == "mine"
 
 
-def test_a_database_in_use_is_not_moved(former: Path, monkeypatch) -> None:
+def test_a_database_in_use_is_not_moved(former, monkeypatch):
     monkeypatch.setattr(store_folder, "_LOCK_TIMEOUT_S", 0.1)
     with closing(sqlite3.connect(former / "index" / "chunks.sqlite", isolation_level=None)) as used:
         used.execute("PRAGMA journal_mode = WAL").fetchall()
@@ -147,7 +147,7 @@ def test_a_database_in_use_is_not_moved(former: Path, monkeypatch) -> None:
     assert_whole(former)
 
 
-def test_entries_elsewhere_can_be_lost_and_nothing_else(tmp_path: Path, caplog) -> None:
+def test_entries_elsewhere_can_be_lost_and_nothing_else(tmp_path, caplog):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text(TEXT)
     place = {"kv_dir": str(tmp_path / "fast"), "dtype": "float32"}

@@ -40,12 +40,12 @@ def without_aliases(names: set[str]) -> set[str]:
     return {ALSO_CALLED.get(name, name) for name in names}
 
 
-def test_the_table_is_read() -> None:
+def test_the_table_is_read():
     assert len(rows()) > 35
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: ",".join(sorted(row.ours or row.openai or row.hugging_face)))
-def test_what_is_named_as_ours_exists_and_where_we_differ_there_is_a_reason(row: Row) -> None:
+def test_what_is_named_as_ours_exists_and_where_we_differ_there_is_a_reason(row):
     known = {*ChatBlend.model_fields, *BlendLLM.model_fields, *ALSO_CALLED}
     missing = [each for each in row.ours - known if not (hasattr(ChatBlend, each) or hasattr(BlendLLM, each))]
     assert not missing
@@ -54,7 +54,7 @@ def test_what_is_named_as_ours_exists_and_where_we_differ_there_is_a_reason(row:
     assert row.note or (row.ours and same)
 
 
-def test_only_names_that_exist_are_called_our_own() -> None:
+def test_only_names_that_exist_are_called_our_own():
     section = (
         PAGE.read_text(encoding="utf-8").partition(HEADING)[2].partition("Only here:")[2].partition("LlamaIndex")[0]
     )
@@ -76,7 +76,7 @@ def own_names(kind: Any, base: type) -> set[str]:
     return names - {"Config"}
 
 
-def test_every_argument_of_the_other_libraries_has_a_row() -> None:
+def test_every_argument_of_the_other_libraries_has_a_row():
     theirs = pytest.importorskip("langchain_huggingface")
     openai = pytest.importorskip("langchain_openai")
     named = {name for row in rows() for name in row.hugging_face}

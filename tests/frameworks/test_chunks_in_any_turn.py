@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,12 +21,10 @@ from llama_index.core.base.llms.types import (
     VideoBlock,
 )
 
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents
-from ragblend.prompt.render import Renderer
 
 A, B, C = "The bakery was founded by Maren Holt.", "The lighthouse is painted green.", "The market is on Thursdays."
 LONG = "The ferry leaves at nine, at noon and at six; in winter it waits for the train from the north, which is late."
@@ -35,7 +33,7 @@ CALL = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "1"}])
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> TransformersEngine:
+def engine(tiny_engine, chat_renderer):
     made = tiny_engine(renderer=chat_renderer)
     precompute_documents([A, B, C, LONG], made)
     return made
@@ -78,7 +76,7 @@ TOOLS = [{"type": "function", "function": {"name": "search", "description": "", 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_chunks_are_found_in_every_form_that_langchain_sends(form: str, engine: TransformersEngine) -> None:
+def test_chunks_are_found_in_every_form_that_langchain_sends(form, engine):
     count, messages = FORMS[form]
     report = ChatBlend(engine=engine, max_tokens=1).invoke(messages).response_metadata["ragblend"]
     num_missing = sum("Never" in str(message.content) for message in messages)
@@ -86,21 +84,21 @@ def test_chunks_are_found_in_every_form_that_langchain_sends(form: str, engine: 
 
 
 @pytest.mark.parametrize("form", [name for name in FORMS if "tool" in name])
-def test_chunks_in_tool_results_are_found_with_bound_tools_too(form: str, engine: TransformersEngine) -> None:
+def test_chunks_in_tool_results_are_found_with_bound_tools_too(form, engine):
     count, messages = FORMS[form]
     chat = ChatBlend(engine=engine, max_tokens=1).bind_tools(TOOLS, tool_choice="none")
     report = chat.invoke(messages).response_metadata["ragblend"]
     assert (report["num_chunks"], report["num_chunk_hits"]) == (count, count)
 
 
-def test_a_marked_text_is_set_apart_though_its_mark_is_empty_and_it_is_known(engine: TransformersEngine) -> None:
+def test_a_marked_text_is_set_apart_though_its_mark_is_empty_and_it_is_known(engine):
     blocks_sent = [{**text(A), "extras": {"chunk_id": ""}}, text("Who?")]
     request = ChatBlend(engine=engine)._request([HumanMessage(blocks_sent)], None)
     read = engine.renderer.plain_text(engine.renderer.render(request.prompt))
     assert f"{A}\n\nWho?" in read
 
 
-def test_the_last_block_of_a_question_is_the_question_even_if_it_was_ingested(engine: TransformersEngine) -> None:
+def test_the_last_block_of_a_question_is_the_question_even_if_it_was_ingested(engine):
     answer = ChatBlend(engine=engine, max_tokens=1).invoke([HumanMessage([text(A), text("x"), text(B)])])
     assert answer.response_metadata["ragblend"]["num_chunks"] == 1
 
@@ -137,7 +135,7 @@ LLAMA_FORMS: dict[str, tuple[int, Sequence[ChatMessage]]] = {
 
 
 @pytest.mark.parametrize("form", LLAMA_FORMS)
-def test_chunks_are_found_in_every_form_that_llamaindex_sends(form: str, engine: TransformersEngine) -> None:
+def test_chunks_are_found_in_every_form_that_llamaindex_sends(form, engine):
     count, messages = LLAMA_FORMS[form]
     report = LlamaBlend(engine=engine, max_tokens=1).chat(messages).raw["ragblend"]
     assert (report["num_chunks"], report["num_chunk_hits"]) == (count, count)
@@ -159,9 +157,7 @@ PICTURE = {"url": "http://localhost/x.png"}
     ],
 )
 @pytest.mark.parametrize("message", [SystemMessage, HumanMessage, AIMessage, ToolMessage])
-def test_langchain_content_that_is_no_text_is_an_error_with_a_replacement(
-    message: Any, block: dict[str, Any], kind: str, instead: str, engine: TransformersEngine
-) -> None:
+def test_langchain_content_that_is_no_text_is_an_error_with_a_replacement(message, block, kind, instead, engine):
     said = message(content=[text("See:"), block], **({"tool_call_id": "1"} if message is ToolMessage else {}))
     with pytest.raises(UsageError, match=f"type '.*{kind}'.*text only.*{instead}"):
         ChatBlend(engine=engine).invoke([said, HumanMessage("What is it?")])
@@ -177,14 +173,12 @@ def test_langchain_content_that_is_no_text_is_an_error_with_a_replacement(
         (CitableBlock(title="a", source="a", content=[ImageBlock(**PICTURE)]), "send a description"),
     ],
 )
-def test_llamaindex_content_that_is_no_text_is_an_error_with_a_replacement(
-    block: Any, instead: str, engine: TransformersEngine
-) -> None:
+def test_llamaindex_content_that_is_no_text_is_an_error_with_a_replacement(block, instead, engine):
     with pytest.raises(UsageError, match=f"text only.*{instead}"):
         LlamaBlend(engine=engine).chat([blocks(USER, TextBlock(text="What is it?"), block)])
 
 
-def test_what_a_model_thought_is_no_part_of_the_conversation(engine: TransformersEngine) -> None:
+def test_what_a_model_thought_is_no_part_of_the_conversation(engine):
     thought = AIMessage([{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "Hello."}])
     chat = ChatBlend(engine=engine)
     turns = chat._request([HumanMessage("Hi"), thought, HumanMessage("Who?")], None).prompt.messages

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 from ragblend import Prompt, load_engine
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.frameworks.conversation import REPHRASE, ChatSession
 
 CHUNKS = ["George Keller lives in Kinport.", "Julia Bishop works for Synon.", "Synon is based in Wesstad."]
@@ -16,7 +12,7 @@ QUESTION, FOLLOW_UP = "Where does George Keller live?", "And Julia Bishop?"
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[TransformersEngine]:
+def engine(tmp_path):
     with load_engine("demo", tmp_path, on_miss="store") as engine:
         for chunk in CHUNKS[:2]:
             engine.precompute(chunk)
@@ -28,7 +24,7 @@ def ask(session: ChatSession, chunks: list[str], question: str) -> str:
     return "".join(turn)
 
 
-def test_a_follow_up_is_rephrased_from_questions_and_answers_without_their_chunks(engine: TransformersEngine) -> None:
+def test_a_follow_up_is_rephrased_from_questions_and_answers_without_their_chunks(engine):
     session = ChatSession(engine, system="Be brief.")
     answer = ask(session, CHUNKS[:2], QUESTION)
     turns = [("system", REPHRASE), ("user", QUESTION), ("assistant", answer), ("user", FOLLOW_UP)]
@@ -37,7 +33,7 @@ def test_a_follow_up_is_rephrased_from_questions_and_answers_without_their_chunk
     assert session.condense(FOLLOW_UP) == " ".join(written.text.split()) != ""
 
 
-def test_rephrasing_stores_nothing_and_leaves_the_conversation_as_it_was(engine: TransformersEngine) -> None:
+def test_rephrasing_stores_nothing_and_leaves_the_conversation_as_it_was(engine):
     plain, asked = ChatSession(engine), ChatSession(engine)
     for session in (plain, asked):
         ask(session, CHUNKS[:2], QUESTION)
@@ -55,8 +51,8 @@ def test_rephrasing_stores_nothing_and_leaves_the_conversation_as_it_was(engine:
 
 
 def test_the_first_question_and_one_that_the_model_cannot_rephrase_are_searched_for_as_they_are(
-    engine: TransformersEngine, tiny_engine: Callable[..., TransformersEngine], caplog: pytest.LogCaptureFixture
-) -> None:
+    engine, tiny_engine, caplog
+):
     assert ChatSession(engine).condense(QUESTION) == QUESTION
     endless = tiny_engine()
     endless.stop_ids = frozenset()  # a random model that never comes to an end

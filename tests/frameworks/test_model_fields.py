@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from pydantic import SecretStr
 
 from ragblend import load_engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import BlendLLM, ChatBlend
@@ -34,7 +31,7 @@ EXPECTED = {
 }
 
 
-def test_a_chat_model_adds_at_most_thirty_fields() -> None:
+def test_a_chat_model_adds_at_most_thirty_fields():
     own = ChatBlend.model_fields.keys() - BaseChatModel.model_fields.keys()
     assert len(own) <= MAX_FIELDS
     assert own >= EXPECTED
@@ -57,16 +54,14 @@ def test_a_chat_model_adds_at_most_thirty_fields() -> None:
     ],
     ids=str,
 )
-def test_a_name_that_is_no_field_is_an_error_that_names_its_place(
-    kind: Any, given: dict[str, Any], message: str, tiny_engine: Callable[..., TransformersEngine]
-) -> None:
+def test_a_name_that_is_no_field_is_an_error_that_names_its_place(kind, given, message, tiny_engine):
     with pytest.raises(UsageError, match=message) as caught:
         kind(engine=tiny_engine(), **given)
     assert "hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_call_options_are_defaults_of_every_call(kind: Any, tiny_engine: Callable[..., TransformersEngine]) -> None:
+def test_call_options_are_defaults_of_every_call(kind, tiny_engine):
     llm = kind(engine=tiny_engine(), call_options={"min_p": 0.1, "logit_bias": {3: 1.0}})
     assert (llm._options({}).min_p, llm._options({"min_p": 0.5}).min_p) == (0.1, 0.5)
     assert llm._options({}).logit_bias == {3: 1.0}
@@ -74,21 +69,21 @@ def test_call_options_are_defaults_of_every_call(kind: Any, tiny_engine: Callabl
         assert llm._identifying_params["logit_bias"] == {3: 1.0}, "an answer cache must distinguish them"
 
 
-def test_one_stop_text_is_a_list_of_it(tiny_engine: Callable[..., TransformersEngine]) -> None:
-    chat = ChatBlend(engine=tiny_engine(), stop="end")  # type: ignore[arg-type]
+def test_one_stop_text_is_a_list_of_it(tiny_engine):
+    chat = ChatBlend(engine=tiny_engine(), stop="end")
     assert chat._options({}).stop_strings == ("end",)
     assert chat._get_ls_params()["ls_stop"] == ["end"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_left_out_is_the_one_whose_kv_the_store_holds(kind: Any, tmp_path: Path) -> None:
+def test_a_model_left_out_is_the_one_whose_kv_the_store_holds(kind, tmp_path):
     kind(model="demo", store=tmp_path).engine.close()
     llm = kind(store=tmp_path)
     assert (llm.model, llm.engine.name) == ("demo", "demo")
     llm.engine.close()
 
 
-def test_an_engine_without_a_model_loads_the_one_that_the_store_has_saved(tmp_path: Path) -> None:
+def test_an_engine_without_a_model_loads_the_one_that_the_store_has_saved(tmp_path):
     load_engine("demo", tmp_path / "kv").close()
     with load_engine(store=tmp_path / "kv") as engine:
         assert engine.name == "demo"
@@ -99,7 +94,7 @@ def test_an_engine_without_a_model_loads_the_one_that_the_store_has_saved(tmp_pa
 
 @pytest.mark.parametrize("store", [None, "empty", "missing"])
 @pytest.mark.parametrize("make", [*KINDS, load_engine])
-def test_without_a_saved_model_the_usage_error_names_the_demo(make: Any, store: str | None, tmp_path: Path) -> None:
+def test_without_a_saved_model_the_usage_error_names_the_demo(make, store, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"`model` is not given, and .*or `model='demo'` for a trial"):
         make(store=store and tmp_path / store)
@@ -107,7 +102,7 @@ def test_without_a_saved_model_the_usage_error_names_the_demo(make: Any, store: 
 
 
 @pytest.mark.parametrize("key", ["hush", SecretStr("hush")])
-def test_an_api_key_is_handed_to_the_client_and_not_kept(key: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_key_is_handed_to_the_client_and_not_kept(key, monkeypatch):
     asked: list[dict[str, Any]] = []
 
     class Served:
@@ -124,7 +119,7 @@ def test_an_api_key_is_handed_to_the_client_and_not_kept(key: Any, monkeypatch: 
     assert ChatBlend.model_fields["api_key"].annotation == SecretStr | None
 
 
-def test_a_model_over_another_models_engine_has_its_settings(tmp_path: Path) -> None:
+def test_a_model_over_another_models_engine_has_its_settings(tmp_path):
     first = ChatBlend(model="demo", store=tmp_path, engine_options={"memory_gib": 1})
     second = BlendLLM(engine=first.engine, max_tokens=2)
     assert (second.store, second.engine_options) == (first.store, {"memory_gib": 1})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., TransformersEngine]]:
+def opened(tmp_path):
     """`opened(store="kv", **options)`: an engine over that folder in tmp_path; all are closed at the end."""
     made: list[TransformersEngine] = []
 
@@ -29,9 +27,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., TransformersEngine]]:
 
 
 @pytest.fixture(scope="session")
-def deep_model(
-    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]
-) -> str:
+def deep_model(tmp_path_factory, make_model, make_tokenizer):
     """The folder of a random model of the fewest layers that count as deep."""
     path = tmp_path_factory.mktemp("deep")
     make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(path)

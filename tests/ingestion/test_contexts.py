@@ -26,7 +26,7 @@ from ragblend.precompute import ingest, open_engine_index, precompute_chunks, pr
 
 
 @pytest.fixture
-def docs(tmp_path: Path) -> Path:
+def docs(tmp_path):
     folder = tmp_path / "docs"
     folder.mkdir()
     for name, text in TEXTS.items():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ TEXTS = {
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
+def program(tmp_path):
     """`program(name)`: an engine over the folder `name` and the remote tier that all share."""
     with ExitStack() as stack:
         yield lambda name: stack.enter_context(
@@ -53,8 +51,8 @@ def in_remote(engine: Any) -> set[str]:
 
 
 def test_what_one_removes_or_replaces_leaves_the_disk_of_a_running_and_of_a_later_program(
-    program: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    program, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
     one, running, ended = (program(name) for name in ("one", "running", "ended"))
     for engine in (one, running, ended):
@@ -73,9 +71,7 @@ def test_what_one_removes_or_replaces_leaves_the_disk_of_a_running_and_of_a_late
     assert on_disk(running) == in_remote(one) == {"a", "b", "c"}
 
 
-def test_a_removal_during_an_outage_is_completed_by_the_next_call(
-    program: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_during_an_outage_is_completed_by_the_next_call(program, monkeypatch):
     one, two = program("one"), program("two")
     for engine in (one, two):
         store(engine, **TEXTS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from langchain_core.documents import Document
@@ -22,9 +20,8 @@ BASALT, SLATE, CHALK = "Basalt is a volcanic rock.", "Slate splits into thin pla
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[TransformersEngine]:
+def engine(tmp_path):
     with load_engine("demo", tmp_path / "store", on_miss="inline") as opened:
-        assert isinstance(opened, TransformersEngine)
         yield opened
 
 
@@ -32,11 +29,8 @@ def add(engine: TransformersEngine, text: str, document_id: str, collection: str
     precompute_documents([Document(text)], engine, ids=[document_id], collection=collection)
 
 
-def test_two_namespaces_with_one_id_in_one_collection_keep_both_documents(
-    engine: TransformersEngine, tmp_path: Path
-) -> None:
+def test_two_namespaces_with_one_id_in_one_collection_keep_both_documents(engine, tmp_path):
     with load_engine("demo", tmp_path / "store", namespace="tenant", on_miss="inline") as tenant:
-        assert isinstance(tenant, TransformersEngine)
         add(engine, BASALT, "1")
         add(tenant, SLATE, "1")
         add(engine, SLATE, "2")
@@ -46,13 +40,13 @@ def test_two_namespaces_with_one_id_in_one_collection_keep_both_documents(
         assert (SLATE in engine.known_chunks, SLATE in tenant.known_chunks) == (True, False)
 
 
-def test_a_collection_whose_name_and_id_read_like_those_of_another_is_another(engine: TransformersEngine) -> None:
+def test_a_collection_whose_name_and_id_read_like_those_of_another_is_another(engine):
     add(engine, BASALT, "c", collection="a/b")
     add(engine, SLATE, "b/c", collection="a")
     assert [engine.is_stored(text) for text in (BASALT, SLATE)] == [True, True]
 
 
-def test_a_text_of_two_collections_that_leaves_one_keeps_its_kv(engine: TransformersEngine, tmp_path: Path) -> None:
+def test_a_text_of_two_collections_that_leaves_one_keeps_its_kv(engine, tmp_path):
     (tmp_path / "slate.txt").write_text(SLATE)
     ingest(tmp_path / "slate.txt", engine, tmp_path / "store")
     add(engine, SLATE, "1")
@@ -65,7 +59,7 @@ def test_a_text_of_two_collections_that_leaves_one_keeps_its_kv(engine: Transfor
     assert [engine.is_stored(text) for text in (SLATE, CHALK)] == [False, True]
 
 
-def test_what_a_command_names_is_removed_from_one_collection(engine: TransformersEngine) -> None:
+def test_what_a_command_names_is_removed_from_one_collection(engine):
     for collection, text in (("first", BASALT), ("second", SLATE), ("second", CHALK)):
         add(engine, text, "2" if text == CHALK else "1", collection)
     with pytest.raises(UsageError, match="'1' is a document in the collections 'first', 'second'; name one"):
@@ -78,7 +72,7 @@ def test_what_a_command_names_is_removed_from_one_collection(engine: Transformer
         assert registry.documents() == {}
 
 
-def test_gc_of_orphans_keeps_what_a_framework_has_added(engine: TransformersEngine, tmp_path: Path) -> None:
+def test_gc_of_orphans_keeps_what_a_framework_has_added(engine, tmp_path):
     (tmp_path / "slate.txt").write_text(SLATE)
     ingest(tmp_path / "slate.txt", engine, tmp_path / "store")
     add(engine, BASALT, "1")

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ CHUNK_TOKENS = 48
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     """Real paragraphs, some of them the same in several files, some with odd bytes."""
     folder = tmp_path_factory.mktemp("docs")
     for number, text in enumerate(paragraphs()[:70]):
@@ -45,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def alone(corpus, tmp_path_factory):
     """What this process alone makes of the corpus, by context."""
     made: dict[str, Path] = {}
 
@@ -60,7 +59,7 @@ def alone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield

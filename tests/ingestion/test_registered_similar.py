@@ -27,18 +27,17 @@ from ragblend.llamaindex import BlendIngestion, delete_ref_doc
 from ragblend.precompute import precompute_documents, precompute_index
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
 
-Open = Callable[..., TransformersEngine]
 FOX, KERN, BELL, MOSS = ALL = tuple(TEXTS.values())
 
 
 @pytest.fixture(autouse=True)
-def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_words(monkeypatch):
     """Use an embedder that does not depend on the installed extras."""
     monkeypatch.setattr(registered_similar, "_default_embedder", HashingEmbedder)
 
 
 @pytest.fixture
-def opened(opened: Open) -> Open:
+def opened(opened):
     """`opened`, in the context "similar"."""
     return lambda **options: opened(**{"context": "similar", **options})
 
@@ -126,7 +125,6 @@ def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_comput
     for tier in engine.store.tiers:
         for key in list(tier.keys()):
             entry = tier.get(key)
-            assert entry is not None
             assert BELL not in texts_in(engine, entry.header), tier
             assert entry.header.token_ids != engine.renderer.chunk_ids(BELL), tier
     assert not any(each.text == BELL for _, each in open_registry(engine.store).variants_after(0, "hashing 1"))
@@ -259,7 +257,6 @@ def test_similar_chunks_come_from_the_catalogue_that_replaced_another(opened):
     precompute_documents([KERN, MOSS], engine)
     with open_registry(engine.store) as registry:
         finder = registered_similar.open_registered_finder(engine, registry)
-        assert finder is not None
         assert finder.similar_texts(KERN, 3, lambda _: True) == [MOSS]
 
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Corpus:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Iterator[Corpus]:
+def corpus(tmp_path):
     (tmp_path / "docs").mkdir()
     with (
         load_engine("demo", tmp_path / "kv") as engine,

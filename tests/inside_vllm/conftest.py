@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from tiny_models import stock_models
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _models_are_inspected_here() -> Iterator[None]:
+def _models_are_inspected_here():
     """To look at a model's class, vLLM starts a process that imports vLLM, 20 s for each class: it must not initialize
     CUDA in this one. On a CPU there is nothing to initialize, and an engine here loads the class afterwards anyway."""
     from vllm.model_executor.models import registry
@@ -34,15 +32,13 @@ def _models_are_inspected_here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def stock() -> Callable[[str], Any]:
+def stock():
     """`stock(family)`: the transformers model that `checkpoint` saves, float32. Shared, untouched."""
     return stock_models(**SIZES)
 
 
 @pytest.fixture(scope="session")
-def checkpoint(
-    stock: Callable[[str], Any], make_tokenizer: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def checkpoint(stock, make_tokenizer, tmp_path_factory):
     """`checkpoint(family)`: its directory."""
 
     @cache

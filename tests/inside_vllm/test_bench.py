@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from ragblend.options import MODES
 PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk, and of vLLM's blocks on a CPU
 
 
-def test_ttft_runs_every_mode_on_vllm() -> None:
+def test_ttft_runs_every_mode_on_vllm():
     config = TtftConfig(
         shape="llama-1m", num_chunks=3, chunk_tokens=CHUNK, question_tokens=8, ratio=0.25, modes=MODES,
         rules=("cacheblend", "random"), threads=1, repeats=1, num_prompts=2, tier="disk",
@@ -39,7 +38,7 @@ def test_ttft_runs_every_mode_on_vllm() -> None:
     assert reuse["load_s"] > 0
 
 
-def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path: Path) -> None:
+def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path):
     """The benchmark itself stops where a chunk came from elsewhere."""
     lines: list[str] = []
     config = LoadConfig(
@@ -64,7 +63,7 @@ def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path: Path) -> None
         assert len(timeline["load"]) == len(timeline["fuse"]) == 4
 
 
-def test_throughput_serves_every_mode_at_every_rate() -> None:
+def test_throughput_serves_every_mode_at_every_rate():
     lines: list[str] = []
     config = ThroughputConfig(
         shape="llama-1m", num_chunks=2, chunk_tokens=CHUNK, pool=4, question_tokens=8, output_tokens=3, num_requests=3,
@@ -86,7 +85,7 @@ def test_throughput_serves_every_mode_at_every_rate() -> None:
     assert sum(line.startswith(("full", "prefix", "blend")) for line in lines) == 3
 
 
-def test_ingestion_and_prefill_of_the_same_chunks_side_by_side(tmp_path: Path) -> None:
+def test_ingestion_and_prefill_of_the_same_chunks_side_by_side(tmp_path):
     lines: list[str] = []
     found = bench_ingest_vllm(
         shape="llama-1m", chunks=3, chunk_tokens=CHUNK, threads=1, repeats=2, store=tmp_path / "kv", echo=lines.append

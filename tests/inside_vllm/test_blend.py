@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,25 +96,25 @@ interpreted, with every rule once and with what else they may meet."""
     scope="module",
     params=[pytest.param("llama", marks=[pytest.mark.smoke, pytest.mark.v2_runner]), *PLAIN[1:], *GLOBAL, *TOGETHER],
 )
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     """A family's name, and whether scattered rows attend together instead of one by one in vLLM's backend."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def family(kind: str) -> str:
+def family(kind):
     """The family's name."""
     return kind.split()[0]
 
 
 @pytest.fixture(scope="module")
-def store(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(kind, tmp_path_factory):
     """Where its engine stores chunks."""
     return tmp_path_factory.mktemp(f"kv-{kind.replace(' ', '-')}")
 
 
 @pytest.fixture(scope="module")
-def served(kind: str, family: str, store: Path, checkpoint: Callable[[str], Path]) -> Iterator[tuple[str, Any]]:
+def served(kind, family, store, checkpoint):
     """Its engine with the chunks stored."""
     with pytest.MonkeyPatch.context() as patch, engine_of(kind, checkpoint(family), store, patch) as llm:
         for chunk in CHUNKS:

@@ -1,7 +1,5 @@
 """The connector's parts that need no engine: its settings, its reports and its counters."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragblend.engine.report import BlendReport

@@ -1,12 +1,6 @@
 """A vLLM with an empty disk finds variants of chunks in a shared remote tier: those of its configured policy, and those
 that are the default for its model."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from harness import SIZES
 from served import make_known
@@ -23,7 +17,7 @@ TEXTS = [chunk.text for chunk in CHUNKS]
 
 
 @pytest.fixture
-def deep_model(make_tokenizer: Callable[..., Any], tmp_path: Path) -> str:
+def deep_model(make_tokenizer, tmp_path):
     """A random model, of the fewest layers that count as deep."""
     config_class, model_class, changes = FAMILIES["llama"]
     model = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": DEEP_MODEL_LAYERS})
@@ -33,13 +27,7 @@ def deep_model(make_tokenizer: Callable[..., Any], tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("configured", ["similar", None])
-def test_a_replica_with_an_empty_disk_finds_versions(
-    configured: str | None,
-    checkpoint: Callable[[str], Path],
-    deep_model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replica_with_an_empty_disk_finds_versions(configured, checkpoint, deep_model, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     model, url = deep_model if configured is None else str(checkpoint("llama")), f"file://{tmp_path}/shared"

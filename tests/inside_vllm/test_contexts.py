@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ TEXTS = (*(chunk.text for chunk in CHUNKS), "that theory and the other theory is
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> str:
+def model(checkpoint):
     """Its chunks are joined by a blank line."""
     return str(checkpoint("llama"))
 
 
 @pytest.fixture(scope="module")
-def vllm(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def vllm(model, tmp_path_factory):
     place = tmp_path_factory.mktemp("contexts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -47,7 +46,7 @@ def fill(engine: Any, place: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def index(vllm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index(vllm, tmp_path_factory):
     return fill(vllm, tmp_path_factory.mktemp("corpus"))
 
 

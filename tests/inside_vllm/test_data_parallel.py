@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -21,7 +20,7 @@ NUM_REQUESTS = 12
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory):
     options = ("--max-model-len", "2048", "--data-parallel-size", "2")
     with served_demo(tmp_path_factory.mktemp("parallel"), *options, VLLM_SERVER_DEV_MODE="1") as server:
         yield server.url
@@ -33,12 +32,11 @@ def counted(url: str, name: str) -> dict[str, float]:
     found: Counter[str] = Counter()
     for labels, value in re.findall(rf"^vllm:ragblend_{name}_total\{{([^}}]*)\}} (\S+)$", text, re.MULTILINE):
         engine = re.search(r'engine="(\d+)"', labels)
-        assert engine is not None
         found[engine[1]] += float(value)
     return dict(found)
 
 
-def test_reports_and_counters_of_both_engines_add_up(url: str) -> None:
+def test_reports_and_counters_of_both_engines_add_up(url):
     with load_engine("demo", backend=url) as engine:
         precompute_documents(TEXTS, engine)
 
@@ -61,7 +59,7 @@ def test_reports_and_counters_of_both_engines_add_up(url: str) -> None:
         assert sum(counted(url, "chunk_hits").values()) >= 2 * NUM_REQUESTS
 
 
-def test_an_update_of_the_weights_ends_reuse_on_both_engines(url: str) -> None:
+def test_an_update_of_the_weights_ends_reuse_on_both_engines(url):
     with load_engine("demo", backend=url) as engine:
         assert engine.is_stored(TEXTS[0])
         weights = {"weights_path": str(find_checkpoint("demo").path)}

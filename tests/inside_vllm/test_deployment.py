@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ class Pod:
 
 
 @pytest.fixture(scope="module")
-def pod(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+def pod(redis_server, tmp_path_factory):
     pod = Pod(tmp_path_factory.mktemp("pod"), redis_server)
     try:
         pod.server.wait(900)
@@ -78,24 +77,24 @@ def pod(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def engine(pod: Pod) -> Iterator[Any]:
+def engine(pod):
     with load_engine("demo", backend=pod.url, api_key=KEY) as engine:
         yield engine
 
 
-def test_the_chart_s_command_starts_a_server_that_passes_its_probes(pod: Pod) -> None:
+def test_the_chart_s_command_starts_a_server_that_passes_its_probes(pod):
     assert [pod.probe(name).status_code for name in ("startupProbe", "livenessProbe", "readinessProbe")] == [200] * 3
     assert pod.probe("readinessProbe").json() == {"ready": True, "engine": "ok", "store": "ok", "remote": "ok"}
 
 
-def test_it_ingests_and_answers_from_the_volume_that_the_chart_mounts(pod: Pod, engine: Any) -> None:
+def test_it_ingests_and_answers_from_the_volume_that_the_chart_mounts(pod, engine):
     engine.precompute(TEXT)
     answer = engine.generate(Prompt([TEXT], "Where does George Keller live?"), max_tokens=8)
     assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 1)
     assert list(pod.store.glob("*/*"))
 
 
-def test_who_runs_it_sees_and_clears_what_is_stored(pod: Pod, engine: Any) -> None:
+def test_who_runs_it_sees_and_clears_what_is_stored(pod, engine):
     def ask(method: str, path: str, body: Any = None, **query: str) -> Any:
         headers = {"Authorization": f"Bearer {KEY}"}
         url = f"{pod.url}/v1/ragblend/store{path}"
@@ -123,7 +122,7 @@ def test_who_runs_it_sees_and_clears_what_is_stored(pod: Pod, engine: Any) -> No
     assert httpx.get(f"{pod.url}/v1/ragblend/store", timeout=60).status_code == 401
 
 
-def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod: Pod) -> None:
+def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod):
     asked = [query for name in ("dashboard.json", "rules.yaml") for query in expressions(CHART / "monitoring" / name)]
     (scaled,) = [each for each in rendered("autoscaling.enabled=true") if each["kind"] == "ScaledObject"]
     asked.append(scaled["spec"]["triggers"][0]["metadata"]["query"])
@@ -132,9 +131,7 @@ def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod: Po
     assert names <= pod.metrics()
 
 
-def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(
-    pod: Pod, redis_server: RedisServer
-) -> None:
+def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(pod, redis_server):
     redis_server.kill()
     wait_until(lambda: pod.probe("readinessProbe").json()["remote"] == "unreachable", 60, "it is noticed")
     assert pod.probe("readinessProbe").status_code == 200
@@ -149,7 +146,7 @@ def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_no
     wait_until(lambda: pod.probe("readinessProbe").status_code == 200, 60, "the probe says 200")
 
 
-def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod: Pod, engine: Any) -> None:
+def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod, engine):
     prompt = Prompt([TEXT], "Where does George Keller live?")
     body = engine.request_body(prompt, GenerationOptions(max_tokens=1500)) | {"ignore_eos": True}
     events: list[str] = []

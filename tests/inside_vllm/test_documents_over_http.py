@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     served = Served(tmp_path_factory.mktemp("documents"))
     served.start()
     yield served
@@ -94,7 +93,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(autouse=True)
-def empty(served: Served) -> Iterator[None]:
+def empty(served):
     """Each test begins and ends with nothing."""
     yield
     for key in (ACME, GLOBEX):
@@ -103,7 +102,7 @@ def empty(served: Served) -> Iterator[None]:
     assert served.keys() == []
 
 
-def test_documents_are_stored_and_any_client_finds_them(served: Served) -> None:
+def test_documents_are_stored_and_any_client_finds_them(served):
     counts = served.wait(served.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C, "metadata": {"page": 3}}))
     assert (counts["num_stored"], counts["num_chunks"], counts["num_new_kv"]) == (2, 3, 3)
     assert [served.hits(text) for text in (A, B, C)] == [1, 1, 1]
@@ -122,7 +121,7 @@ def test_documents_are_stored_and_any_client_finds_them(served: Served) -> None:
         assert set(own.match(Prompt([], f"{B}\n\n{C}\n\n{QUESTION}")).runs) != set()
 
 
-def test_lines_long_texts_and_what_has_not_changed(served: Served) -> None:
+def test_lines_long_texts_and_what_has_not_changed(served):
     lines = b"\n".join(
         json.dumps({"id": f"{n}", "text": f"{n}. {A} {B}" * 12, "chunk_size": 64}).encode() for n in range(4)
     )
@@ -137,7 +136,7 @@ def test_lines_long_texts_and_what_has_not_changed(served: Served) -> None:
     assert (counts["num_new_kv"], counts["num_known_kv"], len(served.keys())) == (0, num_entries, num_entries)
 
 
-def test_a_new_version_replaces_and_removal_leaves_nothing(served: Served) -> None:
+def test_a_new_version_replaces_and_removal_leaves_nothing(served):
     served.wait(served.send({"id": "a", "chunks": [A, B]}))
     assert served.wait(served.send({"id": "a", "chunks": [A, C]}))["num_new_kv"] == 1
     assert [served.hits(text) for text in (A, B, C)] == [1, 0, 1]
@@ -151,7 +150,7 @@ def test_a_new_version_replaces_and_removal_leaves_nothing(served: Served) -> No
     assert served.call("GET", f"{PATH}/a", params={"collection": "kb"}).status_code == 404
 
 
-def test_keys_keep_namespaces_apart(served: Served) -> None:
+def test_keys_keep_namespaces_apart(served):
     for key in (ACME, GLOBEX):
         served.wait(served.send({"id": "a", "chunks": [A]}, key=key), key=key)
     assert (served.hits(A), served.hits(A, GLOBEX)) == (1, 1)
@@ -170,19 +169,18 @@ def test_keys_keep_namespaces_apart(served: Served) -> None:
     assert served.call("GET", params={"namespace": "globex"}).status_code == 403
 
 
-def test_the_openapi_page_shows_the_routes(served: Served) -> None:
+def test_the_openapi_page_shows_the_routes(served):
     paths = served.call("GET", "/openapi.json", key=OPS).json()["paths"]
     assert set(paths[PATH]) == {"get", "post", "delete"}
     body = paths[PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"id", "text", "chunks"} <= set(body["properties"]["documents"]["items"]["properties"])
 
 
-def test_killed_while_it_stores_it_reports_nothing_that_is_not_there(served: Served) -> None:
+def test_killed_while_it_stores_it_reports_nothing_that_is_not_there(served):
     documents = [{"id": f"{n}", "chunks": [f"{n}. {A}", f"{n} and so on. {B}"]} for n in range(300)]
     served.wait(served.send({"id": "old", "chunks": [C]}))
     served.send(*documents)
     wait_until(lambda: len(served.keys()) > 20, 60, "some are stored")
-    assert served.server is not None
     served.server.kill()
     assert 20 < len(served.keys()) < 601
     served.start()

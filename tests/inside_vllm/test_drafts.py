@@ -22,7 +22,7 @@ def answers(store: Path, drafts: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_answers_are_those_without_drafts_in_fewer_steps(tmp_path: Path) -> None:
+def test_answers_are_those_without_drafts_in_fewer_steps(tmp_path):
     plain, drafted = answers(tmp_path / "plain", {}), answers(tmp_path / "drafted", DRAFTS)
     full, reuse, *_, everything = plain["answers"]
     assert everything == full != reuse, "stale KV changes this answer, ratio 1.0 does not"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import recorded_selections
@@ -44,12 +41,12 @@ SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tmp_path_factory):
     return tmp_path_factory.mktemp("engine") / "kv"
 
 
 @pytest.fixture(scope="module")
-def engine(store: Path) -> Iterator[Any]:
+def engine(store):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -60,13 +57,13 @@ def engine(store: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(store: Path, engine: Any) -> Iterator[Any]:
+def reference(store, engine):
     with load_engine("demo", store, on_miss="inline") as reference:
         yield reference
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_answers_as_the_transformers_engine_does(engine: Any, reference: Any, mode: Any) -> None:
+def test_every_mode_answers_as_the_transformers_engine_does(engine, reference, mode):
     ours, theirs = (each.generate(PROMPT, mode=mode, max_tokens=8) for each in (engine, reference))
     assert (ours.text, ours.token_ids, ours.finish_reason) == (theirs.text, theirs.token_ids, theirs.finish_reason)
     assert ours.text == "Kinport"
@@ -81,9 +78,7 @@ def test_every_mode_answers_as_the_transformers_engine_does(engine: Any, referen
         assert ours.report.mean_deviation == pytest.approx(theirs.report.mean_deviation, rel=1e-3)
 
 
-def test_full_prefill_beside_a_request_finds_what_asking_for_it_finds(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_prefill_beside_a_request_finds_what_asking_for_it_finds(engine, monkeypatch):
     monkeypatch.setattr(engine, "_shadow", Shadow(1.0))
     for ratio in (0.0, 1.0):
         answer = engine.generate(PROMPT, rule="cacheblend_k", recompute_ratio=ratio, max_tokens=8)
@@ -98,9 +93,7 @@ def test_full_prefill_beside_a_request_finds_what_asking_for_it_finds(
 
 @pytest.mark.parametrize("rule", ["auto", *RULES])
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(
-    engine: Any, reference: Any, rule: str, prompt: Prompt
-) -> None:
+def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(engine, reference, rule, prompt):
     for ratio in (0.05, 0.15, 0.5):
         with recorded_selections() as selections:
             ours = engine.generate(prompt, rule=rule, recompute_ratio=ratio, max_tokens=4)
@@ -113,7 +106,7 @@ def test_every_rule_chooses_the_tokens_that_the_transformers_engine_chooses(
             assert seen == (expected if expected is None else pytest.approx(expected, rel=1e-3, abs=1e-5)), name
 
 
-def test_threads_share_the_batch_and_get_their_own_answers(engine: Any) -> None:
+def test_threads_share_the_batch_and_get_their_own_answers(engine):
     prompts = [Prompt(list(chunks), QUESTION) for chunks in ((A, B), (B, A), (C, A, B), (A,), (B, C, A))] * 3
     alone = [engine.generate(prompt, max_tokens=8).token_ids for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
@@ -121,7 +114,7 @@ def test_threads_share_the_batch_and_get_their_own_answers(engine: Any) -> None:
     assert together == alone
 
 
-def test_a_closed_stream_is_aborted_and_the_next_answer_is_right(engine: Any) -> None:
+def test_a_closed_stream_is_aborted_and_the_next_answer_is_right(engine):
     stream = engine.stream(PROMPT, max_tokens=500, temperature=2.0, seed=1)
     next(stream)
     stream.close()
@@ -130,7 +123,7 @@ def test_a_closed_stream_is_aborted_and_the_next_answer_is_right(engine: Any) ->
     assert not engine._loop._answers
 
 
-def test_a_forgotten_chunk_is_not_found_until_it_is_precomputed_again(engine: Any) -> None:
+def test_a_forgotten_chunk_is_not_found_until_it_is_precomputed_again(engine):
     assert engine.forget(B)
     assert not engine.is_stored(B)
     answer = engine.generate(PROMPT, max_tokens=8)
@@ -140,7 +133,7 @@ def test_a_forgotten_chunk_is_not_found_until_it_is_precomputed_again(engine: An
     assert engine.precompute(B) == 0
 
 
-def test_a_calibration_decides_what_the_request_leaves_open(engine: Any, store: Path) -> None:
+def test_a_calibration_decides_what_the_request_leaves_open(engine, store):
     before = engine.generate(PROMPT, max_tokens=1).report
     assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
     point = CurvePoint(0.0, 0.0, 0.5, 0.4, 0.6, 1.0, 0.0)
@@ -167,7 +160,7 @@ def test_a_calibration_decides_what_the_request_leaves_open(engine: Any, store: 
     assert engine.generate(PROMPT, recompute_ratio="auto", max_tokens=1).report.recompute_ratio == DEFAULT_RATIO
 
 
-def test_stop_strings_and_limits(engine: Any) -> None:
+def test_stop_strings_and_limits(engine):
     stopped, whole = (engine.generate(PROMPT, max_tokens=8, stop=stop) for stop in (["port"], None))
     assert stopped.text == "Kin"
     for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "charged_budget"):
@@ -187,12 +180,12 @@ def test_stop_strings_and_limits(engine: Any) -> None:
         ({"store": object()}, "a folder"),
     ],
 )
-def test_what_cannot_be_set_is_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+def test_what_cannot_be_set_is_refused_by_name(arguments, named):
     with pytest.raises(UsageError, match=named):
         load_engine("demo", backend="vllm", **arguments)
 
 
-def test_a_plugin_that_is_kept_out_is_told_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_that_is_kept_out_is_told_before_vllm_starts(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "others")
     with pytest.raises(RagblendError, match="VLLM_PLUGINS=others,ragblend"):
         load_engine("demo", backend="vllm")
@@ -203,7 +196,7 @@ def test_a_plugin_that_is_kept_out_is_told_before_vllm_starts(monkeypatch: pytes
     assert checks["vllm model"].ok
 
 
-def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_store_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     checks = {
         check.name: check for check in run_vllm_diagnostics(Settings(model="demo", backend="vllm", store=str(tmp_path)))
@@ -212,15 +205,13 @@ def test_doctor_names_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch
     assert "cannot write" in checks["vllm store"].finding
 
 
-def test_zz_a_closed_engine_says_so(tmp_path: Path, engine: Any) -> None:
+def test_zz_a_closed_engine_says_so(tmp_path, engine):
     engine.close()
     with pytest.raises(EngineClosedError, match="load it again"):
         engine.generate(PROMPT, max_tokens=1)
 
 
-def test_zz_streams_end_quietly_when_their_engine_is_closed(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zz_streams_end_quietly_when_their_engine_is_closed(checkpoint, tmp_path, monkeypatch):
     """A random model's, which does not know when to stop: half read, read by another thread, and not begun."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def assert_close(output: Any, reference: Continued) -> None:
             assert entry.logprob == pytest.approx(float(truth[token]), abs=1e-3)
 
 
-def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp_path, monkeypatch):
+def test_two_tensor_parallel_ranks(checkpoint, stock, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = find_checkpoint(str(checkpoint("llama")), ModelOptions(dtype="float32"))
     write_profile(tmp_path / "two", machine(found, 2.0, vllm_machine_facts(None, 2)))
@@ -93,16 +92,14 @@ def test_two_tensor_parallel_ranks(checkpoint: Callable[[str], Path], stock, tmp
                 assert (mine - other).abs().max() <= 1e-5 * other.abs().max()  # float32: rounding alone
 
 
-def test_torch_compile(checkpoint: Callable[[str], Path], stock, tmp_path):
+def test_torch_compile(checkpoint, stock, tmp_path):
     with engine(checkpoint("llama"), tmp_path, enforce_eager=False, skip_tokenizer_init=True) as llm:
         assert_exact(llm, stock)
 
 
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix caching", "no prefix caching"])
-def test_a_long_question_in_chunks_of_a_prefill(
-    scheduling, caching, checkpoint: Callable[[str], Path], stock, tmp_path
-):
+def test_a_long_question_in_chunks_of_a_prefill(scheduling, caching, checkpoint, stock, tmp_path):
     """What is asked ahead is longer than a batch, so it is cut, and vLLM computes it in several steps afterwards."""
     options = {"max_num_batched_tokens": 256, "async_scheduling": scheduling, "enable_prefix_caching": caching}
     unstored = random_ids(290, 9)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from harness import (
 from reference import Span
 from slow_reads import SlowEntry
 
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import ChunkKV, LayerKV, StoredLayer
 from ragblend.engine.vllm.layers import VllmLayers
 
@@ -39,9 +37,7 @@ RULES = ("ask", "cacheblend", "cacheblend_k", "random")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe", "phi3"])
-def served(
-    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Any]]:
+def served(request, checkpoint, tmp_path_factory):
     """A family's name and its engine with the chunks stored: with QK-norm, and with one projection for Q, K and V."""
     family = str(request.param)
     with engine(checkpoint(family), tmp_path_factory.mktemp(family), skip_tokenizer_init=True) as llm:
@@ -79,7 +75,6 @@ class _Watched(SlowEntry):
 def watched_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The layers that are read from the worker's disk, in their order."""
     disk, reads = connector_worker()._store.tiers[1], []
-    assert isinstance(disk, DiskStore)
     get = disk.get
 
     def watched(key: str, token_ids: Any = None) -> Any:

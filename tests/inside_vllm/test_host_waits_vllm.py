@@ -23,7 +23,7 @@ def looks(
     model = place / "model"
     made = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": num_layers})
     made.save_pretrained(model)
-    make_tokenizer().save_pretrained(model)  # type: ignore[attr-defined]
+    make_tokenizer().save_pretrained(model)
     found = {}
     with pytest.MonkeyPatch.context() as patch, engine_of(kind, model, place / "kv", patch) as llm:
         for chunk in CHUNKS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +53,11 @@ class Site:
     def ask(self, case: Hostile) -> httpx.Response:
         headers = {"Content-Type": case.content_type}
         answer: Any = self.http.request(case.method, f"{PATH}?{case.query}", content=case.body, headers=headers)
-        return answer  # type: ignore[no-any-return]
+        return answer
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory):
     made = Site(tmp_path_factory.mktemp("kv"))
     yield made
     for namespace in ("", "a", "acme"):
@@ -66,7 +65,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_request_gets_a_reason(site: Site, name: str) -> None:
+def test_a_hostile_request_gets_a_reason(site, name):
     answer = site.ask(CASES[name])
     assert answer.status_code == 400, answer.text
     message = answer.json()["error"]["message"]
@@ -74,15 +73,13 @@ def test_a_hostile_request_gets_a_reason(site: Site, name: str) -> None:
     assert re.search(rf"\b{re.escape(CASES[name].named)}\b", message)
 
 
-def test_there_are_enough_of_them() -> None:
+def test_there_are_enough_of_them():
     assert len(CASES) >= 400
     assert len({(case.method, case.query, case.content_type, case.body) for case in CASES.values()}) >= 390
 
 
 @pytest.mark.parametrize("is_declared", [True, False], ids=["declared", "in pieces"])
-def test_a_body_beyond_the_limit_is_refused_before_it_is_read(
-    site: Site, is_declared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_beyond_the_limit_is_refused_before_it_is_read(site, is_declared, monkeypatch):
     monkeypatch.setattr(routes, "MAX_BODY_BYTES", 1000)
     pieces: Any = b" " * 1001 if is_declared else iter([b" " * 600] * 2)
     answer = site.http.post(PATH, content=pieces)
@@ -93,13 +90,13 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_read(
 @pytest.mark.parametrize(
     ("method", "path"), [("PUT", PATH), ("PATCH", PATH), ("POST", f"{PATH}/a"), ("DELETE", f"{PATH}/a")]
 )
-def test_other_methods_are_refused(site: Site, method: str, path: str) -> None:
+def test_other_methods_are_refused(site, method, path):
     answer = site.http.request(method, path, content=ONE)
     assert (answer.status_code, answer.json()) == (405, {"detail": "Method Not Allowed"})
 
 
 @pytest.mark.parametrize("name", ["unknown", "a" * 5000, "%00", "..%2F..%2Fetc%2Fpasswd", "%ff%fe", "%F0%9F%92%A9"])
-def test_documents_that_are_not_there_are_not_found(site: Site, name: str) -> None:
+def test_documents_that_are_not_there_are_not_found(site, name):
     answer = site.http.get(f"{PATH}/{name}")
     assert answer.status_code == 404
     assert "there is no document" in answer.json()["error"]["message"]

@@ -1,20 +1,12 @@
 """An attention kernel whose blocks are smaller than those of vLLM's cache manager."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 from harness import PREFIX, ask, engine, ingest, random_ids, report, tokens
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 75)], random_ids(9, 4)
 
 
-def test_blocks_that_the_kernel_splits_are_read_as_its_own(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_the_kernel_splits_are_read_as_its_own(checkpoint, tmp_path, monkeypatch):
     sizes = staticmethod(lambda kv_cache_spec=None: [32])
     monkeypatch.setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes)
     ids = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]

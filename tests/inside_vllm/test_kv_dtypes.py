@@ -1,9 +1,5 @@
 """KV in eight bits under vLLM: ingested by one engine or the other, it is the same; ratio 1 is full prefill from it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from ragblend import Prompt, load_engine
@@ -19,9 +15,7 @@ SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_both_engines_store_and_blend_the_same_eight_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str
-) -> None:
+def test_both_engines_store_and_blend_the_same_eight_bits(tmp_path, monkeypatch, kv_dtype):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     options = {"rule": "cacheblend_k", "max_tokens": 8}
@@ -48,8 +42,6 @@ def test_both_engines_store_and_blend_the_same_eight_bits(
     assert sorted(hf.keys()) == sorted(vllm.keys())
     for key in hf.keys():  # noqa: SIM118 (a store is not a dict)
         mine, other = vllm.get(key), hf.get(key)
-        assert mine is not None
-        assert other is not None
         assert mine.header == other.header
         assert mine.header.kv_dtype == kv_dtype
         for layer in range(other.header.num_layers):

@@ -5,8 +5,6 @@ A rank that went on alone would leave the other waiting in an all-reduce, or add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ def params(rule: str, mode: str = "blend") -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def llm(checkpoint, tmp_path_factory):
     options = {
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
@@ -46,7 +44,7 @@ def first_logprobs(output: Any) -> dict[int, float]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("rule", ["cacheblend", "ask"])
-def test_one_slow_rank_changes_nothing_and_another_request_ends_meanwhile(llm: Any, rule: str, rank: int) -> None:
+def test_one_slow_rank_changes_nothing_and_another_request_ends_meanwhile(llm, rule, rank):
     assert sorted(llm.collective_rpc("lag", args=(-1, 0.0))) == [0, 1]
     even, plain = ask_all(llm, [(IDS, params(rule)), (PLAIN, None)])
     llm.collective_rpc("lag", args=(rank, READ_S))
@@ -60,7 +58,7 @@ def test_one_slow_rank_changes_nothing_and_another_request_ends_meanwhile(llm: A
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_damage_that_one_rank_meets_is_a_miss_on_all(llm: Any, rank: int) -> None:
+def test_damage_that_one_rank_meets_is_a_miss_on_all(llm, rank):
     llm.collective_rpc("lag", args=(rank, READ_S / 4, len(CHUNKS[0]), 3))
     damaged = ask(llm, IDS, params("cacheblend"))
     assert (report(damaged)["num_chunk_hits"], report(damaged)["num_damaged_entries"]) == (1, 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ FAST, HIDING, SLOW = 1e-6, 0.8, 2.0  # seconds of loading per second of prefill
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+def engines(tmp_path_factory):
     """vLLM and the transformers engine over one store with profiles that make full prefill the faster way."""
     store = tmp_path_factory.mktemp("loading") / "kv"
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +45,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any
 
 
 @pytest.fixture(autouse=True)
-def nothing_in_memory(request: pytest.FixtureRequest) -> None:
+def nothing_in_memory(request):
     if "engines" in request.fixturenames:
         forget_memory(*request.getfixturevalue("engines"))
 
@@ -76,9 +75,7 @@ def set_load_share(ours: Any, reference: Any, share: float) -> None:
         each.machine = machine(find_checkpoint("demo"), share, dict(each.machine.hardware))
 
 
-def test_reuse_is_refused_where_full_prefill_is_faster_and_vllm_answers_by_itself(
-    engines: tuple[Any, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reuse_is_refused_where_full_prefill_is_faster_and_vllm_answers_by_itself(engines, caplog):
     ours, reference = engines
     with caplog.at_level(logging.WARNING), recorded_selections() as blended:
         found = [ours.generate(PROMPT, max_tokens=8) for _ in range(2)]
@@ -97,7 +94,7 @@ def test_reuse_is_refused_where_full_prefill_is_faster_and_vllm_answers_by_itsel
     assert "prefilled in full" not in caplog.text
 
 
-def test_a_request_that_names_its_ratio_is_not_refused(engines: tuple[Any, Any]) -> None:
+def test_a_request_that_names_its_ratio_is_not_refused(engines):
     ours, _ = engines
     ours_ratio = connector(ours).scheduler.config
     assert ours.generate(PROMPT, recompute_ratio=0.15, max_tokens=1).report.num_chunk_hits == 3
@@ -115,9 +112,7 @@ def test_a_request_that_names_its_ratio_is_not_refused(engines: tuple[Any, Any])
 
 
 @pytest.mark.parametrize("load_share", [0.3, 0.5, HIDING])
-def test_the_ratio_rises_to_what_hides_behind_loading_as_in_the_transformers_engine(
-    engines: tuple[Any, Any], load_share: float
-) -> None:
+def test_the_ratio_rises_to_what_hides_behind_loading_as_in_the_transformers_engine(engines, load_share):
     ours, reference = engines
     set_load_share(ours, reference, load_share)
     found, theirs = (each.generate(PROMPT, rule="cacheblend", max_tokens=4).report for each in engines)
@@ -132,7 +127,7 @@ def test_the_ratio_rises_to_what_hides_behind_loading_as_in_the_transformers_eng
     assert again == [DEFAULT_RATIO, DEFAULT_RATIO]
 
 
-def test_a_calibrated_ratio_is_the_least_one(engines: tuple[Any, Any]) -> None:
+def test_a_calibrated_ratio_is_the_least_one(engines):
     ours, reference = engines
     points = tuple(CurvePoint(ratio, ratio, ratio, ratio, ratio, 0.1, ratio) for ratio in (0.0, 1.0))
     fit = RuleFit("cacheblend_k", 1, 0.25, True, points)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from harness import PREFIX, engine, ingest, make_known, random_ids, recorded_selections, report, tokens, watch_counts
 from harness import ask as ask_afresh
-
-from ragblend.prompt.render import Renderer
 
 ask = partial(ask_afresh, forgets=False)
 CHUNKS = [random_ids(n, n) for n in (90, 70, 110, 80)]
@@ -22,19 +17,19 @@ BLOCK = 32
 
 
 @pytest.fixture(scope="module")
-def renderer(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+def renderer(checkpoint, tmp_path_factory):
     """What renders prompts for the tiny model."""
     return make_known(tmp_path_factory.mktemp("none"), checkpoint("llama"), [])
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(tmp_path_factory):
     """Where the engine stores chunks."""
     return tmp_path_factory.mktemp("kv")
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Callable[[str], Path], store: Path) -> Iterator[Any]:
+def llm(checkpoint, store):
     """An engine whose store has the chunks."""
     with engine(checkpoint("llama"), store, {"mode": "blend"}) as made:
         for chunk in CHUNKS:
@@ -43,7 +38,7 @@ def llm(checkpoint: Callable[[str], Path], store: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def forgotten(llm: Any) -> None:
+def forgotten(llm):
     """Clear vLLM's prefix cache before each test."""
     assert llm.reset_prefix_cache()
 

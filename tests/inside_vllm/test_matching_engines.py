@@ -1,7 +1,5 @@
 """What is found in prompts by engines with other options: less memory, another mode for requests that name none."""
 
-from __future__ import annotations
-
 from harness import PREFIX, ask, engine, ingest, random_ids, report
 
 CHUNKS = [random_ids(n, n) for n in (90, 70, 110, 80)]

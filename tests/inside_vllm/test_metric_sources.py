@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ UNSTORED = random_ids(30, 9)
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def llm(checkpoint, tmp_path_factory):
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     store = tmp_path_factory.mktemp("kv")
@@ -54,7 +53,7 @@ def prompt(chunks: list[list[int]], tail: int = 6) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["full", "prefix"])
-def test_modes_that_look_for_nothing_miss_nothing(llm: Any, mode: str) -> None:
+def test_modes_that_look_for_nothing_miss_nothing(llm, mode):
     counted(llm)
     ids = prompt([*CHUNKS, UNSTORED])
     ask(llm, ids, {"mode": mode})
@@ -63,7 +62,7 @@ def test_modes_that_look_for_nothing_miss_nothing(llm: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
-def test_a_chunk_that_is_not_stored_is_one_miss(llm: Any, mode: str) -> None:
+def test_a_chunk_that_is_not_stored_is_one_miss(llm, mode):
     counted(llm)
     ids = prompt([*CHUNKS[:2], UNSTORED, CHUNKS[2]])
     got = report(ask(llm, ids, {"mode": mode}))
@@ -73,7 +72,7 @@ def test_a_chunk_that_is_not_stored_is_one_miss(llm: Any, mode: str) -> None:
     assert found["reused_tokens"] == got["num_reused_tokens"]
 
 
-def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm, monkeypatch):
     # Both lookups end before their request does, on a machine under load as well.
     monkeypatch.setattr("ragblend.engine.vllm.scheduler.PATIENCE_S", 60.0)
     counted(llm)
@@ -99,7 +98,7 @@ def give_up(llm: Any, name: str, ids: list[int], params: dict[str, Any], num_ste
         llm.llm_engine.step()
 
 
-def test_a_stored_chunk_that_ends_the_prompt_is_no_miss(llm: Any) -> None:
+def test_a_stored_chunk_that_ends_the_prompt_is_no_miss(llm):
     counted(llm)
     long = random_ids(LEAST_QUOTE + 1, 8)  # a shorter one would be a quote in the question
     ingest(llm, PREFIX, long)
@@ -109,7 +108,7 @@ def test_a_stored_chunk_that_ends_the_prompt_is_no_miss(llm: Any) -> None:
     assert (found["chunk_hits"], found.get("chunk_misses", 0)) == (2, 0)
 
 
-def test_every_chunk_is_told_what_was_recomputed_of_it(llm: Any) -> None:
+def test_every_chunk_is_told_what_was_recomputed_of_it(llm):
     ids = prompt(CHUNKS)
     got = report(ask(llm, ids, {"mode": "blend", "ratio": 0.5}))
     each = [chunk["num_recomputed_tokens"] for chunk in got["chunks"]]
@@ -118,7 +117,7 @@ def test_every_chunk_is_told_what_was_recomputed_of_it(llm: Any) -> None:
     assert all(each[1:])
 
 
-def test_histograms_gauges_and_tiers_are_filled(llm: Any) -> None:
+def test_histograms_gauges_and_tiers_are_filled(llm):
     counted(llm)
     ids = prompt(CHUNKS)
     got = [report(ask(llm, ids, {"mode": mode})) for mode in ("blend", "reuse")]
@@ -138,7 +137,7 @@ def test_histograms_gauges_and_tiers_are_filled(llm: Any) -> None:
     assert found[f"store_bytes{LABEL}disk"] > 0
 
 
-def test_every_series_reaches_prometheus_by_engine() -> None:
+def test_every_series_reaches_prometheus_by_engine():
     from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
     from prometheus_client import Counter as PromCounter
     from vllm.config import VllmConfig
@@ -163,7 +162,7 @@ def test_every_series_reaches_prometheus_by_engine() -> None:
     assert 'vllm:ragblend_blend_queue{engine="1"} 1.0' in shown
 
 
-def test_log_lines_look_as_vllms_do() -> None:
+def test_log_lines_look_as_vllms_do():
     script = (
         "import logging, vllm.logger; from ragblend.engine.vllm.plugin import use_vllm_logger\n"
         "use_vllm_logger(); use_vllm_logger(); vllm.logger._configure_vllm_root_logger()\n"

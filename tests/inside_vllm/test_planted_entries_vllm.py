@@ -6,7 +6,7 @@ of a prompt, over the disk tier of a running engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(checkpoint, tmp_path_factory):
     root = tmp_path_factory.mktemp("planted") / "kv"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_VARIABLE, PASSPHRASE)
@@ -80,7 +80,7 @@ def planted(server: Server) -> dict[str, Callable[[], Any]]:
     return kinds | {name: lambda make=make: make(server.place, server.victim) for name, make in PLANTS.items()}
 
 
-def test_nothing_planted_is_used_and_verify_names_it(server: Server) -> None:
+def test_nothing_planted_is_used_and_verify_names_it(server):
     for name, plant in planted(server).items():
         for params, (hits, ids, best) in zip(ASKED, server.missed, strict=True):
             server.clear()
@@ -96,7 +96,7 @@ def test_nothing_planted_is_used_and_verify_names_it(server: Server) -> None:
     server.clear()
 
 
-def test_the_truth_would_have_been_used_and_the_lie_would_have_shown(server: Server) -> None:
+def test_the_truth_would_have_been_used_and_the_lie_would_have_shown(server):
     server.clear()
     server.disk().put(server.victim.true)
     for params, (hits, *_) in zip(ASKED, server.missed, strict=True):

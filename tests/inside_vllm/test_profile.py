@@ -1,12 +1,8 @@
 """`ragblend profile --backend vllm` for real, and what it leaves: a profile that only vLLM follows."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
-from pathlib import Path
 
-import pytest
 from commands import run_command
 
 from ragblend.engine.tuning.loading_controller import machine_profile_from
@@ -14,9 +10,7 @@ from ragblend.engine.tuning.machine import machine_facts, read_machine_profile, 
 from ragblend.engine.vllm.launch import find_checkpoint
 
 
-def test_vllm_is_profiled_and_planned_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_is_profiled_and_planned_with(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 from harness import PREFIX, ask, connector_worker, engine, ingest, random_ids, report, tokens
 
 QUESTION = random_ids(6, 300)
@@ -17,9 +14,7 @@ def blending() -> tuple[list[int], dict[str, Any]]:
     return [*PREFIX, *STORED[0], *STORED[1], *QUESTION], {"mode": "blend", "rule": "cacheblend_k"}
 
 
-def test_chunks_of_a_request_that_waits_for_its_turn_are_read_meanwhile(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_a_request_that_waits_for_its_turn_are_read_meanwhile(checkpoint, tmp_path, monkeypatch):
     from vllm import SamplingParams
 
     monkeypatch.setattr("ragblend.engine.vllm.scheduler.PATIENCE_S", 60.0)  # its chunks are known before it waits

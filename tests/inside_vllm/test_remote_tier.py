@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ QUESTION = random_ids(6, 300)
 
 
 @pytest.fixture(scope="module")
-def first(redis_server: RedisServer, checkpoint: Callable[[str], Path], tmp_path_factory: Any) -> dict[str, Any]:
+def first(redis_server, checkpoint, tmp_path_factory):
     """Return the answers of the replica that ingested the chunks, and its store's directory. Redis has all chunks."""
     store = tmp_path_factory.mktemp("first")
     with engine(checkpoint("llama"), store, {"remote": redis_server.url}, skip_tokenizer_init=True) as llm:
@@ -92,7 +92,7 @@ def watched_counters(llm: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("memory_gib", [0, 1])
 def test_a_replica_with_an_empty_disk_answers_as_the_one_that_ingested(
-    memory_gib: int, redis_server, first, checkpoint, tmp_path
+    memory_gib, redis_server, first, checkpoint, tmp_path
 ):
     extra = {"remote": redis_server.url, "remote_timeout_s": 60, "memory_gib": memory_gib}
     with replica(checkpoint("llama"), tmp_path, extra, max_num_seqs=4, skip_tokenizer_init=True) as llm:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ def interpolated(text: str, environment: Mapping[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def deployment(tmp_path_factory):
     if NGINX is None:
         pytest.skip("no nginx; install one: apt-get install nginx")
     home = tmp_path_factory.mktemp("compose")
@@ -151,14 +151,14 @@ def path() -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(deployment: Deployment) -> Iterator[Any]:
+def engine(deployment):
     """Our client, through the balancer."""
     with load_engine("demo", backend=deployment.balancer.url, api_key=KEY, on_miss="inline") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def expected(tmp_path_factory):
     """Return the transformers engine in this process, over a separate store, for the reference answers."""
     with load_engine("demo", tmp_path_factory.mktemp("alone"), on_miss="inline") as alone:
         for text in TEXTS.values():
@@ -185,7 +185,7 @@ def assert_same(answer: Any, alone: Any) -> None:
     assert answer.report.num_recomputed_tokens == alone.report.num_recomputed_tokens
 
 
-def test_the_commands_at_the_top_ingest_through_the_balancer(deployment: Deployment, engine: Any) -> None:
+def test_the_commands_at_the_top_ingest_through_the_balancer(deployment, engine):
     documents = deployment.home / "docs"
     documents.mkdir()
     for person, text in TEXTS.items():
@@ -206,9 +206,7 @@ def test_the_commands_at_the_top_ingest_through_the_balancer(deployment: Deploym
     assert counted == [len(keys) for keys in found]
 
 
-def test_every_replica_finds_every_chunk_and_answers_as_one_engine_alone(
-    deployment: Deployment, engine: Any, expected: Any
-) -> None:
+def test_every_replica_finds_every_chunk_and_answers_as_one_engine_alone(deployment, engine, expected):
     remote, end_s = open_remote(deployment.cache.url), time.monotonic() + 60
     while len(list(remote.keys())) < len(TEXTS) and time.monotonic() < end_s:
         time.sleep(0.1)  # they are sent in the background
@@ -228,9 +226,7 @@ def test_every_replica_finds_every_chunk_and_answers_as_one_engine_alone(
     assert sum(grown["ragblend_ingested_chunks_total"]) == 0
 
 
-def test_streams_come_through_as_they_are_made_and_so_does_hanging_up(
-    deployment: Deployment, engine: Any, expected: Any
-) -> None:
+def test_streams_come_through_as_they_are_made_and_so_does_hanging_up(deployment, engine, expected):
     for prompt in prompts(4, 1):
         stream = engine.stream(prompt, max_tokens=8)
         pieces = list(stream)
@@ -260,7 +256,7 @@ def num_generated(deployment: Deployment) -> float:
     return sum(deployment.metrics(replica)["generation_tokens_total"] for replica in REPLICAS)
 
 
-def test_the_balancer_shows_only_what_the_key_guards(deployment: Deployment) -> None:
+def test_the_balancer_shows_only_what_the_key_guards(deployment):
     url, replica = deployment.balancer.url, deployment.replicas["replica-0"].url
     prompt = {"model": "demo", "prompt": "Hello", "max_tokens": 1}
     assert httpx.post(f"{replica}/invocations", json=prompt, timeout=60).status_code == 200  # vLLM's own, without a key
@@ -291,7 +287,7 @@ def status(url: str, path: str, body: Any = None) -> int:
     return connection.getresponse().status
 
 
-def test_the_health_checks_pass(deployment: Deployment) -> None:
+def test_the_health_checks_pass(deployment):
     if shutil.which("curl") is None or shutil.which("redis-cli") is None:
         pytest.skip("no curl or redis-cli")
     for name, server in deployment.replicas.items():
@@ -305,9 +301,7 @@ def test_the_health_checks_pass(deployment: Deployment) -> None:
     assert subprocess.run(check, capture_output=True, text=True).stdout == "PONG\n"
 
 
-def test_without_the_cache_replicas_answer_from_what_they_have(
-    deployment: Deployment, engine: Any, expected: Any
-) -> None:
+def test_without_the_cache_replicas_answer_from_what_they_have(deployment, engine, expected):
     for name, server in deployment.replicas.items():  # the balancer alone may have kept a chunk from one of them
         with load_engine("demo", backend=server.url, api_key=KEY, on_miss="inline") as direct:
             for person, text in TEXTS.items():
@@ -325,7 +319,7 @@ def test_without_the_cache_replicas_answer_from_what_they_have(
     assert {answer.report.num_chunk_hits for answer in answers} == {0, 1}  # a hit where it was ingested
 
 
-def test_when_a_replica_is_killed_the_other_goes_on(deployment: Deployment, engine: Any, expected: Any) -> None:
+def test_when_a_replica_is_killed_the_other_goes_on(deployment, engine, expected):
     def outcome(prompt: Prompt) -> Any:
         try:
             return ask(engine, prompt)

@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from itertools import count, cycle
@@ -135,7 +135,7 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory):
     with start_postgres() as postgres, fresh_schema(postgres.url) as catalog:
         fleet = Fleet(tmp_path_factory.mktemp("fleet"), postgres, catalog)
         try:
@@ -148,7 +148,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             fleet.cache.kill()
 
 
-def test_what_one_stores_the_other_finds(fleet: Fleet, counted: Callable[[str], None]) -> None:
+def test_what_one_stores_the_other_finds(fleet, counted):
     one, two = fleet.replicas
     fleet.documents = set(range(40))
     assert one.send(*range(40)).status_code == 202
@@ -159,7 +159,7 @@ def test_what_one_stores_the_other_finds(fleet: Fleet, counted: Callable[[str], 
     counted(f"40 documents sent to one of two vLLM servers: {num_entries} entries, computed {num_computed}")
 
 
-def test_what_one_removes_leaves_both_disks_and_what_is_sent_again_stays(fleet: Fleet) -> None:
+def test_what_one_removes_leaves_both_disks_and_what_is_sent_again_stays(fleet):
     one, two = fleet.replicas
     fleet.documents -= set(range(10))
     assert two.remove(*range(10)).json()["num_documents"] == 10
@@ -172,7 +172,7 @@ def test_what_one_removes_leaves_both_disks_and_what_is_sent_again_stays(fleet: 
     fleet.assert_whole()
 
 
-def test_a_replica_is_killed_while_it_stores(fleet: Fleet, counted: Callable[[str], None]) -> None:
+def test_a_replica_is_killed_while_it_stores(fleet, counted):
     one, two = fleet.replicas
     before = len(two.headers())
     fleet.documents |= set(range(100, 180))
@@ -186,7 +186,7 @@ def test_a_replica_is_killed_while_it_stores(fleet: Fleet, counted: Callable[[st
     counted(f"a vLLM server killed with {counts['num_waiting']} of 80 documents waiting")
 
 
-def test_postgres_and_redis_restart_under_load(fleet: Fleet, counted: Callable[[str], None]) -> None:
+def test_postgres_and_redis_restart_under_load(fleet, counted):
     """Prompts are answered at all times. What is sent or removed is done, or refused and repeated.
 
     In the end all is stored, also the documents that the killed replica had leased.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +50,7 @@ def nothing(*args: Any) -> None:
     """Stored KV that never gets into the cache."""
 
 
-def test_the_check_notices_what_would_be_wrong(checkpoint: Callable[[str], Path], tmp_path, monkeypatch):
+def test_the_check_notices_what_would_be_wrong(checkpoint, tmp_path, monkeypatch):
     with engine(checkpoint("qwen3"), tmp_path, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
         layers = connector_worker().layers
         self_check(layers, 300, 100, "it")
@@ -87,9 +85,7 @@ class SharedPlans:
         return plan
 
 
-def test_calls_that_share_a_plan_are_refused_and_the_check_notices_them(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_share_a_plan_are_refused_and_the_check_notices_them(checkpoint, tmp_path, monkeypatch):
     with engine(checkpoint("llama"), tmp_path, skip_tokenizer_init=True) as llm:
         connector = get_kv_transfer_group()
         monkeypatch.setattr(CPUAttentionBackend, "get_builder_cls", staticmethod(lambda: SharedPlans))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -35,13 +33,13 @@ KEY = "a-key-for-tests"
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """The server's working folder, with its store in `kv`."""
     return tmp_path_factory.mktemp("serve")
 
 
 @pytest.fixture(scope="module")
-def url(home: Path) -> Iterator[str]:
+def url(home):
     """A server over an empty store, for this module."""
     options = ("--max-model-len", "1024", "--enable-prompt-tokens-details")
     with served_demo(home, *options, RAGBLEND_API_KEY=KEY) as server:
@@ -49,7 +47,7 @@ def url(home: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def engine(url: str) -> Iterator[Any]:
+def engine(url):
     """Our client, with both chunks ingested through it."""
     with load_engine("demo", backend=url, api_key=KEY) as engine:
         report = precompute_documents([A, B], engine, ids=["a.txt", "b.txt"])
@@ -58,7 +56,7 @@ def engine(url: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def openai(url: str, engine: Any) -> OpenAI:
+def openai(url, engine):
     return OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
 
@@ -68,7 +66,7 @@ def metrics(url: str) -> dict[str, float]:
     return {match[1]: float(match[2]) for match in found if match}
 
 
-def test_our_client_gets_the_answer_from_stored_chunks(engine: Any) -> None:
+def test_our_client_gets_the_answer_from_stored_chunks(engine):
     for mode, hits in (("full", 0), ("reuse", 2), ("blend", 2)):
         answer = engine.generate(PROMPT, mode=mode, max_tokens=8)
         assert (answer.text, answer.report.num_chunk_hits, answer.report.mode) == ("Kinport", hits, mode)
@@ -77,7 +75,7 @@ def test_our_client_gets_the_answer_from_stored_chunks(engine: Any) -> None:
     assert answer.report.num_reused_tokens < answer.report.prompt_tokens
 
 
-def test_chunks_behind_labels_and_parts_of_them_are_reused(engine: Any) -> None:
+def test_chunks_behind_labels_and_parts_of_them_are_reused(engine):
     prompt = Prompt.from_messages([("user", f"[1] {A}\n\n(2) {B.partition(' ')[2]}\n\n{QUESTION}")])
     full, whole = (engine.generate(prompt, max_tokens=8, **how) for how in ({"mode": "full"}, {"recompute_ratio": 1.0}))
     assert whole.token_ids == full.token_ids
@@ -86,7 +84,7 @@ def test_chunks_behind_labels_and_parts_of_them_are_reused(engine: Any) -> None:
     assert [(chunk.hit, chunk.exact, chunk.num_recomputed_tokens) for chunk in reused.chunks] == [(True, False, 0)] * 2
 
 
-def test_an_answer_that_a_stop_string_ended_has_its_report(engine: Any) -> None:
+def test_an_answer_that_a_stop_string_ended_has_its_report(engine):
     stopped, whole = (engine.generate(PROMPT, max_tokens=8, stop=stop) for stop in (["port"], None))
     assert stopped.text == "Kin"
     for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "charged_budget"):
@@ -95,16 +93,16 @@ def test_an_answer_that_a_stop_string_ended_has_its_report(engine: Any) -> None:
     assert [report.num_chunk_hits for report in batch] == [0, 0]
 
 
-def test_a_stuff_documents_chain_gets_the_same(engine: Any, url: str) -> None:
+def test_a_stuff_documents_chain_gets_the_same(engine, url):
     llm = BlendLLM(backend=url, api_key=KEY, max_tokens=8)
     chain = create_stuff_documents_chain(llm, ChatPromptTemplate.from_template("{context}\n\n{question}"))
     assert chain.invoke({"context": [Document(A), Document(B)], "question": QUESTION}) == "Kinport"
     prompt = f"{A}\n\n{B}\n\n{QUESTION}"
-    report = llm.generate([prompt]).generations[0][0].generation_info["ragblend"]  # type: ignore[index]
+    report = llm.generate([prompt]).generations[0][0].generation_info["ragblend"]
     assert (report["num_chunk_hits"], report["num_chunks"]) == (2, 2)
 
 
-def test_llamaindex_gets_the_same(engine: Any, url: str) -> None:
+def test_llamaindex_gets_the_same(engine, url):
     llm = LlamaIndexLLM(backend=url, api_key=KEY, max_tokens=8)
     response = llm.complete(f"{A}\n\n{B}\n\n{QUESTION}")
     assert (response.text, response.raw["ragblend"]["num_chunk_hits"]) == ("Kinport", 2)
@@ -113,7 +111,7 @@ def test_llamaindex_gets_the_same(engine: Any, url: str) -> None:
 MESSAGES: Any = [{"role": "user", "content": f"{A}\n\n{B}\n\n{QUESTION}"}]
 
 
-def test_the_openai_client_gets_the_same_on_every_route(engine: Any, openai: OpenAI, url: str) -> None:
+def test_the_openai_client_gets_the_same_on_every_route(engine, openai, url):
     """Without a parameter of ours; the server knows the chunks."""
     ours = engine.generate(PROMPT, max_tokens=8)
     chat = openai.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=8, temperature=0)
@@ -122,10 +120,8 @@ def test_the_openai_client_gets_the_same_on_every_route(engine: Any, openai: Ope
     completion = openai.completions.create(model="demo", prompt=ids, max_tokens=8, temperature=0)
     assert completion.choices[0].text.strip() == ours.text
     for answer in (chat, completion):
-        assert answer.usage is not None
         assert answer.usage.prompt_tokens == ours.report.prompt_tokens
         report = (answer.model_extra or {})["kv_transfer_params"]["ragblend"]
-        assert answer.usage.prompt_tokens_details is not None
         assert answer.usage.prompt_tokens_details.cached_tokens == report["num_reused_tokens"]
         for name in ("mode", "num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "rule", "charged_budget"):
             assert report[name] == getattr(ours.report, name), name
@@ -135,7 +131,7 @@ def test_the_openai_client_gets_the_same_on_every_route(engine: Any, openai: Ope
     assert metrics(url)["vllm:ragblend_requests_total"] == before + 1
 
 
-def test_an_openai_request_says_what_it_wishes(openai: OpenAI) -> None:
+def test_an_openai_request_says_what_it_wishes(openai):
     for wish, hits in (({"mode": "full"}, 0), ({"mode": "reuse"}, 2), ({"rule": "random", "ratio": 0.5}, 2)):
         answer = openai.chat.completions.create(
             model="demo", messages=MESSAGES, max_tokens=8, temperature=0,
@@ -146,7 +142,7 @@ def test_an_openai_request_says_what_it_wishes(openai: OpenAI) -> None:
         assert report["recompute_ratio"] == wish.get("ratio", float(wish.get("mode") == "full"))
 
 
-def test_the_openai_client_streams_as_ever_and_with_the_report_where_it_asks(openai: OpenAI) -> None:
+def test_the_openai_client_streams_as_ever_and_with_the_report_where_it_asks(openai):
     asked: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 8, "temperature": 0, "stream": True}
     # A stream without ragblend's parameters has no additional event: every event must have `choices[0]`.
     stream = openai.chat.completions.create(**asked)
@@ -157,7 +153,7 @@ def test_the_openai_client_streams_as_ever_and_with_the_report_where_it_asks(ope
     assert (last.choices, report["mode"], report["num_chunk_hits"]) == ([], "blend", 2)
 
 
-def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
+def test_a_client_that_hangs_up_frees_its_blocks(engine, url):
     stream = engine.stream(PROMPT, max_tokens=900)
     body = engine.request_body(stream._prompt, stream._options) | {"ignore_eos": True}
     with httpx.stream(
@@ -174,7 +170,7 @@ def test_a_client_that_hangs_up_frees_its_blocks(engine: Any, url: str) -> None:
     assert engine.generate(PROMPT, max_tokens=8).text == "Kinport"
 
 
-def test_metrics_count_hits_and_misses(engine: Any, url: str, home: Path) -> None:
+def test_metrics_count_hits_and_misses(engine, url, home):
     before = metrics(url)
     engine.generate(PROMPT, max_tokens=1)
     new, gone = "Ben Howard works for Xanco. He lives in Calville.", "Tom Ashby works for Synon. He lives in Norwick."
@@ -201,7 +197,7 @@ def test_metrics_count_hits_and_misses(engine: Any, url: str, home: Path) -> Non
     assert now["vllm:ragblend_blend_queue"] == 0
 
 
-def test_without_the_key_nothing_is_told(url: str, engine: Any) -> None:
+def test_without_the_key_nothing_is_told(url, engine):
     with pytest.raises(RagblendError, match="RAGBLEND_API_KEY"):
         load_engine("demo", backend=url, api_key="wrong")
     for method, path in (("GET", ""), ("GET", "/documents"), ("DELETE", "/documents")):
@@ -210,7 +206,7 @@ def test_without_the_key_nothing_is_told(url: str, engine: Any) -> None:
         OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
 
 
-def test_the_readmes_client_gets_the_chunks_that_its_curl_sent(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_client_gets_the_chunks_that_its_curl_sent(url, capsys):
     readme = PAGES["README.md"]
     (sent,) = re.findall(r"curl localhost:8000(\S+) \\\n +-d '(.*?)'\n", readme)
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -230,9 +226,7 @@ def test_the_readmes_client_gets_the_chunks_that_its_curl_sent(url: str, capsys:
     assert "num_chunk_hits" in capsys.readouterr().out
 
 
-def test_the_programs_of_the_page_run(
-    url: str, openai: OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_programs_of_the_page_run(url, openai, tmp_path, monkeypatch):
     """docs/vllm.md: a chain over the server, an engine in this process, an OpenAI client."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def prompt_of(chunks: list[list[int]], question: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def store(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(checkpoint, tmp_path_factory):
     """A store with the six chunks, to be copied."""
     path = tmp_path_factory.mktemp("kv")
     with engine(checkpoint("llama"), path, skip_tokenizer_init=True) as llm:
@@ -132,14 +131,14 @@ def test_settings_do_not_change_answers(options, store, checkpoint, answers):
 
 
 @pytest.fixture(scope="module")
-def answers(store, checkpoint) -> list[list[int]]:
+def answers(store, checkpoint):
     """What the default settings answer, one by one."""
     with engine(checkpoint("llama"), store, skip_tokenizer_init=True) as llm:
         return [tokens(ask(llm, *request, 6, None)) for request in random_requests(12, 2)]
 
 
 @pytest.fixture
-def serving(store, checkpoint, tmp_path) -> Iterator[tuple[Any, Path]]:
+def serving(store, checkpoint, tmp_path):
     """An engine over a copy of the store that a test may break; nothing is kept in memory."""
     shutil.copytree(store, tmp_path / "kv")
     with engine(checkpoint("llama"), tmp_path / "kv", {"memory_gib": 0}, skip_tokenizer_init=True) as llm:

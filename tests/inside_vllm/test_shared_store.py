@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def load(model: str, store: Path) -> TransformersEngine:
 
 
 @pytest.mark.parametrize("family", ["llama3_scaling", "qwen3"])
-def test_both_engines_store_the_same_kv_under_the_same_key(family, checkpoint: Callable[[str], Path], tmp_path):
+def test_both_engines_store_the_same_kv_under_the_same_key(family, checkpoint, tmp_path):
     model = checkpoint(family)
     with load(str(model), tmp_path / "hf") as transformers:
         prefix_ids, chunks = transformers.default_prefix_ids, map(transformers.renderer.chunk_ids, TEXTS)
@@ -48,7 +47,7 @@ def test_both_engines_store_the_same_kv_under_the_same_key(family, checkpoint: C
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_each_engine_blends_with_the_others_files(family, checkpoint: Callable[[str], Path], tmp_path):
+def test_each_engine_blends_with_the_others_files(family, checkpoint, tmp_path):
     model = checkpoint(family)
     asked = Prompt(TEXTS, "what is the theory?")
     options = {"recompute_ratio": 0.3, "rule": "cacheblend_k", "max_tokens": 8}
@@ -73,7 +72,7 @@ def test_each_engine_blends_with_the_others_files(family, checkpoint: Callable[[
 
 
 @pytest.mark.parametrize("connector", [False, True])
-def test_a_stopped_engine_lets_go_of_its_model(connector: bool, checkpoint: Callable[[str], Path], tmp_path):
+def test_a_stopped_engine_lets_go_of_its_model(connector, checkpoint, tmp_path):
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     with engine(checkpoint("llama"), tmp_path if connector else None, skip_tokenizer_init=True) as llm:
@@ -84,7 +83,7 @@ def test_a_stopped_engine_lets_go_of_its_model(connector: bool, checkpoint: Call
     assert held() is None
 
 
-def test_the_memory_tier_answers_the_second_time(checkpoint: Callable[[str], Path], tmp_path):
+def test_the_memory_tier_answers_the_second_time(checkpoint, tmp_path):
     prefix, chunk = random_ids(4, 1), random_ids(40, 2)
     ids, params = [*random_ids(34, 3), *chunk, 9, 9], {"mode": "reuse"}
     with engine(checkpoint("llama"), tmp_path, {"prefix_ids": prefix}) as llm:

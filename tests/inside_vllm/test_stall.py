@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ def slow_headers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def llm(checkpoint, tmp_path_factory):
     with engine(checkpoint("llama"), tmp_path_factory.mktemp("kv"), skip_tokenizer_init=True) as made:
         for chunk in CHUNKS:
             assert ingest(made, PREFIX, chunk)["refused_reason"] == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -86,14 +85,14 @@ live.__annotations__ = {"who": Literal["George Keller", "Julia Bishop"], "return
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory):
     options = ("--max-model-len", "1024", "--structured-outputs-config", json.dumps(COMPACT))
     with served_demo(tmp_path_factory.mktemp("serve"), *options, "--no-enable-prefix-caching") as server:
         yield server.url
 
 
 @pytest.fixture(scope="module", params=["server", "process"])
-def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatBlend]:
+def chat(request, tmp_path_factory):
     store: Path | None = tmp_path_factory.mktemp("own") / "kv"
     options: dict[str, Any] = {"backend": "vllm", "vllm_options": SIZES | UNCACHED}
     if request.param == "server":
@@ -106,7 +105,7 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             yield ChatBlend(engine=engine, max_tokens=200)
 
 
-def test_a_schema_is_kept_over_blended_chunks(chat: ChatBlend) -> None:
+def test_a_schema_is_kept_over_blended_chunks(chat):
     held = chat.with_structured_output(SCHEMA, include_raw=True)
     found = held.invoke(f"{A}\n\n{B}\n\nWhere does George Keller live?")
     jsonschema.validate(found["parsed"], SCHEMA)
@@ -115,7 +114,7 @@ def test_a_schema_is_kept_over_blended_chunks(chat: ChatBlend) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_a_pydantic_class_comes_back(chat: ChatBlend, method: str) -> None:
+def test_a_pydantic_class_comes_back(chat, method):
     assert isinstance(chat.with_structured_output(Found, method=method).invoke("Where is the firm?"), Found)
 
 
@@ -128,12 +127,12 @@ def test_a_pydantic_class_comes_back(chat: ChatBlend, method: str) -> None:
         ({"json": SCHEMA}, lambda text: json.loads(text)["kind"] in ("town", "firm")),
     ],
 )
-def test_every_kind_is_vllms_own(chat: ChatBlend, asked: dict[str, Any], valid: Any) -> None:
+def test_every_kind_is_vllms_own(chat, asked, valid):
     assert valid(chat.invoke("What?", structured_outputs=asked).content)
 
 
 @pytest.mark.parametrize("choice", ["any", "look_up", "ring"])
-def test_a_demanded_call_comes(chat: ChatBlend, choice: str) -> None:
+def test_a_demanded_call_comes(chat, choice):
     bound = chat.bind_tools([look_up, ring], tool_choice=choice)
     message = bound.invoke(f"{A}\n\nWhere does she live?")
     (call,) = message.tool_calls
@@ -146,7 +145,7 @@ def test_a_demanded_call_comes(chat: ChatBlend, choice: str) -> None:
     assert [(each["name"], each["args"]) for each in summed.tool_calls] == [(call["name"], call["args"])]
 
 
-def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat: ChatBlend) -> None:
+def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat):
     history = [
         HumanMessage("Where does George Keller live?"),
         AIMessage("", tool_calls=[{"name": "look_up", "args": {"who": "George Keller"}, "id": "c1"}]),
@@ -160,7 +159,7 @@ def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat: ChatBl
 PLAN = ("search", "look_up", "none")  # the demo model was not trained on tools, so the test forces the next call
 
 
-def test_an_agent_calls_two_tools_and_answers_from_blended_documents(chat: ChatBlend) -> None:
+def test_an_agent_calls_two_tools_and_answers_from_blended_documents(chat):
     @tool(response_format="content_and_artifact")
     def search(about: Literal["people", "firms"]) -> tuple[str, list[Document]]:
         """Search the documents."""
@@ -190,7 +189,7 @@ class Demanding(BlendLLM):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_a_function_agent_does_it_too(chat: ChatBlend, streaming: bool) -> None:
+async def test_a_function_agent_does_it_too(chat, streaming):
     tools = [
         FunctionTool.from_defaults(each, name=name) for each, name in zip((search_documents, live), PLAN, strict=False)
     ]
@@ -200,7 +199,7 @@ async def test_a_function_agent_does_it_too(chat: ChatBlend, streaming: bool) ->
     assert answer.raw["ragblend"]["num_chunk_hits"] == 2
 
 
-def test_what_vllm_cannot_follow_it_says(chat: ChatBlend) -> None:
+def test_what_vllm_cannot_follow_it_says(chat):
     with pytest.raises(RagblendError, match=r"(rejects the request|Grammar error|egex)"):
         chat.invoke("What?", structured_outputs={"regex": "("})
     assert chat.invoke("What?", max_tokens=2).content is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +60,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     home = tmp_path_factory.mktemp("tenants")
     keys = home / "keys.json"
     keys.write_text(json.dumps({"keys": KEYS, "open": ["/health"]}))
@@ -95,7 +94,7 @@ def num_matched(served: Served, key: str) -> int:
     return int(got["ragblend"]["num_chunk_hits"]) if got else 0
 
 
-def test_two_keys_find_nothing_of_each_others_chunks(served: Served) -> None:
+def test_two_keys_find_nothing_of_each_others_chunks(served):
     with engine(served, ACME) as acme, engine(served, GLOBEX) as globex:
         assert (acme.namespace, globex.namespace) == ("acme", "globex")
         acme.precompute(A)
@@ -122,7 +121,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", PROMPTS)
-def test_a_forged_namespace_is_refused_with_the_reason(served: Served, path: str) -> None:
+def test_a_forged_namespace_is_refused_with_the_reason(served, path):
     own, forged = (
         {"kv_transfer_params": {"ragblend": {"mode": "prefix", "namespace": name}}} for name in ("acme", "globex")
     )
@@ -135,7 +134,7 @@ def test_a_forged_namespace_is_refused_with_the_reason(served: Served, path: str
         assert "'acme'" in answer.json()["error"]["message"]
 
 
-def test_parameters_that_come_another_way_are_bound_too(served: Served) -> None:
+def test_parameters_that_come_another_way_are_bound_too(served):
     forged = {"kv_transfer_params": {"ragblend": {"mode": "prefix", "namespace": "globex"}}}
     hidden = {"max_tokens": 1, "extra_args": forged}
     body = {**PROMPTS["/inference/v1/generate"], "sampling_params": hidden}
@@ -147,7 +146,7 @@ def test_parameters_that_come_another_way_are_bound_too(served: Served) -> None:
     assert served.metrics()["vllm:ragblend_requests_total"] == before + 1
 
 
-def test_every_route_without_a_key_is_refused(served: Served) -> None:
+def test_every_route_without_a_key_is_refused(served):
     served.http.get("/health")
     routes = json.loads((served.home / "routes.json").read_text())
     paths = {path for path, _ in routes}
@@ -164,7 +163,7 @@ def test_every_route_without_a_key_is_refused(served: Served) -> None:
     assert served.http.get(f"{served.url}//health").status_code == 401
 
 
-def test_what_a_key_has_no_right_to_is_refused(served: Served) -> None:
+def test_what_a_key_has_no_right_to_is_refused(served):
     for method, path in (("GET", "/metrics"), ("GET", "/openapi.json"), ("POST", "/v1/load_lora_adapter")):
         answer = served.ask(ACME, path, {}, method)
         assert answer.status_code == 403, path
@@ -179,7 +178,7 @@ def test_what_a_key_has_no_right_to_is_refused(served: Served) -> None:
         forger.generate(Prompt([A], QUESTION), max_tokens=1)
 
 
-def test_vllms_own_prefix_cache_is_not_shared_either(served: Served) -> None:
+def test_vllms_own_prefix_cache_is_not_shared_either(served):
     body = {"model": "demo", "prompt": [1, *range(10, 110)], "max_tokens": 1}
 
     def cached(key: str, **more: Any) -> float:
@@ -196,7 +195,7 @@ def test_vllms_own_prefix_cache_is_not_shared_either(served: Served) -> None:
     assert cached(ACME, cache_salt="s") == 96
 
 
-def test_a_cache_salt_is_part_of_the_namespace(served: Served) -> None:
+def test_a_cache_salt_is_part_of_the_namespace(served):
     ids = list(range(40, 80))
     body = {"model": "demo", "prompt": [1, *ids, 7], "max_tokens": 1, "temperature": 0}
 
@@ -216,7 +215,7 @@ def test_a_cache_salt_is_part_of_the_namespace(served: Served) -> None:
     assert not any("s3cret" in header.namespace for header in DiskStore(served.home / "kv").headers())
 
 
-def test_where_the_store_is_is_not_told(served: Served) -> None:
+def test_where_the_store_is_is_not_told(served):
     for path in ("/v1/ragblend", "/v1/models", "/metrics", "/openapi.json", "/version", "/load"):
         answer = served.ask(ADMIN, path, method="GET")
         assert answer.status_code == 200, path

@@ -1,10 +1,7 @@
 """Tensor parallelism through `load_engine`: engines in this process whose ranks are processes that come and go."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
-from pathlib import Path
 
 import harness  # noqa: F401 (vLLM's settings for tests)
 import pytest
@@ -21,9 +18,7 @@ OPTIONS = {"tensor_parallel_size": 2, "max_model_len": 1024, "kv_cache_memory_by
 
 
 @pytest.mark.timeout(1200)  # each rank imports vLLM
-def test_an_engine_of_two_ranks_leaves_nothing_behind_and_the_next_one_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_of_two_ranks_leaves_nothing_behind_and_the_next_one_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     answers = []
     for num_new in (2, 0):  # the second engine finds on the disk what the first one stored

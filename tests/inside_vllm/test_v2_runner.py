@@ -1,7 +1,5 @@
 """Under `-p v2_runner` the engines of the other tests run vLLM's Model Runner V2."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

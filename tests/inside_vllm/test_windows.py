@@ -1,11 +1,5 @@
 """Models with sliding windows in vLLM: refused at start with the flag to type, and served with it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from harness import PREFIX, SIZES, ask, engine, ingest, random_ids, report, tokens
 from tiny_models import make_model
@@ -24,7 +18,7 @@ WINDOW = 256
 
 
 @pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[..., Any]) -> Path:
+def mistral(tmp_path_factory, make_tokenizer):
     """A checkpoint whose layers all have a window."""
     path = tmp_path_factory.mktemp("mistral")
     make_model(MistralConfig, MistralForCausalLM, **SIZES, sliding_window=WINDOW).save_pretrained(path)

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def run_without_plugins(model: Path, store: Path, **options: Any) -> subprocess.
 
 
 @pytest.mark.timeout(600)
-def test_without_the_plugin_the_worker_class_shows_the_model(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_without_the_plugin_the_worker_class_shows_the_model(checkpoint, tmp_path):
     refused = run_without_plugins(checkpoint("llama"), tmp_path / "a")
     assert refused.returncode != 0
     advice = re.search(r"has no access to the model .* --worker-cls ([\w.]+)", refused.stdout + refused.stderr)
@@ -54,9 +53,7 @@ def test_without_the_plugin_the_worker_class_shows_the_model(checkpoint: Callabl
     assert "hits 2 True" in shown.stdout, shown.stderr[-2000:]
 
 
-def test_a_model_that_vllm_hands_over_is_taken(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_vllm_hands_over_is_taken(checkpoint, tmp_path, monkeypatch):
     original = BlendConnector.register_kv_caches
 
     def handing_over(self: Any, kv_caches: Any) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tiny_models import CHATML
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from ragblend.engine.api import Engine, Stream
+from ragblend.engine.api import Stream
 from ragblend.frameworks.engines import share_engine
 from ragblend.frameworks.model import BlendModel, Request
 from ragblend.precompute import precompute_documents
@@ -18,7 +14,7 @@ from ragblend.prompt.types import Prompt
 
 
 @pytest.fixture(scope="session")
-def passages() -> list[str]:
+def passages():
     """What gets ingested. The second has a blank line inside, the third the look of a template."""
     return [
         "The lighthouse on Gull Rock was built in 1872. Its lamp is turned by clockwork.",
@@ -31,9 +27,7 @@ def passages() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def chat_model_path(
-    tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], make_tokenizer: Callable[..., Any]
-) -> Path:
+def chat_model_path(tmp_path_factory, make_model, make_tokenizer):
     """A random 3-layer chat model of 8192 tokens that answers at length and differently to every prompt."""
     path = tmp_path_factory.mktemp("model") / "tiny-chat"
     sizes = {"max_position_embeddings": 8192, "num_hidden_layers": 3}
@@ -43,13 +37,13 @@ def chat_model_path(
 
 
 @pytest.fixture(scope="session")
-def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store_path(tmp_path_factory):
     """The folder of the session's KV store."""
     return tmp_path_factory.mktemp("kv")
 
 
 @pytest.fixture(scope="session")
-def chat_engine(chat_model_path: Path, store_path: Path, passages: list[str]) -> Iterator[Engine]:
+def chat_engine(chat_model_path, store_path, passages):
     """The tiny chat model's engine, with the KV of all passages precomputed. Shared with every model of that store."""
     engine = share_engine(str(chat_model_path), store_path, on_miss="inline", **SHARED)
     precompute_documents(passages, engine)
@@ -61,7 +55,7 @@ SHARED = {"backend": "transformers", "dtype": "auto", "device": "auto", "system"
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Prompt, Stream]]:
+def calls(monkeypatch):
     """Every call of a ragblend LLM in this test, in order: its prompt and the answer."""
     made: list[tuple[Prompt, Stream]] = []
     start = BlendModel._open

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 import jsonschema
@@ -24,7 +23,6 @@ from pydantic import BaseModel, Field
 from ragblend import open_index
 from ragblend.chains import BlendRetriever
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.api import Engine
 from ragblend.errors import UsageError
 from ragblend.llm import BlendLLM, ChatBlend
 from ragblend.prompt.types import Chunk
@@ -83,7 +81,7 @@ def ring() -> str:
 
 
 @pytest.fixture
-def chat(chat_engine: Engine) -> ChatBlend:
+def chat(chat_engine):
     return ChatBlend(engine=chat_engine, max_tokens=600)
 
 
@@ -92,7 +90,7 @@ def chat(chat_engine: Engine) -> ChatBlend:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 @pytest.mark.parametrize("schema", [Tower, Branch, TowerDict, SCHEMA])  # a JSON schema needs no title
-def test_a_class_comes_back_as_one_and_dicts_as_dicts(chat: ChatBlend, schema: Any, method: str) -> None:
+def test_a_class_comes_back_as_one_and_dicts_as_dicts(chat, schema, method):
     # LangChain's strict form leaves open what refers to itself.
     for seed, strict in enumerate((None, False, None if schema is Branch else True)):
         held = chat.with_structured_output(schema, method=method, strict=strict)
@@ -105,7 +103,7 @@ def test_a_class_comes_back_as_one_and_dicts_as_dicts(chat: ChatBlend, schema: A
             assert isinstance(found, schema)
 
 
-def test_a_schema_may_refer_to_itself_and_hold_any_letters(chat: ChatBlend) -> None:
+def test_a_schema_may_refer_to_itself_and_hold_any_letters(chat):
     tree = {
         "title": "tree",
         "type": "object",
@@ -115,7 +113,7 @@ def test_a_schema_may_refer_to_itself_and_hold_any_letters(chat: ChatBlend) -> N
     jsonschema.validate(chat.with_structured_output(tree).invoke("Which?", temperature=1.0, seed=1), tree)
 
 
-def test_a_format_that_forbids_nothing_is_no_obstacle(chat: ChatBlend) -> None:
+def test_a_format_that_forbids_nothing_is_no_obstacle(chat):
     schema = {"type": "object", "properties": {"at": {"type": "string", "format": "path", "maxLength": 4}}}
     held = chat.with_structured_output({**schema, "required": ["at"]})
     assert len(held.invoke("Which?")["at"]) <= 4
@@ -126,7 +124,7 @@ class Named(BaseModel):
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, Named])
-async def test_schemas_stream_batch_and_await(chat: ChatBlend, schema: Any) -> None:
+async def test_schemas_stream_batch_and_await(chat, schema):
     held = chat.with_structured_output(schema)
     whole = held.invoke("Which?")
     grown = list(held.stream("Which?"))
@@ -137,7 +135,7 @@ async def test_schemas_stream_batch_and_await(chat: ChatBlend, schema: Any) -> N
     assert held.batch(["Which?", "Which?"]) == [whole, whole]
 
 
-def test_raw_answers_come_with_what_was_parsed_or_why_not(chat: ChatBlend) -> None:
+def test_raw_answers_come_with_what_was_parsed_or_why_not(chat):
     for method in ("json_schema", "function_calling"):
         held = chat.with_structured_output(Tower, method=method, include_raw=True)
         found = held.invoke("Which tower?")
@@ -155,12 +153,12 @@ def test_raw_answers_come_with_what_was_parsed_or_why_not(chat: ChatBlend) -> No
     ("schema", "cut"),
     [(Named, {"max_tokens": 8}), (Named, {"stop": ['"}']}), (SCHEMA, {"max_tokens": 8}), (SCHEMA, {"stop": ["old"]})],
 )
-def test_a_part_of_an_answer_is_not_taken_for_all_of_it(chat: ChatBlend, schema: Any, cut: dict[str, Any]) -> None:
+def test_a_part_of_an_answer_is_not_taken_for_all_of_it(chat, schema, cut):
     with pytest.raises(OutputParserException, match=r"is no JSON .* raise max_tokens .* leave out stop strings"):
         chat.with_structured_output(schema).invoke("Which?", **cut)
 
 
-def test_a_called_tool_leaves_nothing_to_parse(chat: ChatBlend) -> None:
+def test_a_called_tool_leaves_nothing_to_parse(chat):
     for schema in (Tower, SCHEMA):
         held = chat.with_structured_output(schema, tools=[ring], tool_choice="ring", include_raw=True)
         found = held.invoke("Which?")
@@ -168,18 +166,18 @@ def test_a_called_tool_leaves_nothing_to_parse(chat: ChatBlend) -> None:
         assert (found["parsed"], found["parsing_error"]) == (None, None)
 
 
-def test_json_mode_is_any_object(chat: ChatBlend) -> None:
+def test_json_mode_is_any_object(chat):
     held = chat.with_structured_output(None, method="json_mode", include_raw=True)
     assert held.invoke("Which?", max_tokens=60)["raw"].content.startswith("{")
 
 
-def test_a_schema_changes_no_character_of_the_prompt(chat: ChatBlend, calls: list[Any]) -> None:
+def test_a_schema_changes_no_character_of_the_prompt(chat, calls):
     chat.invoke("Which tower?", max_tokens=1)
     chat.with_structured_output(SCHEMA).invoke("Which tower?")
     assert calls[0][0] == calls[1][0]
 
 
-def test_chunks_are_reused_under_a_schema(chat: ChatBlend, passages: list[str]) -> None:
+def test_chunks_are_reused_under_a_schema(chat, passages):
     held = chat.with_structured_output(Tower, include_raw=True)
     found = held.invoke(f"{passages[0]}\n\n{passages[4]}\n\nWhich tower?")
     assert isinstance(found["parsed"], Tower)
@@ -187,7 +185,7 @@ def test_chunks_are_reused_under_a_schema(chat: ChatBlend, passages: list[str]) 
     assert (report["num_chunks"], report["num_chunk_hits"]) == (2, 2)
 
 
-def test_answers_are_held_without_any_framework_words_too(chat: ChatBlend, chat_engine: Engine) -> None:
+def test_answers_are_held_without_any_framework_words_too(chat, chat_engine):
     held = {"regex": "[a-z]{4}"}
     assert chat.invoke("Q", structured_outputs=held).content.isalpha()
     assert BlendLLM(engine=chat_engine, call_options={"structured_outputs": held}).invoke("Q").isalpha()
@@ -202,7 +200,7 @@ def test_answers_are_held_without_any_framework_words_too(chat: ChatBlend, chat_
 @pytest.mark.parametrize(
     "choice", ["any", "required", True, "fill", "ring", {"type": "function", "function": {"name": "fill"}}]
 )
-def test_a_demanded_call_comes_and_its_arguments_follow_the_schema(chat: ChatBlend, choice: Any) -> None:
+def test_a_demanded_call_comes_and_its_arguments_follow_the_schema(chat, choice):
     message = chat.bind_tools([fill, ring], tool_choice=choice).invoke("Hello!")
     (call,) = message.tool_calls
     assert message.content == ""
@@ -217,13 +215,13 @@ def test_a_demanded_call_comes_and_its_arguments_follow_the_schema(chat: ChatBle
 
 @pytest.mark.parametrize("tools", [[fill, ring], []])
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
-def test_nothing_is_called_where_nothing_need_be(chat: ChatBlend, choice: Any, tools: list[Any]) -> None:
+def test_nothing_is_called_where_nothing_need_be(chat, choice, tools):
     message = chat.bind_tools(tools, tool_choice=choice).invoke("Hello!", max_tokens=20)
     assert message.tool_calls == []
     assert message.content
 
 
-def test_several_calls_come_where_they_may(chat: ChatBlend) -> None:
+def test_several_calls_come_where_they_may(chat):
     several = chat.bind_tools([fill, ring], tool_choice="any", parallel_tool_calls=True)
     numbers = set()
     for seed in range(6):
@@ -234,7 +232,7 @@ def test_several_calls_come_where_they_may(chat: ChatBlend) -> None:
     assert max(numbers) > 1
 
 
-async def test_streamed_calls_are_the_ones_of_an_answer_in_one_piece(chat: ChatBlend) -> None:
+async def test_streamed_calls_are_the_ones_of_an_answer_in_one_piece(chat):
     bound = chat.bind_tools([fill], tool_choice="any", parallel_tool_calls=True)
     whole = bound.invoke("Hello!", temperature=1.0, seed=3, max_tokens=300)
     chunks = list(bound.stream("Hello!", temperature=1.0, seed=3, max_tokens=300))
@@ -250,7 +248,7 @@ async def test_streamed_calls_are_the_ones_of_an_answer_in_one_piece(chat: ChatB
     assert sum(len(chunk.tool_call_chunks) for chunk in chunks) > len(whole.tool_calls) + 1  # in pieces, as they come
 
 
-def test_a_call_that_was_cut_is_no_call(chat: ChatBlend) -> None:
+def test_a_call_that_was_cut_is_no_call(chat):
     bound = chat.bind_tools([fill], tool_choice="any")
     whole = bound.invoke("Hello!")
     assert len(whole.tool_calls) == 1
@@ -261,7 +259,7 @@ def test_a_call_that_was_cut_is_no_call(chat: ChatBlend) -> None:
     assert cut.invalid_tool_calls[0]["name"] == "fill"
 
 
-def test_tools_and_a_schema_give_one_or_the_other(chat: ChatBlend) -> None:
+def test_tools_and_a_schema_give_one_or_the_other(chat):
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     for seed in range(4):
         both = chat.bind_tools([fill], response_format=wanted)
@@ -272,7 +270,7 @@ def test_tools_and_a_schema_give_one_or_the_other(chat: ChatBlend) -> None:
             jsonschema.validate(json.loads(message.content), SCHEMA)
 
 
-def test_a_tool_with_a_schema_that_cannot_be_followed_is_named_with_the_keyword(chat: ChatBlend) -> None:
+def test_a_tool_with_a_schema_that_cannot_be_followed_is_named_with_the_keyword(chat):
     @tool
     def pick(which: set[str]) -> str:
         """Pick some."""
@@ -282,9 +280,7 @@ def test_a_tool_with_a_schema_that_cannot_be_followed_is_named_with_the_keyword(
         chat.bind_tools([ring, pick], tool_choice="any").invoke("Hello!")
 
 
-def test_an_agent_calls_two_tools_and_answers_from_blended_documents(
-    chat: ChatBlend, passages: list[str], tmp_path: Path
-) -> None:
+def test_an_agent_calls_two_tools_and_answers_from_blended_documents(chat, passages, tmp_path):
     """A random model calls no tool unprompted: middleware demands the next one, as in a user's agent."""
     plan = {0: "search", 1: "fill"}
 
@@ -315,7 +311,7 @@ def test_an_agent_calls_two_tools_and_answers_from_blended_documents(
 
 
 @pytest.mark.parametrize("strategy", [ToolStrategy, ProviderStrategy, AutoStrategy])
-def test_an_agent_answers_in_the_form_it_was_made_for(chat: ChatBlend, strategy: Any) -> None:
+def test_an_agent_answers_in_the_form_it_was_made_for(chat, strategy):
     agent: Any = create_agent(chat, [], response_format=strategy(Room))
     found = agent.invoke({"messages": [("user", "Which room?")]}, {"recursion_limit": 4})["structured_response"]
     assert isinstance(found, Room)
@@ -332,12 +328,12 @@ def test_an_agent_answers_in_the_form_it_was_made_for(chat: ChatBlend, strategy:
         ({"functions": [{"name": "x"}]}, "pass tools instead"),
     ],
 )
-def test_unsupported_requests_are_refused_with_the_reason(chat: ChatBlend, call: dict[str, Any], said: str) -> None:
+def test_unsupported_requests_are_refused_with_the_reason(chat, call, said):
     with pytest.raises(UsageError, match=said):
         chat.bind_tools([fill, ring]).invoke("Q", **call)
 
 
-def test_other_ways_are_named(chat: ChatBlend, chat_engine: Engine) -> None:
+def test_other_ways_are_named(chat, chat_engine):
     with pytest.raises(UsageError, match="method is 'magic'; choose one of json_schema, function_calling, json_mode"):
         chat.with_structured_output(SCHEMA, method="magic")
     with pytest.raises(UsageError, match="schema is None"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -195,7 +195,7 @@ def check_calls(calls: list[Call], engine: Engine, tokenizer: Any, ratio: float 
         assert engine.match(prompt).token_ids == own_ids
         plain = Prompt.from_messages(messages)
         options = {"max_tokens": 12, "recompute_ratio": ratio}
-        assert stream.result.token_ids == engine.generate(plain, **options).token_ids  # type: ignore[arg-type]
+        assert stream.result.token_ids == engine.generate(plain, **options).token_ids
         if ratio == 1.0:
             assert stream.result.token_ids == engine.generate(plain, mode="full", max_tokens=12).token_ids
 
@@ -215,13 +215,13 @@ def passages_sent(calls: list[Call], passages: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(chat_model_path: Path) -> Any:
+def tokenizer(chat_model_path):
     """The chat model's tokenizer, as transformers loads it."""
     return AutoTokenizer.from_pretrained(chat_model_path)
 
 
 @pytest.fixture(scope="module")
-def table(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
+def table(request):
     """The rows that the tests of this file add; printed when they are done, and saved when all ran and it is asked."""
     rows: list[Row] = []
     yield rows
@@ -253,14 +253,8 @@ def langchain_llm(kind: type[BlendModel], engine: Engine, **settings: Any) -> An
 @pytest.mark.parametrize("chain", list(LANGCHAIN))
 @pytest.mark.filterwarnings("ignore::langchain_core._api.deprecation.LangChainDeprecationWarning")
 def test_langchain_reuses_every_chunk_when_only_the_llm_is_swapped(
-    chain: str,
-    kind: type[BlendModel],
-    chat_engine: Engine,
-    tokenizer: Any,
-    passages: list[str],
-    calls: list[Call],
-    table: list[Row],
-) -> None:
+    chain, kind, chat_engine, tokenizer, passages, calls, table
+):
     retriever = FixedRetriever(texts=passages[:K])
     llm = langchain_llm(kind, chat_engine)
     answer = LANGCHAIN[chain](llm, retriever)
@@ -278,8 +272,8 @@ def test_langchain_reuses_every_chunk_when_only_the_llm_is_swapped(
 
 @pytest.mark.parametrize("mode", list(LLAMA))
 def test_llamaindex_reuses_every_chunk_when_only_the_llm_is_swapped(
-    mode: str, chat_engine: Engine, tokenizer: Any, passages: list[str], calls: list[Call], table: list[Row]
-) -> None:
+    mode, chat_engine, tokenizer, passages, calls, table
+):
     llm = LlamaBlend(engine=chat_engine, max_tokens=12)
     LLAMA[mode](llm, passages[:K])
     row = measured("llamaindex", mode, llm, calls, passages_sent(calls, passages))
@@ -293,9 +287,7 @@ def test_llamaindex_reuses_every_chunk_when_only_the_llm_is_swapped(
     check_calls(calls, chat_engine, tokenizer, ratio=1.0)
 
 
-def test_of_documents_with_escaped_line_breaks_the_lines_are_reused(
-    chat_engine: Engine, tokenizer: Any, passages: list[str], calls: list[Call], table: list[Row]
-) -> None:
+def test_of_documents_with_escaped_line_breaks_the_lines_are_reused(chat_engine, tokenizer, passages, calls, table):
     broken = [text for text in passages if "\n" in text]
     asked = ChatBlend(engine=chat_engine, max_tokens=12)
     list_repr(asked, FixedRetriever(texts=broken))

@@ -44,7 +44,7 @@ class Reports(BaseCallbackHandler):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, passages: list[str]) -> Path:
+def folder(tmp_path, passages):
     folder = tmp_path / "docs"
     folder.mkdir()
     for number, text in enumerate(passages):
@@ -71,15 +71,13 @@ def postgres(folder: Path) -> Iterator[VectorStore]:
 
 
 @pytest.fixture(params=[qdrant, postgres], ids=lambda kind: kind.__name__)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[VectorStore]:
+def database(request, tmp_path):
     """An empty vector store of a database."""
     opened: Callable[[Path], Iterator[VectorStore]] = request.param
     yield from opened(tmp_path)
 
 
-def test_what_a_database_gets_is_prefilled_and_goes_with_its_document(
-    database: VectorStore, tmp_path: Path, chat_model_path: Path, passages: list[str]
-) -> None:
+def test_what_a_database_gets_is_prefilled_and_goes_with_its_document(database, tmp_path, chat_model_path, passages):
     chat = ChatBlend(
         model=str(chat_model_path),
         store=tmp_path / "kv",
@@ -113,11 +111,9 @@ def test_what_a_database_gets_is_prefilled_and_goes_with_its_document(
     chat.engine.close()
 
 
-def test_a_chain_over_a_database_reuses_what_ragblend_ingested(
-    database: VectorStore, folder: Path, tmp_path: Path, chat_model_path: Path
-) -> None:
+def test_a_chain_over_a_database_reuses_what_ragblend_ingested(database, folder, tmp_path, chat_model_path):
     with (
-        share_engine(str(chat_model_path), tmp_path / "kv", on_miss="inline") as engine,  # type: ignore[attr-defined]
+        share_engine(str(chat_model_path), tmp_path / "kv", on_miss="inline") as engine,
         open_index(tmp_path / "index", HashingEmbedder(), create=True) as index,
     ):
         ingest(folder, engine, index)

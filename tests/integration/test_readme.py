@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ def block(language: str, holding: str, model: str = NAMED) -> str:
 
 
 @EACH_MODEL
-def test_the_langchain_program_prints_what_the_page_prints(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_langchain_program_prints_what_the_page_prints(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     program = block("python", "prompt | llm")
     assert 'model="demo"' in program
@@ -43,7 +40,7 @@ def test_the_langchain_program_prints_what_the_page_prints(
     assert names["report"]["mode"] == "blend"
 
 
-def test_the_first_program_is_short_and_near_the_top() -> None:
+def test_the_first_program_is_short_and_near_the_top():
     top = README.splitlines()[:30]
     program = block("python", "prompt | llm").splitlines()
     assert len(program) <= 12
@@ -51,9 +48,7 @@ def test_the_first_program_is_short_and_near_the_top() -> None:
 
 
 @EACH_MODEL
-def test_the_llamaindex_program_answers_from_what_it_stored(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_llamaindex_program_answers_from_what_it_stored(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(block("python", "BlendQueryEngine", model), names)
@@ -65,9 +60,7 @@ def test_the_llamaindex_program_answers_from_what_it_stored(
 
 
 @EACH_MODEL
-def test_the_commands_ingest_a_folder_answer_chat_and_remove(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_ingest_a_folder_answer_chat_and_remove(model, tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "lease.md").write_text(
         "The lease of the Turin office was signed by Ada Ferro on 3 May 2024.\n"

@@ -21,7 +21,7 @@ CASES = json.loads(MUSIQUE.read_text())[:4]  # of 100; ten passages each
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> Path:
+def cases(tmp_path_factory):
     path = tmp_path_factory.mktemp("musique") / "musique.json"
     path.write_text(json.dumps(CASES))
     return path

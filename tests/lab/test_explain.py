@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +10,16 @@ from tiny_prompts import CHUNKS, PROMPT
 from transformers import DynamicCache
 
 from ragblend.engine.generation import Conversation
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument_name
 from ragblend.errors import UsageError
-from ragblend.lab.explain import STATES, Comparison, Explanation, explain
+from ragblend.lab.explain import STATES, Comparison, explain
 from ragblend.lab.explain_page import render_html
 from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine:
+def engine(tiny_engine):
     """A tiny Llama whose store holds the first and the last chunk."""
     made = tiny_engine("llama")
     for chunk in (CHUNKS[0], CHUNKS[2]):
@@ -30,7 +28,7 @@ def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine
 
 
 @pytest.fixture
-def explanation(engine: TransformersEngine) -> Explanation:
+def explanation(engine):
     return explain(engine, PROMPT, rule="ask", recompute_ratio=0.3, max_tokens=6)
 
 
@@ -131,7 +129,7 @@ def test_a_prompt_that_ends_with_a_chunk_computes_its_last_token(engine):
 
 
 @pytest.mark.parametrize("options", [{"mode": "reuse"}, {"conversation": Conversation()}])
-def test_other_modes_and_conversations_are_refused(engine, options: dict[str, Any]):
+def test_other_modes_and_conversations_are_refused(engine, options):
     with pytest.raises(UsageError, match="leave mode and conversation out"):
         explain(engine, PROMPT, **options)
 

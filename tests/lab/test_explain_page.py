@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from tiny_prompts import CHUNKS
 
-from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.lab.explain import Explanation, explain
+from ragblend.lab.explain import explain
 from ragblend.lab.explain_page import (
     deviation_scale,
     plot_explanation,
@@ -68,12 +66,12 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def evil_chunks() -> list[Chunk]:
+def evil_chunks():
     return [replace(CHUNKS[0], source="a<i>.md"), Chunk(EVIL, source="b&.md"), CHUNKS[2]]
 
 
 @pytest.fixture
-def explanation(tiny_engine: Callable[..., TransformersEngine], evil_chunks: list[Chunk]) -> Explanation:
+def explanation(tiny_engine, evil_chunks):
     engine = tiny_engine("llama")
     for chunk in evil_chunks[:2]:
         engine.precompute(chunk)

@@ -1,7 +1,5 @@
 """Stored texts that are in a prompt in another form, and the first difference that is reported for each."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -31,7 +29,7 @@ ASK = "\n\nWho owns the mill?"
     ],
     ids=["case", "line break", "space", "quotes", "JSON", "word", "first part", "last part", "same"],
 )
-def test_the_first_difference_is_named_with_both_excerpts(sent: str, difference: str) -> None:
+def test_the_first_difference_is_named_with_both_excerpts(sent, difference):
     rest = "" if sent == LEASE[:70] else ASK
     (near,) = find_near_texts([OTHER, LEASE], f"Read this. {sent}{rest}")
     assert near.text == LEASE
@@ -40,7 +38,7 @@ def test_the_first_difference_is_named_with_both_excerpts(sent: str, difference:
     assert 0.5 < near.share <= 1.0
 
 
-def test_an_escaped_line_break_is_shown_beside_the_real_one() -> None:
+def test_an_escaped_line_break_is_shown_beside_the_real_one():
     plain = LEASE.replace('"', "")
     (near,) = find_near_texts([plain], json.dumps([{"text": plain}]))
     sent, stored = near.difference.removeprefix("other characters: ").split(" instead of ")
@@ -48,33 +46,33 @@ def test_an_escaped_line_break_is_shown_beside_the_real_one() -> None:
     assert r"2031.\nIts" in stored
 
 
-def test_a_text_without_spaces_is_compared_by_its_characters() -> None:
+def test_a_text_without_spaces_is_compared_by_its_characters():
     (near,) = find_near_texts(["水車小屋の賃貸契約は五月に終わります。"], "資料:水車小屋の賃貸契約は五月に終わります.")
     assert near.share == 1.0
     assert near.difference.startswith("other characters: ")
 
 
-def test_nothing_near_gives_nothing() -> None:
+def test_nothing_near_gives_nothing():
     assert find_near_texts([LEASE, OTHER, "Too short."], "What is the capital of Norway? Too short.") == []
     assert find_near_texts([], LEASE) == []
     assert find_near_texts([LEASE], "") == []
 
 
-def test_without_a_text_above_the_threshold_the_nearest_is_found_and_with_one_only_those_above() -> None:
+def test_without_a_text_above_the_threshold_the_nearest_is_found_and_with_one_only_those_above():
     part, less = " ".join(LEASE.split()[:6]), " ".join(OTHER.split()[:5])
     (near,) = find_near_texts([OTHER, LEASE], f"{part}. {less}.")
     assert (near.text, near.share < LEAST_SHARE) == (LEASE, True)
     assert [each.text for each in find_near_texts([OTHER, LEASE], f"{part}. {OTHER.upper()}")] == [OTHER]
 
 
-def test_what_the_prompt_matches_hides_the_texts_that_it_covers() -> None:
+def test_what_the_prompt_matches_hides_the_texts_that_it_covers():
     longer = f"{LEASE} Until then the rent is due."
     prompt = f"{LEASE}\n\n{OTHER.upper()}"
     near = find_near_texts([longer, LEASE, OTHER], prompt, is_matched=LEASE.__eq__)
     assert [each.text for each in near] == [OTHER]
 
 
-def test_the_most_similar_come_first_and_only_a_few() -> None:
+def test_the_most_similar_come_first_and_only_a_few():
     texts = [f"{OTHER} In year {number} it rained on {number} days of the summer." for number in range(9)]
     sent = "\n".join(text.replace("rained", "snowed") if "year 4" in text else text.upper() for text in texts)
     near = find_near_texts(texts, sent)

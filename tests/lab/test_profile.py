@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +40,7 @@ def profile(fingerprint: str = "tiny-llama", disk: float = 1e9, **changes: Any) 
 
 
 @pytest.fixture
-def on_disk(tiny_engine: Callable[..., Any], tmp_path: Path) -> Callable[[float], Any]:
+def on_disk(tiny_engine, tmp_path):
     """`on_disk(bytes_per_s)`: an engine over a disk store with PROMPT's chunks, with a profile of that speed."""
 
     def build(disk: float) -> Any:
@@ -57,7 +55,7 @@ def on_disk(tiny_engine: Callable[..., Any], tmp_path: Path) -> Callable[[float]
     return build
 
 
-def test_measuring_finds_times_that_grow_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_measuring_finds_times_that_grow_and_leaves_nothing_behind(tmp_path):
     with load_engine("demo", tmp_path / "kv") as engine:
         values = DictValues()
         remote = RemoteStore(values)
@@ -75,12 +73,12 @@ def test_measuring_finds_times_that_grow_and_leaves_nothing_behind(tmp_path: Pat
     assert values.data == {}
 
 
-def test_prompts_beyond_the_context_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
+def test_prompts_beyond_the_context_are_refused_before_anything_is_computed(tmp_path):
     with load_engine("demo") as engine, pytest.raises(UsageError, match="--chunk-tokens"):
         measure_machine(engine, ProfileConfig(num_chunks=100, chunk_tokens=1000))
 
 
-def test_a_profile_is_kept_per_model_and_machine(tmp_path: Path) -> None:
+def test_a_profile_is_kept_per_model_and_machine(tmp_path):
     mine = profile()
     path = write_profile(tmp_path, mine)
     assert path == profile_path(tmp_path, mine.fingerprint, mine.hardware)
@@ -89,15 +87,12 @@ def test_a_profile_is_kept_per_model_and_machine(tmp_path: Path) -> None:
     assert read_machine_profile(tmp_path, mine.fingerprint, {**mine.hardware, "threads": 99}) is None
     write_profile(tmp_path, replace(mine, num_layers=7))
     again = read_machine_profile(tmp_path, mine.fingerprint, mine.hardware)
-    assert again is not None
     assert again.num_layers == 7
     assert len(list(path.parent.iterdir())) == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"profile_version": 99}', "\udc80"])
-def test_an_unreadable_profile_is_a_warning_not_an_error(
-    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_profile_is_a_warning_not_an_error(tmp_path, content, caplog):
     mine = profile()
     path = write_profile(tmp_path, mine)
     path.write_bytes(content.encode(errors="surrogateescape"))
@@ -105,13 +100,13 @@ def test_an_unreadable_profile_is_a_warning_not_an_error(
     assert "is not used" in caplog.text
 
 
-def test_a_store_that_takes_no_profile_is_an_error(tmp_path: Path) -> None:
+def test_a_store_that_takes_no_profile_is_an_error(tmp_path):
     (tmp_path / "kv").write_text("a file")
     with pytest.raises(StoreNotWritableError, match="`store`"):
         write_profile(tmp_path / "kv", profile())
 
 
-def test_the_ratio_rises_to_what_hides_behind_loading(on_disk: Callable[[float], Any]) -> None:
+def test_the_ratio_rises_to_what_hides_behind_loading(on_disk):
     """Prefill takes 1 ms per token, loading 0.8 ms per chunk token; fresh tokens are computed during loading anyway."""
     engine = on_disk(1536 * 1000 / 0.8)
     found = engine.prefill(engine.request(PROMPT, rule="cacheblend")).report
@@ -129,9 +124,7 @@ def test_the_ratio_rises_to_what_hides_behind_loading(on_disk: Callable[[float],
     assert from_memory.recompute_ratio == 0.15
 
 
-def test_full_prefill_replaces_slower_reuse_and_one_warning_reports_it(
-    on_disk: Callable[[float], Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_prefill_replaces_slower_reuse_and_one_warning_reports_it(on_disk, caplog):
     engine = on_disk(1536 * 1000 / 2)  # loading takes twice as long as prefill
     with caplog.at_level(logging.WARNING):
         found = [engine.prefill(engine.request(PROMPT)) for _ in range(2)]
@@ -149,16 +142,15 @@ def test_full_prefill_replaces_slower_reuse_and_one_warning_reports_it(
     assert (reuse.mode, [chunk.hit for chunk in reuse.chunks]) == ("reuse", [True, True])
 
 
-def test_the_page_cache_of_files_can_be_dropped(tmp_path: Path) -> None:
+def test_the_page_cache_of_files_can_be_dropped(tmp_path):
     disk = DiskStore(tmp_path)
     disk.put(make_kv())
     assert drop_page_cache(tmp_path.rglob("*.safetensors")) == (sys.platform == "linux")
     found = disk.get(make_kv().header.key)
-    assert found is not None
     assert torch.equal(found.layer(0).keys, make_kv().layer(0).keys)
 
 
-def test_profile_then_plan_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_then_plan_on_the_command_line(tmp_path, capsys):
     file = tmp_path / "machine.json"
     sizes = ("--num-chunks", "6", "--chunk-tokens", "256")  # long enough that blending pays beyond any noise
     assert run_command("plan", "--storage", "ssd:2:0.1", "--profile", str(file)) == 3
@@ -185,7 +177,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path: Path, capsys: pytest.Ca
     assert run_command(*command, "--storage", "ssd") == 2
 
 
-def test_an_engine_finds_the_profile_of_its_store(tmp_path: Path) -> None:
+def test_an_engine_finds_the_profile_of_its_store(tmp_path):
     with load_engine("demo", tmp_path / "kv") as engine:
         assert engine.machine is None
         made = profile(engine.fingerprint, bytes_per_token=engine.bytes_per_token)
@@ -196,7 +188,7 @@ def test_an_engine_finds_the_profile_of_its_store(tmp_path: Path) -> None:
         assert engine.machine is None
 
 
-def test_a_server_is_measured_where_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_is_measured_where_it_runs(tmp_path, capsys):
     place = ("--model", "demo", "--store", str(tmp_path / "kv"))
     assert run_command("profile", *place, "--backend", "http://localhost:9") == 2
     assert "on the server's machine" in capsys.readouterr().err

@@ -1,18 +1,12 @@
 """Prompts as applications send them: the forms that are read, and why stored texts in them are not reused."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_prompts import CHUNKS
 
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentKey
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.lab.prompt_file import find_unmatched_texts, read_prompt
 from ragblend.prompt.types import Chunk, Message, Prompt, ToolCall
@@ -42,21 +36,21 @@ TEXT = CHUNKS[0].text
     ],
     ids=["text", "text like JSON", "messages", "system", "parts", "completion", "tools"],
 )  # fmt: skip
-def test_every_form_is_the_prompt_that_the_engine_is_given(tmp_path: Path, written: Any, prompt: Prompt) -> None:
+def test_every_form_is_the_prompt_that_the_engine_is_given(tmp_path, written, prompt):
     file = tmp_path / "prompt.json"
     file.write_text(written if isinstance(written, str) else json.dumps(written))
     assert read_prompt(str(file)) == prompt
 
 
 @pytest.mark.parametrize("written", [{"question": "Who?"}, [1, 2], [{"role": "user", "parts": 3}, {}], {"messages": 3}])
-def test_other_json_is_refused(tmp_path: Path, written: Any) -> None:
+def test_other_json_is_refused(tmp_path, written):
     file = tmp_path / "prompt.json"
     file.write_text(json.dumps(written))
     with pytest.raises(UsageError, match=r"JSON without messages.*give messages"):
         read_prompt(str(file))
 
 
-def test_a_missing_file_is_named() -> None:
+def test_a_missing_file_is_named():
     with pytest.raises(NotFoundError, match=r"nowhere\.json does not exist"):
         read_prompt("nowhere.json")
 
@@ -72,9 +66,7 @@ def test_a_missing_file_is_named() -> None:
         (("own", ""), f"{TEXT}\n\nwhat is that?", None),
     ],
 )
-def test_the_reason_is_the_cause(
-    tiny_engine: Callable[..., TransformersEngine], stored_for: tuple[str, str] | None, sent: str, reason: str | None
-) -> None:
+def test_the_reason_is_the_cause(tiny_engine, stored_for, sent, reason):
     engine = tiny_engine()
     registry = open_registry(engine.store)
     registry.add([TEXT], DocumentKey("contracts", "lease"))

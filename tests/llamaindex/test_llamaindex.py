@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import llama_index.core as llama_core
@@ -25,7 +23,6 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, Te
 from ragblend import Chunk, Prompt, open_index
 from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.strict import ChunkNotReusedError
 from ragblend.llamaindex import (
@@ -37,7 +34,6 @@ from ragblend.llamaindex import (
     delete_ref_doc,
 )
 from ragblend.precompute import precompute_documents
-from ragblend.prompt.render import Renderer
 
 TEXTS = [
     "The lighthouse on Gull Rock was built long ago.",
@@ -49,20 +45,20 @@ QUESTION = "Who repairs the lamp?"
 
 
 @pytest.fixture
-def llm(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> BlendLLM:
+def llm(tiny_engine, chat_renderer):
     engine = tiny_engine(renderer=chat_renderer)
     precompute_documents(TEXTS, engine)
     return BlendLLM(engine=engine, max_tokens=6)
 
 
 @pytest.fixture
-def nodes() -> list[NodeWithScore]:
+def nodes():
     made = [TextNode(text=text, id_=str(n), metadata={"file": f"{n}.txt"}) for n, text in enumerate(TEXTS[:2])]
     return [NodeWithScore(node=node, score=1.0 - 0.5 * n) for n, node in enumerate(made)]
 
 
 @pytest.fixture
-def vector_index() -> VectorStoreIndex:
+def vector_index():
     return VectorStoreIndex([TextNode(text=text) for text in TEXTS], embed_model=MockEmbedding(8))
 
 
@@ -73,7 +69,7 @@ def answer(llm: BlendLLM, chunks: list[str] = TEXTS[:2], question: str = QUESTIO
 # --- the LLM ----------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_are_packed_by_the_models_own_tokens(llm: BlendLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_packed_by_the_models_own_tokens(llm, monkeypatch):
     monkeypatch.setattr(llama_core, "global_tokenizer", llama_core.global_tokenizer)  # put back afterwards
     context = llm.metadata.context_window
     size = len(llm.tokenizer(TEXTS[0] + " "))
@@ -89,7 +85,7 @@ def test_prompts_are_packed_by_the_models_own_tokens(llm: BlendLLM, monkeypatch:
     assert asked()
 
 
-def test_it_is_a_llama_index_llm(llm: BlendLLM) -> None:
+def test_it_is_a_llama_index_llm(llm):
     assert isinstance(llm, FunctionCallingLLM)
     assert issubclass(BlendSynthesizer, BaseSynthesizer)
     assert llm.metadata.context_window == llm.engine.context_length
@@ -97,7 +93,7 @@ def test_it_is_a_llama_index_llm(llm: BlendLLM) -> None:
     assert (llm.metadata.is_chat_model, llm.metadata.is_function_calling_model) == (True, True)
 
 
-async def test_completion_in_all_four_ways(llm: BlendLLM) -> None:
+async def test_completion_in_all_four_ways(llm):
     prompt = f"{A}\n\n{B}\n\n{QUESTION}"
     response = llm.complete(prompt)
     assert response.text == answer(llm)
@@ -111,7 +107,7 @@ async def test_completion_in_all_four_ways(llm: BlendLLM) -> None:
     assert later[-1].text == response.text
 
 
-async def test_chat_in_all_four_ways_keeps_roles(llm: BlendLLM) -> None:
+async def test_chat_in_all_four_ways_keeps_roles(llm):
     messages = [
         ChatMessage(role=MessageRole.SYSTEM, content="Be brief."),
         ChatMessage(role=MessageRole.USER, content=f"{A}\n\n{QUESTION}"),
@@ -130,7 +126,7 @@ async def test_chat_in_all_four_ways_keeps_roles(llm: BlendLLM) -> None:
     assert "".join([piece.delta or "" async for piece in await llm.astream_chat(messages)]) == wanted
 
 
-def test_predict_uses_messages_or_one_string(llm: BlendLLM) -> None:
+def test_predict_uses_messages_or_one_string(llm):
     template = PromptTemplate("{context}\n\n{question}")
     given = {"context": f"{A}\n\n{B}", "question": QUESTION}
     assert llm.predict(template, **given) == answer(llm)
@@ -139,14 +135,14 @@ def test_predict_uses_messages_or_one_string(llm: BlendLLM) -> None:
     assert raw.predict(template, **given) == llm.engine.generate(plain, max_tokens=6).text
 
 
-def test_first_tokens_stream_before_the_last_and_closing_frees_the_engine(llm: BlendLLM) -> None:
+def test_first_tokens_stream_before_the_last_and_closing_frees_the_engine(llm):
     long: Any = BlendLLM(engine=llm.engine, max_tokens=400).stream_complete(QUESTION)
     next(long)
     assert llm.complete(QUESTION).text == answer(llm, [], QUESTION)  # between two tokens the engine is free
     long.close()
 
 
-async def test_cancelling_a_stream_frees_the_engine(llm: BlendLLM) -> None:
+async def test_cancelling_a_stream_frees_the_engine(llm):
     begun = asyncio.Event()
 
     async def consume() -> None:
@@ -169,12 +165,12 @@ async def test_cancelling_a_stream_frees_the_engine(llm: BlendLLM) -> None:
         ([ChatMessage(content=" ")], "empty"),
     ],
 )
-def test_bad_messages(messages: list[ChatMessage], reason: str, llm: BlendLLM) -> None:
+def test_bad_messages(messages, reason, llm):
     with pytest.raises(UsageError, match=reason):
         llm.chat(messages)
 
 
-def test_bad_calls(llm: BlendLLM) -> None:
+def test_bad_calls(llm):
     with pytest.raises(UsageError, match="recompute_rato"):
         llm.complete("Q", recompute_rato=0.2)
     with pytest.raises(UsageError, match="is no function with a name"):
@@ -188,9 +184,7 @@ def test_bad_calls(llm: BlendLLM) -> None:
 # --- synthesizer and query engine -------------------------------------------------------------------------------------
 
 
-async def test_synthesizer_names_the_nodes_as_chunks_and_keeps_sources(
-    llm: BlendLLM, nodes: list[NodeWithScore]
-) -> None:
+async def test_synthesizer_names_the_nodes_as_chunks_and_keeps_sources(llm, nodes):
     open_registry(llm.engine.store).delete_texts(TEXTS)  # the synthesizer names the nodes
     synthesizer = BlendSynthesizer(llm)
     response: Any = synthesizer.synthesize(QUESTION, nodes)
@@ -202,7 +196,7 @@ async def test_synthesizer_names_the_nodes_as_chunks_and_keeps_sources(
     assert (later.response, later.metadata["ragblend"]["num_chunk_hits"]) == (response.response, 2)
 
 
-async def test_synthesizer_streams(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+async def test_synthesizer_streams(llm, nodes):
     synthesizer = BlendSynthesizer(llm, streaming=True)
     response: Any = synthesizer.synthesize(QUESTION, nodes)
     assert response.metadata["ragblend"] == {}
@@ -212,7 +206,7 @@ async def test_synthesizer_streams(llm: BlendLLM, nodes: list[NodeWithScore]) ->
     assert "".join([piece async for piece in later.response_gen]) == answer(llm)
 
 
-def test_synthesizer_without_nodes_and_with_a_system_text(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_synthesizer_without_nodes_and_with_a_system_text(llm, nodes):
     empty: Any = BlendSynthesizer(llm, empty_response="Nothing found.").synthesize(QUESTION, [])
     assert empty.response == "Nothing found."
     response: Any = BlendSynthesizer(llm, system="Be brief.").synthesize(QUESTION, nodes)
@@ -220,7 +214,7 @@ def test_synthesizer_without_nodes_and_with_a_system_text(llm: BlendLLM, nodes: 
     assert response.response == llm.engine.generate(plain, max_tokens=6).text
 
 
-def test_the_text_behind_metadata_is_reused(llm: BlendLLM, nodes: list[NodeWithScore]) -> None:
+def test_the_text_behind_metadata_is_reused(llm, nodes):
     response: Any = BlendSynthesizer(llm, metadata_mode=MetadataMode.LLM).synthesize(QUESTION, nodes)
     report = response.metadata["ragblend"]
     assert (report["num_chunks"], report["num_chunk_hits"]) == (2, 2)
@@ -230,12 +224,12 @@ def test_the_text_behind_metadata_is_reused(llm: BlendLLM, nodes: list[NodeWithS
     )
 
 
-def test_synthesizer_refuses_other_llms() -> None:
+def test_synthesizer_refuses_other_llms():
     with pytest.raises(UsageError, match="BlendLLM"):
-        BlendSynthesizer(MockLLM())  # type: ignore[arg-type]
+        BlendSynthesizer(MockLLM())
 
 
-async def test_query_engine_over_a_llama_index(llm: BlendLLM, vector_index: VectorStoreIndex) -> None:
+async def test_query_engine_over_a_llama_index(llm, vector_index):
     engine = BlendQueryEngine.from_index(vector_index, llm, similarity_top_k=2)
     response: Any = engine.query(QUESTION)
     chunks = [node.node.get_content() for node in response.source_nodes]
@@ -247,15 +241,13 @@ async def test_query_engine_over_a_llama_index(llm: BlendLLM, vector_index: Vect
     assert "".join(streaming.response_gen) == response.response
 
 
-def test_query_engine_applies_postprocessors(llm: BlendLLM, vector_index: VectorStoreIndex) -> None:
+def test_query_engine_applies_postprocessors(llm, vector_index):
     none = SimilarityPostprocessor(similarity_cutoff=2.0)
     engine = BlendQueryEngine.from_args(vector_index.as_retriever(), llm, node_postprocessors=[none])
     assert str(engine.query(QUESTION)) == "Empty Response"
 
 
-def test_arguments_that_would_do_nothing_are_refused(
-    llm: BlendLLM, vector_index: VectorStoreIndex, blend_index: Any
-) -> None:
+def test_arguments_that_would_do_nothing_are_refused(llm, vector_index, blend_index):
     for index in (vector_index, blend_index):
         with pytest.raises(UsageError, match=r"from_index does not know top_k, response_mode, because"):
             BlendQueryEngine.from_index(index, llm, top_k=2, response_mode="refine")
@@ -275,7 +267,7 @@ def test_arguments_that_would_do_nothing_are_refused(
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied: Any, tmp_path: Path, caplog: Any) -> None:
+def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied, tmp_path, caplog):
     llm = BlendLLM(
         model="demo", store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, recompute_ratio=0.5
     )
@@ -289,7 +281,7 @@ def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied: Any,
     llm.engine.close()
 
 
-def test_an_engine_in_a_pipeline_is_refused_by_pickle_and_an_llm_is_taken(llm: BlendLLM, tmp_path: Path) -> None:
+def test_an_engine_in_a_pipeline_is_refused_by_pickle_and_an_llm_is_taken(llm, tmp_path):
     with pytest.raises(TypeError, match="TransformersEngine holds a model"):
         pickle.dumps(BlendIngestion(llm=llm.engine))
     with pytest.raises(TypeError, match="the engine of this"):
@@ -303,7 +295,7 @@ def test_an_engine_in_a_pipeline_is_refused_by_pickle_and_an_llm_is_taken(llm: B
 
 
 @pytest.fixture
-def blend_index(tmp_path: Path) -> Iterator[Any]:
+def blend_index(tmp_path):
     with open_index(tmp_path, HashingEmbedder(), create=True) as index:
         starts = [0, 100, 200]
         cited = {"page": 3, "headings": ["Outer", "Inner"], "title": "T"}
@@ -313,7 +305,7 @@ def blend_index(tmp_path: Path) -> Iterator[Any]:
         yield index
 
 
-async def test_index_retriever_gives_nodes_of_the_exact_text(blend_index: Any, llm: BlendLLM) -> None:
+async def test_index_retriever_gives_nodes_of_the_exact_text(blend_index, llm):
     retriever = BlendIndexRetriever(blend_index, similarity_top_k=1)
     (found,) = retriever.retrieve(QUESTION)
     assert found.node.get_content(metadata_mode=MetadataMode.LLM) == B
@@ -327,9 +319,7 @@ async def test_index_retriever_gives_nodes_of_the_exact_text(blend_index: Any, l
 
 
 @pytest.mark.parametrize("use_async", [False, True])
-async def test_pipeline_precomputes_and_deleting_forgets(
-    use_async: bool, tiny_engine: Callable[..., TransformersEngine]
-) -> None:
+async def test_pipeline_precomputes_and_deleting_forgets(use_async, tiny_engine):
     llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
     documents = [Document(text=A, id_="a"), Document(text=B, id_="b")]
     pipeline = IngestionPipeline(
@@ -346,7 +336,7 @@ async def test_pipeline_precomputes_and_deleting_forgets(
     assert delete_ref_doc(index, "unknown", llm) == 0
 
 
-def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine: Callable[..., TransformersEngine]) -> None:
+def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine):
     llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
 
     def run(**texts: str) -> None:
@@ -363,9 +353,7 @@ def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine: Callab
     assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [True, True, False], "a has B still"
 
 
-def test_nodes_of_one_document_in_several_batches_keep_all_their_kv(
-    tiny_engine: Callable[..., TransformersEngine],
-) -> None:
+def test_nodes_of_one_document_in_several_batches_keep_all_their_kv(tiny_engine):
     """And so do two pipelines that cut one document in two ways; a changed document replaces all of them."""
     llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
 
@@ -386,9 +374,7 @@ def test_nodes_of_one_document_in_several_batches_keep_all_their_kv(
     assert [text for text in texts | kept if llm.engine.is_stored(text)] == list(kept)
 
 
-def test_the_cache_of_a_pipeline_never_skips_the_prefill(
-    tiny_engine: Callable[..., TransformersEngine], tmp_path: Path
-) -> None:
+def test_the_cache_of_a_pipeline_never_skips_the_prefill(tiny_engine, tmp_path):
     def make_pipeline(llm: BlendLLM) -> IngestionPipeline:
         splitter = SentenceSplitter(chunk_size=64, chunk_overlap=0)
         return IngestionPipeline(transformations=[splitter, BlendIngestion(llm=llm)])
@@ -407,7 +393,7 @@ def test_the_cache_of_a_pipeline_never_skips_the_prefill(
     assert new.engine.is_stored(A), "the cache is persisted, the store is another one"
 
 
-def test_sampling_and_logprobs_are_llamaindexs_own(llm: BlendLLM) -> None:
+def test_sampling_and_logprobs_are_llamaindexs_own(llm):
     options = {"max_tokens": 4, "temperature": 1.0, "seed": 1, "top_k": 4, "logprobs": True, "top_logprobs": 2}
     llm = BlendLLM(engine=llm.engine, **options)
     response = llm.chat([ChatMessage(content="what is that?")])

@@ -3,7 +3,6 @@
 LlamaIndex reads the annotations of a tool's function as they are, so they are not strings here.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -14,10 +13,8 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.llamaindex import BlendLLM
 from ragblend.precompute import precompute_documents
-from ragblend.prompt.render import Renderer
 
 A = "The lighthouse on Gull Rock was built long ago, in 1872."
 B = "Maren keeps the logbook of all the storms since 1901."
@@ -46,7 +43,7 @@ def search(about: Literal["lamp", "logbook"]) -> str:
 
 
 @pytest.fixture
-def llm(tiny_engine: Callable[..., TransformersEngine], chat_renderer: Renderer) -> BlendLLM:
+def llm(tiny_engine, chat_renderer):
     engine = tiny_engine(renderer=chat_renderer)
     precompute_documents([A, B], engine)
     return BlendLLM(engine=engine, max_tokens=300)
@@ -56,19 +53,19 @@ TOOLS = [FunctionTool.from_defaults(search), FunctionTool.from_defaults(fill)]
 ASKED = PromptTemplate("Which tower is {which}?")
 
 
-async def test_structured_predict_gives_the_class(llm: BlendLLM) -> None:
+async def test_structured_predict_gives_the_class(llm):
     assert isinstance(llm.structured_predict(Tower, ASKED, which="old"), Tower)
     assert isinstance(await llm.astructured_predict(Tower, ASKED, which="old"), Tower)
     assert isinstance(list(llm.stream_structured_predict(Tower, ASKED, which="old"))[-1], Tower)
 
 
-def test_as_structured_llm_gives_the_class(llm: BlendLLM) -> None:
+def test_as_structured_llm_gives_the_class(llm):
     held = llm.as_structured_llm(Tower)
     assert isinstance(held.complete("Which tower?").raw, Tower)
     assert isinstance(held.chat([ChatMessage("Which tower?")]).raw, Tower)
 
 
-async def test_demanded_calls_come_in_every_way_to_ask(llm: BlendLLM) -> None:
+async def test_demanded_calls_come_in_every_way_to_ask(llm):
     asked: dict[str, Any] = {"tools": TOOLS, "user_msg": "Hello!", "tool_required": True}
     responses = [
         llm.chat_with_tools(**asked),
@@ -84,14 +81,14 @@ async def test_demanded_calls_come_in_every_way_to_ask(llm: BlendLLM) -> None:
     assert responses[0].raw["ragblend"]["mode"] == "blend"
 
 
-def test_no_call_is_an_error_only_where_one_is_needed(llm: BlendLLM) -> None:
+def test_no_call_is_an_error_only_where_one_is_needed(llm):
     response = llm.chat_with_tools(TOOLS, user_msg="Hello!", max_tokens=8)
     assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
     with pytest.raises(ValueError, match="the answer calls no tool"):
         llm.get_tool_calls_from_response(response)
 
 
-def test_predict_and_call_calls(llm: BlendLLM) -> None:
+def test_predict_and_call_calls(llm):
     found = llm.predict_and_call(TOOLS[1:], user_msg="Fill it.", tool_required=True)
     assert str(found.response).startswith("filled ")
 
@@ -106,7 +103,7 @@ class Demanding(BlendLLM):
         return {**asked, "tool_choice": choice, "max_tokens": 100}
 
 
-async def test_a_function_agent_calls_two_tools_and_answers_from_blended_documents(llm: BlendLLM) -> None:
+async def test_a_function_agent_calls_two_tools_and_answers_from_blended_documents(llm):
     agent = FunctionAgent(tools=TOOLS, llm=Demanding(engine=llm.engine), streaming=False)
     answer = await agent.run("Who keeps the lamp?")
     assert [call.tool_name for call in answer.tool_calls] == ["search", "fill"]
@@ -114,7 +111,7 @@ async def test_a_function_agent_calls_two_tools_and_answers_from_blended_documen
     assert answer.raw["ragblend"]["num_chunk_hits"] == 2
 
 
-def test_calls_and_results_go_back_into_the_prompt(llm: BlendLLM) -> None:
+def test_calls_and_results_go_back_into_the_prompt(llm):
     call = ToolCallBlock(tool_call_id="c1", tool_name="search", tool_kwargs={"about": "lamp"})
     history = [
         ChatMessage("Who?"),

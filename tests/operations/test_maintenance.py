@@ -1,10 +1,7 @@
 """Repairs of a store whose entries lie in another folder."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 from ragblend import load_engine
 from ragblend.catalog.registry import open_registry
@@ -12,7 +9,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.operations.maintenance import drop_unreadable_files, verify_and_quarantine
 
 
-def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(tmp_path: Path) -> None:
+def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(tmp_path):
     store, kv_dir = tmp_path / "store", str(tmp_path / "kv")
     with load_engine("demo", store, kv_dir=kv_dir) as engine:
         engine.precompute("Basalt is a volcanic rock.")

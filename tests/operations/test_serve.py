@@ -32,7 +32,7 @@ def value(command: tuple[str, ...], flag: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def vllm_command(monkeypatch: Any) -> None:
+def vllm_command(monkeypatch):
     """The same command whether this environment has vLLM, its CPU build, or none."""
     monkeypatch.setattr(vllm_launch, "has_vllm_command", lambda: True)
 
@@ -44,7 +44,7 @@ def extra(command: tuple[str, ...]) -> dict[str, Any]:
     return dict(transfer["kv_connector_extra_config"])
 
 
-def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = launch(store="kv")
     command = made.command
@@ -58,22 +58,20 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: P
     assert ("mode" in config, made.prefix_ids) == (False, (1, 3))
 
 
-def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_launch, "has_vllm_command", lambda: False)
     command = launch(store=str(tmp_path)).command
     assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 
 
 @pytest.mark.parametrize(("flags", "count"), [((), "1"), (("--api-server-count", "3"), "3"), (("--headless",), None)])
-def test_one_front_end_unless_a_flag_sets_another_number(
-    tmp_path: Path, flags: tuple[str, ...], count: str | None
-) -> None:
+def test_one_front_end_unless_a_flag_sets_another_number(tmp_path, flags, count):
     command = launch(*flags, store=str(tmp_path)).command
     assert ("--api-server-count" in command) == (count is not None)
     assert count is None or value(command, "--api-server-count") == count
 
 
-def test_vllms_revision_chooses_the_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+def test_vllms_revision_chooses_the_checkpoint(tmp_path, monkeypatch):
     asked: list[Any] = []
     demo = vllm_launch.find_checkpoint("demo")
     monkeypatch.setattr("ragblend.operations.serve.find_checkpoint", lambda *call: asked.append(call) or demo)
@@ -87,9 +85,7 @@ def test_vllms_revision_chooses_the_checkpoint(tmp_path: Path, monkeypatch: Any)
 SYSTEM = "Be brief, and name the source of every sentence. " * 60
 
 
-def test_the_ids_of_a_long_system_text_are_in_the_store_and_not_in_the_command(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_ids_of_a_long_system_text_are_in_the_store_and_not_in_the_command(tmp_path, monkeypatch):
     started: list[Any] = []
     monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
     monkeypatch.setattr("os.execvpe", lambda *call: started.append(call))
@@ -120,7 +116,7 @@ def broken_stores(root: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["a file", "below a file", "a damaged note", "not ours to write"])
-def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path, monkeypatch, kind):
     store, access = broken_stores(tmp_path)[kind], os.access
     # Root may write everywhere, so the check is replaced.
     monkeypatch.setattr("os.access", lambda place, *mode: access(place, *mode) and place != tmp_path / "locked")
@@ -136,7 +132,7 @@ def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path: Path, monkeypa
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_store_of_another_model_is_named(tmp_path: Path, caplog: Any) -> None:
+def test_a_store_of_another_model_is_named(tmp_path, caplog):
     store, checkpoint = DiskStore(tmp_path), vllm_launch.find_checkpoint("demo")
     store.put_model("another", {**checkpoint.facts(), "model": "org/tiny"})
     launch(store=str(tmp_path))
@@ -147,7 +143,7 @@ def test_a_store_of_another_model_is_named(tmp_path: Path, caplog: Any) -> None:
     assert not caplog.text
 
 
-def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path: Path) -> None:
+def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path):
     command = launch(
         "--max-model-len", "512", "--served-model-name", "mine",
         store=str(tmp_path), mode="prefix", ratio=0.3, rule="random", system="Be brief.", host="0.0.0.0", port=9001,
@@ -159,7 +155,7 @@ def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path: Path) 
     assert value(command, "--served-model-name") == "mine"
 
 
-def test_vllm_does_not_take_all_memory_of_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: Any) -> None:
+def test_vllm_does_not_take_all_memory_of_a_machine_without_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_launch, "has_cuda", lambda: False)
     assert int(value(launch(store=str(tmp_path)).command, "--kv-cache-memory-bytes")) == 256 << 20
     assert launch("--gpu-memory-utilization=0.5", store=str(tmp_path)).command.count("--kv-cache-memory-bytes") == 0
@@ -184,16 +180,14 @@ def test_vllm_does_not_take_all_memory_of_a_machine_without_a_gpu(tmp_path: Path
         (False, ("-cc.mode=3",), False),
     ],
 )
-def test_without_a_gpu_vllm_compiles_only_if_a_flag_requests_it(
-    tmp_path: Path, monkeypatch: Any, has_cuda: bool, flags: tuple[str, ...], adds: bool
-) -> None:
+def test_without_a_gpu_vllm_compiles_only_if_a_flag_requests_it(tmp_path, monkeypatch, has_cuda, flags, adds):
     monkeypatch.setattr(vllm_launch, "has_cuda", lambda: has_cuda)
     command = launch(*flags, store=str(tmp_path)).command
     assert command.count("--enforce-eager") == adds + flags.count("--enforce-eager")
     assert command[len(command) - len(flags) :] == flags
 
 
-def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None:
+def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path):
     made = launch(store=str(tmp_path), api_key="secret-key")
     assert made.environment["VLLM_API_KEY"] == "secret-key"
     assert "secret-key" not in " ".join(made.command)
@@ -201,9 +195,7 @@ def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None
     assert "VLLM_API_KEY=***" in made.display_command()
 
 
-def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_line(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_line(tmp_path, monkeypatch):
     url, catalog = "redis://:pass-word@cache:6379/0", "postgresql://me:pass-word@db/kv"
     made = launch(store=str(tmp_path), disk_gib=3.0, kv_dtype="int8", remote=url, catalog=catalog)
     config = extra(made.command)
@@ -233,21 +225,19 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_lin
         (("--dtype=half",), {}, "--dtype"),
     ],
 )
-def test_what_cannot_be_served_is_a_usage_error(
-    tmp_path: Path, flags: tuple[str, ...], options: dict[str, Any], named: str
-) -> None:
+def test_what_cannot_be_served_is_a_usage_error(tmp_path, flags, options, named):
     with pytest.raises(UsageError, match=named):
         launch(*flags, store=str(tmp_path), **options)
 
 
-def test_a_plugin_kept_out_is_named_with_the_way_in() -> None:
+def test_a_plugin_kept_out_is_named_with_the_way_in():
     assert "VLLM_PLUGINS=a,ragblend" in plugin_problem({"VLLM_PLUGINS": "a"})
     assert "VLLM_PLUGINS=ragblend" in plugin_problem({"VLLM_PLUGINS": ""})
     assert plugin_problem({"VLLM_PLUGINS": "a, ragblend"}) == plugin_problem({})
 
 
 @pytest.mark.parametrize("version", [(0, 0), (0, 27), (0, 34), (1, 0)])
-def test_without_a_fitting_vllm_nothing_starts(tmp_path: Path, monkeypatch: Any, version: tuple[int, int]) -> None:
+def test_without_a_fitting_vllm_nothing_starts(tmp_path, monkeypatch, version):
     monkeypatch.setattr(vllm_launch, "vllm_version", lambda: version)
     monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: version)
     with pytest.raises(RagblendError, match=r"pip install 'ragblend\[vllm\]'"):
@@ -255,7 +245,7 @@ def test_without_a_fitting_vllm_nothing_starts(tmp_path: Path, monkeypatch: Any,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_line_splits_its_own_flags_from_vllms(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_command_line_splits_its_own_flags_from_vllms(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
     arguments = ["serve", "demo", "--store", str(tmp_path), "--max-model-len", "512", "--port", "8001", "-tp", "2"]
     assert run_command(*arguments, "--enforce-eager", "--ratio", "0.5", "--dry-run") == 0

@@ -30,7 +30,7 @@ QUESTION = "Where is Paxara based?"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+def run(tmp_path, monkeypatch, capsys):
     """Runs commands in a separate folder, for a user with a separate configuration."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.chdir(tmp_path)
@@ -46,7 +46,7 @@ def ingest(run: CommandRunner) -> list[str]:
     return sorted(DiskStore("s", store_key=None).keys())
 
 
-def test_a_key_is_made_once_is_the_users_alone_and_is_never_shown(run: CommandRunner, tmp_path: Path) -> None:
+def test_a_key_is_made_once_is_the_users_alone_and_is_never_shown(run, tmp_path):
     code, out, _ = run("init-key", "--json")
     path = Path(json.loads(out)["path"])
     assert (code, path) == (0, tmp_path / "config" / "ragblend" / "store.key")
@@ -63,7 +63,7 @@ def test_a_key_is_made_once_is_the_users_alone_and_is_never_shown(run: CommandRu
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o606])
-def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_key_that_others_may_read_is_refused(tmp_path, mode):
     path = tmp_path / "store.key"
     write_key(path)
     path.chmod(mode)
@@ -75,16 +75,14 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "short", "0" * 15])
-def test_a_key_that_can_be_guessed_is_refused_without_being_shown(text: str, monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_key_that_can_be_guessed_is_refused_without_being_shown(text, monkeypatch, tmp_path):
     monkeypatch.setenv("RAGBLEND_STORE_KEY", text)
     with pytest.raises(UsageError, match="64 hex digits") as caught:
         open_store(tmp_path)
     assert not text or f"'{text}'" not in str(caught.value)
 
 
-def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(
-    run: CommandRunner, monkeypatch: Any
-) -> None:
+def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(run, monkeypatch):
     run("init-key")
     own = find_process_key()
     monkeypatch.setenv("RAGBLEND_STORE_KEY", "correct horse battery staple")
@@ -94,9 +92,7 @@ def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(
     assert said == StoreKey.parse("correct horse battery staple")
 
 
-def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(
-    run: CommandRunner, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(run, tmp_path, monkeypatch):
     made = write_key(tmp_path / "k.key")
     Path("ragblend.toml").write_text('store_key_file = "k.key"\n')
     assert find_process_key() is None
@@ -109,7 +105,7 @@ def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(
         find_process_key()
 
 
-def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run: CommandRunner) -> None:
+def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run):
     keys = ingest(run)
     assert run("verify", *PLACE)[0] == 0
     run("init-key")
@@ -125,14 +121,14 @@ def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run:
     assert run.facts("ingest", "docs", *PLACE)["num_new_kv"] == 0
 
 
-def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: CommandRunner, tmp_path: Path) -> None:
+def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run, tmp_path):
     run("init-key")
     keys = ingest(run)
     path = tmp_path / "config" / "ragblend" / "store.key"
     old = read_key(path)
     path.rename("old.key")
     plain = DiskStore("s", store_key=None)
-    kv = load_into_memory(plain.get(keys[0]))  # type: ignore[arg-type]
+    kv = load_into_memory(plain.get(keys[0]))
     (Path("s") / "kv" / keys[0][:2] / f"{keys[0]}.safetensors").write_bytes(encode_chunk(kv))
     run("init-key")
     assert find_process_key() != old
@@ -140,29 +136,27 @@ def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run: Co
     assert (report["num_signed"], list(report["refused_keys"])) == (len(keys) - 1, keys[:1])
 
 
-def test_verify_repair_puts_signed_entries_in_the_place_of_planted_ones(run: CommandRunner) -> None:
+def test_verify_repair_puts_signed_entries_in_the_place_of_planted_ones(run):
     keys = ingest(run)
     run("init-key")
     assert run("verify", "--repair", *PLACE, "--model", "demo")[0] == 0, "what no key has signed names no model"
     assert run.facts("verify", *PLACE)["checked"] == len(keys)
 
 
-def test_verify_reads_the_remote_tier_and_repair_replaces_its_damaged_entries(
-    run: CommandRunner, tmp_path: Path
-) -> None:
+def test_verify_reads_the_remote_tier_and_repair_replaces_its_damaged_entries(run, tmp_path):
     url = f"file://{tmp_path}/shared"
     run("init-key")
     keys = ingest(run)
     assert run("push", "--store", "s", "--remote", url)[0] == 0
     place = tmp_path / "shared" / keys[0][:2] / f"{keys[0]}.safetensors"
-    place.write_bytes(encode_chunk(load_into_memory(DiskStore("s").get(keys[0]))))  # type: ignore[arg-type]
+    place.write_bytes(encode_chunk(load_into_memory(DiskStore("s").get(keys[0]))))
     common = (*PLACE, "--remote", url)
     assert list(run.facts("verify", *common, code=4)["damaged_remote_keys"]) == keys[:1]
     assert run("verify", "--repair", *common)[0] == 0
     assert run("verify", *common)[0] == 0
 
 
-def test_doctor_reports_whether_the_store_is_signed(run: CommandRunner) -> None:
+def test_doctor_reports_whether_the_store_is_signed(run):
     def finding() -> dict[str, Any]:
         checks = json.loads(run("doctor", "--json")[1])["checks"]  # this machine may fail other checks
         return next(check for check in checks if check["name"] == "store key")
@@ -173,7 +167,7 @@ def test_doctor_reports_whether_the_store_is_signed(run: CommandRunner) -> None:
     assert Path("config/ragblend/store.key").read_text().strip() not in str(finding())
 
 
-def test_metadata_of_a_store_is_used_only_if_it_is_signed(tmp_path: Path) -> None:
+def test_metadata_of_a_store_is_used_only_if_it_is_signed(tmp_path):
     key, other = StoreKey(b"k" * 32), StoreKey(b"o" * 32)
     signed = DiskStore(tmp_path, store_key=key)
     signed.put_model("f" * 32, {"model": "m"})
@@ -185,12 +179,12 @@ def test_metadata_of_a_store_is_used_only_if_it_is_signed(tmp_path: Path) -> Non
     assert [result.key for result in signed.verify_metadata()] == [f"models/{'e' * 32}.json"]
 
 
-def test_what_a_model_computes_as_nan_is_not_stored(tmp_path: Path, caplog: Any) -> None:
+def test_what_a_model_computes_as_nan_is_not_stored(tmp_path, caplog):
     with load_engine("demo", tmp_path / "s", on_miss="inline") as engine:
         engine.precompute(CHUNKS[0])
         store = DiskStore(tmp_path / "s")
-        kv = load_into_memory(next(store.get(key) for key in store.keys()))  # type: ignore[arg-type]  # noqa: SIM118
-        kv.layers[2].values[0, 0, 0] = float("nan")  # type: ignore[union-attr]
+        kv = load_into_memory(next(store.get(key) for key in store.keys()))  # noqa: SIM118
+        kv.layers[2].values[0, 0, 0] = float("nan")
         store.delete(kv.header.key)
         engine.store.delete(kv.header.key)
         engine.store.put(kv)
@@ -213,9 +207,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     ["i/catalog.sqlite", "i/vectors.faiss", "s/catalog.sqlite", "s/texts.sqlite", "ragblend.toml",
      "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
-def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_named_and_no_command_hangs(
-    run: CommandRunner, kind: str, place: str
-) -> None:
+def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_named_and_no_command_hangs(run, kind, place):
     ingest(run)
     model = next(iter(DiskStore("s").models()))
     path = Path(place.format(model))
@@ -236,7 +228,7 @@ def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_named_and_no_command_ha
             assert path.name in out + err, (command, err)
 
 
-def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
+def test_an_embedders_folder_runs_no_code(tmp_path):
     modules = [{"idx": 0, "name": "0", "path": "", "type": "evil.Module"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
@@ -244,7 +236,7 @@ def test_an_embedders_folder_runs_no_code(tmp_path: Path) -> None:
         SentenceTransformerEmbedder(tmp_path).embed(["x"])
 
 
-def test_the_embedded_model_is_the_one_that_was_shipped(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_embedded_model_is_the_one_that_was_shipped(tmp_path, monkeypatch):
     place = tmp_path / "demo" / "weights"
     shutil.copytree(checkpoints.find_model("demo"), place)
     monkeypatch.setattr(checkpoints, "files", lambda package: tmp_path)
@@ -258,7 +250,7 @@ def test_the_embedded_model_is_the_one_that_was_shipped(tmp_path: Path, monkeypa
     checkpoints._demo_checkpoint.cache_clear()
 
 
-def test_doctor_runs_no_code_of_a_model_that_the_folder_names(run: CommandRunner, caplog: Any) -> None:
+def test_doctor_runs_no_code_of_a_model_that_the_folder_names(run, caplog):
     folder = Path("model")
     folder.mkdir()
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def cases(make_tokenizer: Callable[..., Any], make_spaced_tokenizer: Callable[..., Any]) -> list[Case]:
+def cases(make_tokenizer, make_spaced_tokenizer):
     """Every template with tokenizers of three kinds, the demo model, and SmolLM2 where it is prepared."""
     made = []
     for name, template in TEMPLATES.items():
@@ -163,7 +163,7 @@ def check_control_stays_text(case: Case, number: int, turns: Sequence[Turn], too
 
 
 @pytest.mark.parametrize("count", [250, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_ids_are_those_of_the_models_own_rendering(count: int, cases: Sequence[Case]) -> None:
+def test_ids_are_those_of_the_models_own_rendering(count, cases):
     for number in range(count):
         case, rng = cases[number % len(cases)], random.Random(number)
         turns, tools = random_conversation(rng, case, ())
@@ -171,7 +171,7 @@ def test_ids_are_those_of_the_models_own_rendering(count: int, cases: Sequence[C
 
 
 @pytest.mark.parametrize("count", [250, pytest.param(2_500, marks=pytest.mark.slow)])
-def test_control_tokens_in_contents_stay_text_and_change_nothing_else(count: int, cases: Sequence[Case]) -> None:
+def test_control_tokens_in_contents_stay_text_and_change_nothing_else(count, cases):
     for number in range(count):
         case, rng = cases[number % len(cases)], random.Random(number)
         turns, tools = random_conversation(rng, case, list(case.renderer._control_ids))

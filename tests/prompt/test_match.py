@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -80,7 +79,7 @@ def chunks_and_prompt(draw: st.DrawFn) -> tuple[dict[int, Ids], Ids]:
 
 
 @given(chunks_and_prompt())
-def test_runs_are_those_of_a_search_through_everything(made: tuple[dict[int, Ids], Ids]) -> None:
+def test_runs_are_those_of_a_search_through_everything(made):
     chunks, prompt = made
     found = index_of(chunks).find_runs(prompt)
     for run in found:
@@ -90,7 +89,7 @@ def test_runs_are_those_of_a_search_through_everything(made: tuple[dict[int, Ids
 
 
 @given(st.integers(0, 1000), st.integers(1, 40))
-def test_chunks_added_one_by_one_and_removed_are_found_as_those_left_are_added_at_once(seed: int, count: int) -> None:
+def test_chunks_added_one_by_one_and_removed_are_found_as_those_left_are_added_at_once(seed, count):
     rng = random.Random(seed)
     chunks = {number: random_ids(rng, rng.randrange(5, 200)) for number in range(count)}
     removed = set(rng.sample(sorted(chunks), count // 2))
@@ -107,7 +106,7 @@ def test_chunks_added_one_by_one_and_removed_are_found_as_those_left_are_added_a
     assert index.find_runs(prompt) == index_of(chunks).find_runs(prompt)
 
 
-def test_a_table_that_grows_by_one_chunk_at_a_time_loses_none() -> None:
+def test_a_table_that_grows_by_one_chunk_at_a_time_loses_none():
     rng = random.Random(0)
     chunks = {number: random_ids(rng, 100) for number in range(800)}
     index = TokenIndex(chunks.get)
@@ -117,7 +116,7 @@ def test_a_table_that_grows_by_one_chunk_at_a_time_loses_none() -> None:
         assert index.find_runs([7, *ids, 7]) == [Run(number, 0, 1, 101)]
 
 
-def test_a_chunk_is_found_whole_and_in_parts_behind_any_first_token() -> None:
+def test_a_chunk_is_found_whole_and_in_parts_behind_any_first_token():
     ids = list(range(1000, 1256))
     index = index_of({3: ids})
     assert index.find_runs([5, 5, *ids, 6]) == [Run(3, 0, 2, 258)]
@@ -130,21 +129,19 @@ def test_a_chunk_is_found_whole_and_in_parts_behind_any_first_token() -> None:
     ("length", "missing", "found"),
     [(8, 0, True), (8, 1, False), (12, 0, True), (12, 4, True), (12, 5, False), (7, 0, False), (40, 24, True)],
 )
-def test_chunks_count_from_a_length_and_short_ones_when_all_but_their_edges_is_there(
-    length: int, missing: int, found: bool
-) -> None:
+def test_chunks_count_from_a_length_and_short_ones_when_all_but_their_edges_is_there(length, missing, found):
     ids = list(range(100, 100 + length))
     assert bool(index_of({0: ids}).find_runs([1, *ids[: length - missing], 2])) == found
     assert bool(index_of({0: ids}).find_runs([1, *ids[missing:], 2])) == (found and length <= 40)
 
 
-def test_chunks_whose_ids_are_gone_are_not_found() -> None:
+def test_chunks_whose_ids_are_gone_are_not_found():
     index = TokenIndex(lambda chunk: None)
     index.add([(0, range(100))])
     assert index.find_runs(range(100)) == []
 
 
-def test_windows_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_with_equal_hashes_are_distinguished(monkeypatch):
     monkeypatch.setattr(
         TokenIndex, "_hash", lambda self, windows: (windows[:, 0].astype(np.uint32), np.zeros(len(windows), np.uint8))
     )
@@ -168,14 +165,14 @@ def count_reads(chunks: dict[int, Ids], prompt: Ids) -> tuple[list[Run], int]:
 
 
 @pytest.mark.parametrize("make", [lambda rng: [7] * 256, lambda rng: [7, 8] * 128], ids=["one token", "two tokens"])
-def test_a_prompt_that_repeats_itself_is_covered_with_bounded_work(make: Callable[[random.Random], Ids]) -> None:
+def test_a_prompt_that_repeats_itself_is_covered_with_bounded_work(make):
     ids = make(random.Random(0))
     runs, num_reads = count_reads(dict.fromkeys(range(200), ids), ids * 32)
     assert sum(run.length for run in runs) > 0.9 * 256 * 32
     assert num_reads <= 200
 
 
-def test_a_sentence_in_many_chunks_is_found_and_read_from_few() -> None:
+def test_a_sentence_in_many_chunks_is_found_and_read_from_few():
     rng = random.Random(2)
     sentence = random_ids(rng, 48)
     chunks = {number: [*sentence, *random_ids(rng, 40)] for number in range(3000)}

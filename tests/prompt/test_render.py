@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,14 +25,14 @@ CONTENTS = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module", params=["byte level", "spaced"])
-def renderers(request: pytest.FixtureRequest, make_tokenizer: Any, make_spaced_tokenizer: Any) -> dict[str, Renderer]:
+def renderers(request, make_tokenizer, make_spaced_tokenizer):
     """A renderer for each template, with a tokenizer of one of two kinds."""
     make = make_tokenizer if request.param == "byte level" else make_spaced_tokenizer
     return {name: Renderer(make(template.text, SPECIALS)) for name, template in TEMPLATES.items()}
 
 
 @pytest.fixture(scope="module")
-def byte_level(make_tokenizer: Any) -> dict[str, Renderer]:
+def byte_level(make_tokenizer):
     return {name: Renderer(make_tokenizer(template.text, SPECIALS)) for name, template in TEMPLATES.items()}
 
 
@@ -52,9 +50,7 @@ def control_tokens(renderer: Renderer, ids: Any) -> list[int]:
 
 @pytest.mark.parametrize("name", ["chatml", "last", "one line"])
 @given(messages=st.lists(CONTENTS, min_size=1, max_size=3))
-def test_cutting_at_control_tokens_changes_no_id(
-    name: str, messages: list[str], renderers: dict[str, Renderer]
-) -> None:
+def test_cutting_at_control_tokens_changes_no_id(name, messages, renderers):
     renderer = renderers[name]
     contents = [renderer._control.sub("", content) for content in messages]
     turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
@@ -67,7 +63,7 @@ def test_cutting_at_control_tokens_changes_no_id(
 @given(text=CONTENTS)
 @example(text="</s></s>")
 @example(text="<<s>s>")
-def test_plain_text_is_tokenized_as_the_tokenizer_does(text: str, renderers: dict[str, Renderer]) -> None:
+def test_plain_text_is_tokenized_as_the_tokenizer_does(text, renderers):
     renderer = renderers["chatml"]
     ids = renderer.render_text(text)
     if not renderer._control.search(text):
@@ -80,13 +76,13 @@ def test_plain_text_is_tokenized_as_the_tokenizer_does(text: str, renderers: dic
 
 
 @given(text=st.text(max_size=40) | CONTENTS)
-def test_text_reads_as_it_was_written(text: str, byte_level: dict[str, Renderer]) -> None:
+def test_text_reads_as_it_was_written(text, byte_level):
     renderer = byte_level["chatml"]
     assert text_of(renderer, renderer.text_ids(text)) == text
 
 
 @pytest.mark.slow
-def test_thousands_of_control_tokens_in_a_text_stay_text(make_tokenizer: Any) -> None:
+def test_thousands_of_control_tokens_in_a_text_stay_text(make_tokenizer):
     """Llama 3 reserves 250, multimodal models more; a text may hold each of them many times."""
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<|reserved_{n}|>" for n in range(1200)]})
@@ -97,7 +93,7 @@ def test_thousands_of_control_tokens_in_a_text_stay_text(make_tokenizer: Any) ->
     assert text_of(renderer, ids) == text
 
 
-def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer: Any) -> None:
+def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer):
     """Gemma adds newlines, GPT-NeoX runs of spaces: documents are full of them. `<tool_call>` stays control."""
     tokenizer = make_tokenizer(added=("\n\n", "    ", "漢", "<tool_call>"))
     renderer = Renderer(tokenizer)
@@ -114,9 +110,7 @@ def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer: An
 
 @pytest.mark.parametrize("name", ["chatml", "last", "strips", "one line", "merges"])
 @given(chunk=CONTENTS.map(str.strip).filter(bool), rest=CONTENTS)
-def test_the_ids_of_a_chunk_are_in_a_message_that_begins_with_it(
-    name: str, chunk: str, rest: str, renderers: dict[str, Renderer]
-) -> None:
+def test_the_ids_of_a_chunk_are_in_a_message_that_begins_with_it(name, chunk, rest, renderers):
     renderer = renderers[name]
     inner, prefix = renderer.chunk_ids(chunk), renderer.prefix_ids()
     ids = renderer.render(Prompt([Chunk(chunk)], f"{rest} end"))
@@ -146,7 +140,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_what_a_template_writes_around_chunks_and_answers(name: str, byte_level: dict[str, Renderer]) -> None:
+def test_what_a_template_writes_around_chunks_and_answers(name, byte_level):
     renderer = byte_level[name]
     prefix, with_system, separator, tail, lead = EDGES[name]
     assert text_of(renderer, renderer.prefix_ids(pins_date=True)) == prefix
@@ -158,9 +152,7 @@ def test_what_a_template_writes_around_chunks_and_answers(name: str, byte_level:
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_chunks_between_the_edges_of_a_template_are_the_whole_prompt(
-    name: str, byte_level: dict[str, Renderer]
-) -> None:
+def test_chunks_between_the_edges_of_a_template_are_the_whole_prompt(name, byte_level):
     """Two chunks and a question are the prefix, the ids of each part, the separators and the tail."""
     renderer = byte_level[name]
     texts = ("the other\n chunk is\t<|end|> in the question", " what is that theory? ", "the question")
@@ -176,15 +168,13 @@ def test_chunks_between_the_edges_of_a_template_are_the_whole_prompt(
 
 
 @pytest.mark.parametrize("text", ["", " \n\t"])
-def test_a_blank_text_has_no_ids(text: str, byte_level: dict[str, Renderer]) -> None:
+def test_a_blank_text_has_no_ids(text, byte_level):
     for renderer in byte_level.values():
         assert renderer.chunk_ids(text) == ()
         assert renderer.count_tokens("") == 0
 
 
-def test_the_date_that_a_template_writes_is_todays_and_no_part_of_what_chunks_are_stored_after(
-    byte_level: dict[str, Renderer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_date_that_a_template_writes_is_todays_and_no_part_of_what_chunks_are_stored_after(byte_level, monkeypatch):
     renderer, stored, read = byte_level["dated"], set(), set()
     for day in (datetime(2026, 11, 21), datetime(2026, 11, 22)):
         clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None, day=day: day)})
@@ -208,9 +198,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("turns", REFUSED)
 @pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if template.alternates])
-def test_no_text_is_lost_where_the_template_refuses_a_turn(
-    name: str, turns: str, byte_level: dict[str, Renderer]
-) -> None:
+def test_no_text_is_lost_where_the_template_refuses_a_turn(name, turns, byte_level):
     renderer = byte_level[name]
     text = text_of(renderer, renderer.render(Prompt.from_messages(REFUSED[turns])))
     places = [text.index(part) for _, content in REFUSED[turns] for part in content.split("\n\n")]
@@ -218,9 +206,7 @@ def test_no_text_is_lost_where_the_template_refuses_a_turn(
     assert text.count("[INST]") + text.count("<|im|>user") == 1
 
 
-def test_a_template_that_refuses_a_system_turn_gets_its_text_in_the_first_user_turn(
-    byte_level: dict[str, Renderer],
-) -> None:
+def test_a_template_that_refuses_a_system_turn_gets_its_text_in_the_first_user_turn(byte_level):
     renderer = byte_level["refuses"]
     ids = renderer.render(Prompt(["one"], "what?", "be brief"))
     assert text_of(renderer, ids) == "<s><|im|>user\nbe brief\n\none\n\nwhat?<|end|>\n<|im|>assistant\n"
@@ -228,31 +214,31 @@ def test_a_template_that_refuses_a_system_turn_gets_its_text_in_the_first_user_t
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% bad", "{{ messages[0].content + 1 }}"])
-def test_a_template_that_takes_no_turns_is_an_error_with_its_words(template: str, make_tokenizer: Any) -> None:
+def test_a_template_that_takes_no_turns_is_an_error_with_its_words(template, make_tokenizer):
     with pytest.raises(UsageError, match=r"chat template rejects the turns \['user', 'assistant', 'user'\]"):
         Renderer(make_tokenizer(template)).render(
             Prompt.from_messages([("user", "a"), ("assistant", "b"), ("user", "c")])
         )
 
 
-def test_a_template_that_requires_a_question_first_is_an_error_with_its_words(byte_level: dict[str, Renderer]) -> None:
+def test_a_template_that_requires_a_question_first_is_an_error_with_its_words(byte_level):
     with pytest.raises(UsageError, match=r"rejects the turns .*take turns"):
         byte_level["merges"].render(Prompt.from_messages([("assistant", "Hello."), ("user", "what?")]))
 
 
-def test_a_tokenizer_without_a_template_gets_a_plain_one(renderer: Renderer) -> None:
+def test_a_tokenizer_without_a_template_gets_a_plain_one(renderer):
     turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yes?"), ("user", ["note", Chunk("two"), "what?"])]
     ids = renderer.render(Prompt.from_messages(turns))
     assert text_of(renderer, ids) == "<s>be brief\n\nhi\nAnswer: yes?\n\nnote\n\ntwo\n\nwhat?\nAnswer:"
 
 
-def test_plain_text_gets_no_template(renderer: Renderer, chat_renderer: Renderer) -> None:
+def test_plain_text_gets_no_template(renderer, chat_renderer):
     prompt = Prompt.from_text(["Once ", Chunk("one"), "upon"])
     assert {text_of(each, each.render(prompt)) for each in (renderer, chat_renderer)} == {"<s>Once one\n\nupon"}
     assert renderer.text_prefix_ids == (renderer._tokenizer.bos_token_id,)
 
 
-def test_the_fingerprint_depends_on_the_tokenizer_and_not_on_its_template(make_tokenizer: Callable[..., Any]) -> None:
+def test_the_fingerprint_depends_on_the_tokenizer_and_not_on_its_template(make_tokenizer):
     """An index keeps it, and may be ingested into again after the template has changed."""
     one, other = TEMPLATES["chatml"].text, TEMPLATES["dated"].text
     more = Renderer(make_tokenizer(one, SPECIALS)).fingerprint
@@ -260,7 +246,7 @@ def test_the_fingerprint_depends_on_the_tokenizer_and_not_on_its_template(make_t
     assert len({more, Renderer(make_tokenizer(one)).fingerprint, Renderer(make_tokenizer()).fingerprint}) == 3
 
 
-def test_a_tokenizer_that_is_written_in_python_is_refused() -> None:
+def test_a_tokenizer_that_is_written_in_python_is_refused():
     with pytest.raises(UsageError, match=r"str, which is written in Python.*use_fast=True"):
         Renderer("no tokenizer")
 
@@ -268,7 +254,7 @@ def test_a_tokenizer_that_is_written_in_python_is_refused() -> None:
 # --- ids to text ---
 
 
-def test_the_text_of_a_template_is_split_at_its_control_tokens(byte_level: dict[str, Renderer]) -> None:
+def test_the_text_of_a_template_is_split_at_its_control_tokens(byte_level):
     renderer = byte_level["chatml"]
     (end,) = renderer._tokenizer.convert_tokens_to_ids(["<|end|>"])
     assert renderer.split_control_tokens("a<|end|><|end|>b") == ["a", end, end, "b"]
@@ -276,7 +262,7 @@ def test_the_text_of_a_template_is_split_at_its_control_tokens(byte_level: dict[
 
 
 @pytest.mark.parametrize("path", [WEIGHTS, SMOLLM2], ids=["demo", "smollm2"])
-def test_a_chunk_has_the_same_ids_in_prompts_of_real_tokenizers(path: Path) -> None:
+def test_a_chunk_has_the_same_ids_in_prompts_of_real_tokenizers(path):
     if not path.exists():
         pytest.skip("no real model: make real-model")
     renderer = Renderer(AutoTokenizer.from_pretrained(path))

@@ -1,9 +1,5 @@
 """Prompts as callers write them: which messages and which chunks they have, and what is refused."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from ragblend.errors import UsageError
@@ -12,7 +8,7 @@ from ragblend.prompt.types import Chunk, Message, Prompt, ToolCall
 ONE, TWO = Chunk("one", "a.txt"), Chunk("two")
 
 
-def test_the_usual_prompt_has_chunks_then_a_question_behind_a_system_text() -> None:
+def test_the_usual_prompt_has_chunks_then_a_question_behind_a_system_text():
     prompt = Prompt([ONE, "two"], "what?", "be brief")
     assert prompt.messages == (Message("system", "be brief"), Message("user", "one\n\ntwo\n\nwhat?"))
     assert prompt.chunks == (ONE, TWO)
@@ -21,7 +17,7 @@ def test_the_usual_prompt_has_chunks_then_a_question_behind_a_system_text() -> N
     assert Prompt(["one"]).messages == (Message("user", "one"),)
 
 
-def test_turns_are_taken_as_tuples_or_as_messages_and_name_the_chunks_in_them() -> None:
+def test_turns_are_taken_as_tuples_or_as_messages_and_name_the_chunks_in_them():
     assert Prompt.from_messages([Message("user", "hi")]) == Prompt.from_messages([("user", "hi")])
     prompt = Prompt.from_messages([("system", TWO), ("user", ["See: ", ONE, "what?"])], chunks=["in both"])
     assert [message.content for message in prompt.messages] == ["two", "See: one\n\nwhat?"]
@@ -29,7 +25,7 @@ def test_turns_are_taken_as_tuples_or_as_messages_and_name_the_chunks_in_them() 
     Prompt.from_messages([Message("assistant", "", calls=(ToolCall("f", "{}"),))])  # a turn without text
 
 
-def test_plain_text_is_joined_and_names_its_chunks() -> None:
+def test_plain_text_is_joined_and_names_its_chunks():
     prompt = Prompt.from_text(["Once ", ONE, "upon"], chunks=["upon"])
     assert (prompt.messages[0].content, prompt.chunks) == ("Once one\n\nupon", (ONE, Chunk("upon")))
     assert not prompt.is_chat
@@ -47,12 +43,12 @@ def test_plain_text_is_joined_and_names_its_chunks() -> None:
         (lambda: Prompt.from_text([""]), "empty"),
     ],
 )
-def test_a_prompt_without_text_or_with_unknown_roles_is_refused(make: Callable[[], Prompt], message: str) -> None:
+def test_a_prompt_without_text_or_with_unknown_roles_is_refused(make, message):
     with pytest.raises(UsageError, match=message):
         make()
 
 
-def test_a_chunks_id_depends_on_source_place_and_text() -> None:
+def test_a_chunks_id_depends_on_source_place_and_text():
     chunk = Chunk("text", "a.txt", 5)
     assert chunk.end == 9
     assert chunk.id == Chunk("text", "a.txt", 5, metadata={"page": 1}).id

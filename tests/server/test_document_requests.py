@@ -1,7 +1,5 @@
 """What a body under /v1/ragblend/documents may be, and what a refusal says."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -12,7 +10,7 @@ from ragblend.server.requests import read_deletion, read_documents
 
 
 @pytest.mark.parametrize("name", POSTED)
-def test_hostile_bodies_are_refused_with_a_short_reason(name: str) -> None:
+def test_hostile_bodies_are_refused_with_a_short_reason(name):
     content_type, body = POSTED[name]
     with pytest.raises(UsageError) as refused:
         read_documents(body, content_type, None)
@@ -20,14 +18,14 @@ def test_hostile_bodies_are_refused_with_a_short_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DELETED)
-def test_hostile_removals_are_refused_with_a_short_reason(name: str) -> None:
+def test_hostile_removals_are_refused_with_a_short_reason(name):
     with pytest.raises(UsageError) as refused:
         read_deletion(DELETED[name])
     assert 10 < len(str(refused.value)) < 1000
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_reasons_name_the_field_or_the_place(name: str) -> None:
+def test_reasons_name_the_field_or_the_place(name):
     sent = GENERATED[name]
     with pytest.raises(UsageError) as refused:
         read_deletion(sent.body) if sent.method == "DELETE" else read_documents(sent.body, sent.content_type, None)
@@ -35,7 +33,7 @@ def test_reasons_name_the_field_or_the_place(name: str) -> None:
     assert len(str(refused.value)) < 1000
 
 
-def test_reasons_say_where() -> None:
+def test_reasons_say_where():
     for content_type, body, said in [
         (JSON, b'{"documents": [{"text": "a"}, {"text": 7}]}', r"documents\.1\.text: Input should be a valid string"),
         (JSON, b'{"documents": [{"id": "a"}]}', "give either `text` or `chunks`"),
@@ -48,7 +46,7 @@ def test_reasons_say_where() -> None:
         read_documents(many, JSON, None)
 
 
-def test_the_least_that_is_needed() -> None:
+def test_the_least_that_is_needed():
     (one,) = read_documents(b'{"documents": [{"text": "a"}]}', JSON, None)
     assert (one.collection, one.id, one.body) == ("default", one.version, {"text": "a"})
     (same,) = read_documents(b'{"text": "a"}\n', LINES, "kb")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from postgres import PostgresServer, fresh_schema, start_postgres
+from postgres import fresh_schema, start_postgres
 from servers import wait_until
 from test_served_documents import A, B, C, Server
 
@@ -26,13 +26,13 @@ from ragblend.server.documents import DocumentIngester
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
+def postgres():
     with start_postgres() as server:
         yield server
 
 
 @pytest.fixture
-def catalog(postgres: PostgresServer) -> Iterator[str]:
+def catalog(postgres):
     with fresh_schema(postgres.url) as url:
         yield url
 
@@ -80,9 +80,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> float:
 
 
 @pytest.mark.parametrize("context", ["none", "similar"])
-def test_what_one_stores_another_matches_and_what_another_removes_is_gone(
-    tmp_path: Path, catalog: str, context: str
-) -> None:
+def test_what_one_stores_another_matches_and_what_another_removes_is_gone(tmp_path, catalog, context):
     with running(tmp_path, catalog, "one", "other", context=context) as (one, other):
         assert other.hits(A) == 0  # its index is built
         one.wait(one.send({"id": "a", "chunks": [A, B]}, {"id": "c", "chunks": [C]}))
@@ -97,7 +95,7 @@ def test_what_one_stores_another_matches_and_what_another_removes_is_gone(
         print(f"found after {found_s:.2f} s, gone after {gone_s:.2f} s")
 
 
-def test_servers_divide_the_documents_and_store_each_once(tmp_path: Path, catalog: str) -> None:
+def test_servers_divide_the_documents_and_store_each_once(tmp_path, catalog):
     with running(tmp_path, catalog, "one", "other") as replicas:
         sent = [{"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(80)]
         ingestion = replicas[0].send(*sent)
@@ -121,13 +119,10 @@ import time; time.sleep(600)
 """
 
 
-def test_the_documents_of_a_killed_server_are_stored_by_another(
-    tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documents_of_a_killed_server_are_stored_by_another(tmp_path, catalog, monkeypatch):
     tests = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", KILLED.format(tests=tests, folder=str(tmp_path), catalog=catalog)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"sent\n"
         wait_until(lambda: len(list(DiskStore(tmp_path / "killed").keys())) >= 5, 60, "some are stored")
         process.kill()
@@ -146,7 +141,7 @@ def test_the_documents_of_a_killed_server_are_stored_by_another(
         assert list(ChunkRegistry(catalog).texts()) == []
 
 
-def test_leases_are_one_owner_s_until_they_expire(catalog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_are_one_owner_s_until_they_expire(catalog, monkeypatch):
     one, other = Leases(catalog), Leases(catalog)
     assert one.take(["a", "b"]) == {"a", "b"}
     assert other.take(["b", "c"]) == {"c"}
@@ -167,9 +162,7 @@ def test_leases_are_one_owner_s_until_they_expire(catalog: str, monkeypatch: pyt
     assert ChunkRegistry(catalog).change_counter()[0] == before[0], "no prompt looks again because of a lease"
 
 
-def test_a_removal_waits_for_the_server_that_is_storing(
-    tmp_path: Path, catalog: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_waits_for_the_server_that_is_storing(tmp_path, catalog, monkeypatch):
     monkeypatch.setattr("ragblend.server.documents._REMOVAL_WAIT_S", 0.3)
     with running(tmp_path, catalog, "one") as (one,):
         one.wait(one.send({"id": "a", "chunks": [A]}))
@@ -182,7 +175,7 @@ def test_a_removal_waits_for_the_server_that_is_storing(
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_documents_survive_restarts_of_postgresql(tmp_path: Path, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_survive_restarts_of_postgresql(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.3)
     monkeypatch.setattr("ragblend.catalog.known_chunks._OUTAGE_PAUSE_S", 0.2)
     with start_postgres() as server, running(tmp_path, server.url, "one", "other") as (one, other):

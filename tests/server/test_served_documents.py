@@ -35,7 +35,7 @@ QUESTION = "Where does George Keller live?"
 
 
 @pytest.fixture(autouse=True)
-def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_words(monkeypatch):
     """Make similarity independent of the installed extras."""
     monkeypatch.setattr(registered_similar, "_default_embedder", registered_similar.HashingEmbedder)
 
@@ -56,7 +56,7 @@ class Server:
 
     def engine(self, namespace: str = "") -> TransformersEngine:
         engine: Any = self.documents._engine(namespace)
-        return engine  # type: ignore[no-any-return]
+        return engine
 
     def send(self, *sent: dict[str, Any], collection: str = "kb", namespace: str = "") -> str:
         documents = [_sent(each, collection) for each in sent]
@@ -94,12 +94,12 @@ def serving(root: Path, context: str = "none") -> Iterator[Server]:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path):
     with serving(tmp_path / "kv") as server:
         yield server
 
 
-def test_documents_are_cut_stored_and_found_in_prompts(server: Server) -> None:
+def test_documents_are_cut_stored_and_found_in_prompts(server):
     counts = server.wait(server.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C, "metadata": {"page": 3}}))
     assert (counts["num_stored"], counts["num_chunks"], counts["num_new_kv"]) == (2, 3, 3)
     assert counts["num_tokens"] == sum(map(server.engine().renderer.count_tokens, (A, B, C)))
@@ -112,7 +112,7 @@ def test_documents_are_cut_stored_and_found_in_prompts(server: Server) -> None:
         server.documents.get("", "other", "a")
 
 
-def test_long_texts_are_cut_in_the_models_tokens(server: Server) -> None:
+def test_long_texts_are_cut_in_the_models_tokens(server):
     text = " ".join([A, B, C] * 40)
     counts = server.wait(server.send({"id": "long", "text": text, "chunk_size": 64}))
     entries = list(DiskStore(server.root).headers())
@@ -121,7 +121,7 @@ def test_long_texts_are_cut_in_the_models_tokens(server: Server) -> None:
     assert server.documents.get("", "kb", "long")["num_kv"] == len({entry.token_ids for entry in entries})
 
 
-def test_what_has_not_changed_costs_nothing_and_what_has_is_replaced(server: Server) -> None:
+def test_what_has_not_changed_costs_nothing_and_what_has_is_replaced(server):
     server.wait(server.send({"id": "a", "chunks": [A, B]}))
     again = server.send({"id": "a", "chunks": [A, B]})
     assert server.counts(again)["num_stored"] == 1  # while it is looked at, too
@@ -133,7 +133,7 @@ def test_what_has_not_changed_costs_nothing_and_what_has_is_replaced(server: Ser
     assert B not in ChunkRegistry(server.root / CATALOG_FILE)
 
 
-def test_chunks_of_a_version_come_to_those_it_has(server: Server) -> None:
+def test_chunks_of_a_version_come_to_those_it_has(server):
     for text in (A, B):
         server.wait(server.send({"id": "a", "chunks": [text], "version": "one"}))
     assert [server.engine().is_stored(text) for text in (A, B)] == [True, True]
@@ -149,7 +149,7 @@ def test_chunks_of_a_version_come_to_those_it_has(server: Server) -> None:
         assert server.wait(last)["num_stored"] == 1
 
 
-def test_a_version_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
+def test_a_version_that_was_given_up_leaves_nothing(tmp_path):
     """The same texts as before come back while others were being stored in their place."""
     with serving(tmp_path / "kv") as server:
         server.wait(server.send({"id": "a", "chunks": [A]}))
@@ -164,7 +164,7 @@ def test_a_version_that_was_given_up_leaves_nothing(tmp_path: Path) -> None:
         assert list(ChunkRegistry(server.root / CATALOG_FILE).texts()) == [A]
 
 
-def test_removal_leaves_nothing(server: Server) -> None:
+def test_removal_leaves_nothing(server):
     server.wait(server.send({"id": "a", "chunks": [A, B]}, {"id": "b", "chunks": [B]}))
     server.wait(server.send({"id": "a", "chunks": [C]}, collection="other"), collection="other")
     assert server.documents.remove("", "kb", ["a", "unknown"]) == (1, 1)
@@ -177,7 +177,7 @@ def test_removal_leaves_nothing(server: Server) -> None:
     assert server.documents.summary("", None, None)["collections"] == {}
 
 
-def test_a_removal_does_not_wait_for_what_is_being_stored(server: Server) -> None:
+def test_a_removal_does_not_wait_for_what_is_being_stored(server):
     many = [{"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(300)]
     ingestion = server.send({"id": "a", "chunks": [A]}, *many)
     wait_until(lambda: server.documents.summary("", None, None)["batch"]["num_done"] > 3, 60, "it has begun")
@@ -190,7 +190,7 @@ def test_a_removal_does_not_wait_for_what_is_being_stored(server: Server) -> Non
 
 
 @pytest.mark.parametrize("context", ["none", "similar"])
-def test_two_namespaces_have_their_own(tmp_path: Path, context: str) -> None:
+def test_two_namespaces_have_their_own(tmp_path, context):
     with serving(tmp_path / "kv", context) as server:
         for namespace in ("", "acme", "a/c%"):
             server.wait(server.send({"id": "a", "chunks": [A, B, C]}, namespace=namespace), namespace)
@@ -208,7 +208,7 @@ def test_two_namespaces_have_their_own(tmp_path: Path, context: str) -> None:
         assert not any(server.engine("acme").is_stored(Chunk(A, context=each)) for each in ("none", "similar"))
 
 
-def test_progress_is_told_to_the_own_namespace_alone(server: Server) -> None:
+def test_progress_is_told_to_the_own_namespace_alone(server):
     server.send({"id": "a", "chunks": [f"{number}. {A}" for number in range(40)]}, namespace="acme")
     seen: dict[str, int] = {"acme": 0, "globex": 0, "": 0}
     while server.counts(namespace="acme")["num_waiting"]:
@@ -218,7 +218,7 @@ def test_progress_is_told_to_the_own_namespace_alone(server: Server) -> None:
     assert seen == {"acme": 40, "globex": 0, "": 0}
 
 
-def test_a_document_that_fails_says_why_and_stops_no_other(server: Server) -> None:
+def test_a_document_that_fails_says_why_and_stops_no_other(server):
     ingestion = server.send(
         {"id": "long", "chunks": [A, "word " * 5000]}, {"id": "blank", "text": " \n"}, {"id": "b", "chunks": [B]}
     )
@@ -231,7 +231,7 @@ def test_a_document_that_fails_says_why_and_stops_no_other(server: Server) -> No
     assert server.wait(server.send({"id": "long", "chunks": [A]}))["num_failed"] == 0
 
 
-def test_a_store_without_room_reports_nothing_as_stored(tmp_path: Path) -> None:
+def test_a_store_without_room_reports_nothing_as_stored(tmp_path):
     with load_engine("demo", tmp_path / "kv") as probe:
         gib = 1.5 * probe.renderer.count_tokens(A) * probe.bytes_per_token / 2**30
     options: Any = {"disk_gib": gib, "memory_gib": 0.0}
@@ -246,7 +246,7 @@ def test_a_store_without_room_reports_nothing_as_stored(tmp_path: Path) -> None:
     assert stored == len(list(DiskStore(tmp_path / "kv").keys())) < 4
 
 
-def test_the_same_variants_as_a_program_of_its_own(tmp_path: Path) -> None:
+def test_the_same_variants_as_a_program_of_its_own(tmp_path):
     texts = {"a": [A, B], "c": [C], "d": ["Keller sells knives in Wesstad."]}
     with load_engine("demo", tmp_path / "own", context="similar") as engine:
         chunks = [text for each in texts.values() for text in each]
@@ -262,7 +262,7 @@ def test_the_same_variants_as_a_program_of_its_own(tmp_path: Path) -> None:
     assert counts["num_new_kv"] == len(served) == 8
 
 
-def test_vectors_that_are_sent_say_which_chunks_are_alike(tmp_path: Path) -> None:
+def test_vectors_that_are_sent_say_which_chunks_are_alike(tmp_path):
     with serving(tmp_path / "kv", "similar") as server:
         vectors = {A: [1.0, 0.0], B: [0.0, 1.0], C: [0.1, 0.9], "Keller sells knives in Wesstad.": [0.9, 0.1]}
         sent = [
@@ -277,7 +277,7 @@ def test_vectors_that_are_sent_say_which_chunks_are_alike(tmp_path: Path) -> Non
         assert header.context_ids[-1][: len(nearest)] == nearest
 
 
-def test_two_processes_of_a_folder_store_each_others_documents_once(tmp_path: Path) -> None:
+def test_two_processes_of_a_folder_store_each_others_documents_once(tmp_path):
     with serving(tmp_path / "kv") as one, serving(tmp_path / "kv") as other:
         sent = [{"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(40)]
         ingestions = [one.send(*sent[:20]), other.send(*sent[20:])]
@@ -301,11 +301,10 @@ import time; time.sleep(600)
 
 
 @pytest.mark.parametrize("num_stored", [0, 1, 40, 150])
-def test_killed_it_reports_nothing_that_is_not_there_and_goes_on(tmp_path: Path, num_stored: int) -> None:
+def test_killed_it_reports_nothing_that_is_not_there_and_goes_on(tmp_path, num_stored):
     root = tmp_path / "kv"
     command = [sys.executable, "-c", KILLED.format(tests=str(Path(__file__).parents[1]), root=str(root))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"sent\n"
         wait_until(lambda: len(list(DiskStore(root).keys())) >= num_stored, 120, "some are stored")
         process.kill()
@@ -327,7 +326,7 @@ def test_killed_it_reports_nothing_that_is_not_there_and_goes_on(tmp_path: Path,
     engine.close()
 
 
-def test_others_wait_while_one_process_stores_for_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_wait_while_one_process_stores_for_long(server, monkeypatch):
     import fcntl
 
     monkeypatch.setattr("ragblend.server.documents._REMOVAL_WAIT_S", 0.2)
@@ -358,7 +357,7 @@ class Busy:
         return int(self._inner.precompute(chunk))
 
 
-def test_while_others_generate_chunks_come_with_rests(tmp_path: Path) -> None:
+def test_while_others_generate_chunks_come_with_rests(tmp_path):
     made: list[Busy] = []
 
     def make_engine(namespace: str) -> Any:

@@ -89,7 +89,7 @@ PYTHON_PAGES = sorted({block.page for block in blocks("python")} - set(ELSEWHERE
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -148,13 +148,7 @@ def engines(names: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES)
-def test_every_program_runs(
-    page: str,
-    folder: Path,
-    tiny_model: Callable[[str], Any],
-    make_tokenizer: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_program_runs(page, folder, tiny_model, make_tokenizer, monkeypatch):
     if page == "docs/models.md":
         save_models(folder, tiny_model, make_tokenizer)
     if page == "docs/documents.md":
@@ -171,11 +165,11 @@ def test_every_program_runs(
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)
-def test_what_runs_elsewhere_is_still_there(page: str) -> None:
+def test_what_runs_elsewhere_is_still_there(page):
     assert any(block.page == page for block in blocks("python")), f"take {page} out of ELSEWHERE"
 
 
-def test_other_programs_are_still_named() -> None:
+def test_other_programs_are_still_named():
     assert {words[0] for _, words in command_lines()} >= set(OTHERS_COMMANDS), "take it out of OTHERS_COMMANDS"
 
 
@@ -190,7 +184,7 @@ def resolve(words: list[str]) -> tuple[click.Command, list[str]]:
 @pytest.mark.parametrize(
     ("place", "words"), [pytest.param(*line, id=line[0]) for line in command_lines() if line[1][0] == "ragblend"]
 )
-def test_every_command_of_ours_is_understood(place: str, words: list[str], folder: Path) -> None:
+def test_every_command_of_ours_is_understood(place, words, folder):
     (folder / "docs").mkdir()
     command, arguments = resolve(words[1:])
     command.make_context("ragblend", arguments)  # parses, and does not run
@@ -208,9 +202,7 @@ TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULT
         if line[1][0] not in OTHERS_COMMANDS and line[1][0] != "ragblend"
     ],
 )
-def test_every_other_command_names_what_there_is(
-    place: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_other_command_names_what_there_is(place, words, capsys):
     match words:
         case ["make", *targets]:
             assert {target for target in targets if "=" not in target} <= TARGETS
@@ -240,7 +232,7 @@ def check_options(run: Callable[..., Any], module: str, options: list[str], caps
         assert re.search(rf"{option}\b", known), option
 
 
-def test_commands_in_sentences_have_the_options_that_they_name() -> None:
+def test_commands_in_sentences_have_the_options_that_they_name():
     unknown = []
     for page, typed in inline_commands():
         command, words = resolve(typed[1:])
@@ -252,11 +244,11 @@ def test_commands_in_sentences_have_the_options_that_they_name() -> None:
     assert not unknown
 
 
-def test_every_block_has_a_language_that_a_test_checks() -> None:
+def test_every_block_has_a_language_that_a_test_checks():
     fences = re.findall(r"^ *```(\w+)", "\n".join(PAGES.values()), re.MULTILINE)
     assert set(fences) <= {"bash", "python", "json", "toml", "console"}
 
 
 @pytest.mark.parametrize("block", blocks("json", "toml"), ids=lambda block: f"{block.page}:{block.line}")
-def test_data_is_well_formed(block: Any) -> None:
+def test_data_is_well_formed(block):
     (json.loads if block.language == "json" else tomllib.loads)(block.text)

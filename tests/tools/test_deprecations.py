@@ -17,17 +17,17 @@ def warn_in(module: str, category: type[Warning]) -> None:
 
 @pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
 @pytest.mark.parametrize("module", OURS)
-def test_a_deprecated_call_of_ours_fails(module: str, category: type[Warning]) -> None:
+def test_a_deprecated_call_of_ours_fails(module, category):
     with pytest.raises(category, match="the old name"):
         warn_in(module, category)
 
 
 @pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
 @pytest.mark.parametrize("module", OTHERS)
-def test_a_deprecated_call_of_another_package_is_ignored(module: str, category: type[Warning]) -> None:
+def test_a_deprecated_call_of_another_package_is_ignored(module, category):
     warn_in(module, category)
 
 
-def test_a_deprecated_argument_of_a_layer_fails_although_torch_is_named() -> None:
+def test_a_deprecated_argument_of_a_layer_fails_although_torch_is_named():
     with pytest.raises(FutureWarning):
         warn_in("torch.nn.modules.module", FutureWarning)

@@ -22,7 +22,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page):
     for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
         if re.match(r"\w+:", link):
             continue
@@ -33,7 +33,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
-def test_every_page_can_be_found_from_the_readme() -> None:
+def test_every_page_can_be_found_from_the_readme():
     seen, waiting = set(), [ROOT / "README.md"]
     while waiting:
         page = waiting.pop()
@@ -43,11 +43,11 @@ def test_every_page_can_be_found_from_the_readme() -> None:
     assert {page for page in PAGES if page.parent.name == "docs"} <= seen
 
 
-def test_the_readme_is_read_in_a_few_minutes() -> None:
+def test_the_readme_is_read_in_a_few_minutes():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 140
 
 
-def test_the_docs_are_few_pages_and_each_begins_with_what_one_can_do_then() -> None:
+def test_the_docs_are_few_pages_and_each_begins_with_what_one_can_do_then():
     handwritten = [page for page in PAGES if page.parent.name == "docs" and page.name != "commands.md"]
     texts = {page.name: page.read_text(encoding="utf-8") for page in handwritten}
     assert len(texts) <= 16
@@ -55,7 +55,7 @@ def test_the_docs_are_few_pages_and_each_begins_with_what_one_can_do_then() -> N
     assert not [name for name, text in texts.items() if not text.split("\n\n")[1].startswith("After this page")]
 
 
-def test_the_readmes_picture_shows_the_figures_that_are_kept(tmp_path: Path) -> None:
+def test_the_readmes_picture_shows_the_figures_that_are_kept(tmp_path):
     idea.draw(idea.INKS["light"], tmp_path / "idea.svg")
     numbers = re.compile(r">(\d[\d.]*(?: s)?)<")
     drawn, kept = (path.read_text() for path in (tmp_path / "idea.svg", ROOT / "docs/idea-light.svg"))
@@ -64,7 +64,7 @@ def test_the_readmes_picture_shows_the_figures_that_are_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", how.PICTURES)
-def test_pictures_of_how_it_works_are_what_their_code_draws(name: str, tmp_path: Path) -> None:
+def test_pictures_of_how_it_works_are_what_their_code_draws(name, tmp_path):
     words = re.compile(r">([^<>\n]+)</text>")
     how.draw(name, idea.INKS["light"], tmp_path / "drawn.svg")
     drawn = words.findall((tmp_path / "drawn.svg").read_text(encoding="utf-8"))

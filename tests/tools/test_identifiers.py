@@ -95,19 +95,19 @@ def unwanted_sentences(pattern: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pattern", SENTENCES)
-def test_no_sentence_of_finished_files_holds_an_unwanted_word(pattern: str) -> None:
+def test_no_sentence_of_finished_files_holds_an_unwanted_word(pattern):
     assert unwanted_sentences(pattern) == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_no_identifier_holds_an_unwanted_word(folder: str) -> None:
+def test_no_identifier_holds_an_unwanted_word(folder):
     assert count(folder) == {}
 
 
 @pytest.mark.parametrize(
     ("identifier", "word"), [("num_heeded", "heeded"), ("DoomedRow", "doomed"), ("_at_hand", "at hand"), ("untold", "")]
 )
-def test_words_are_found_inside_identifiers(identifier: str, word: str) -> None:
+def test_words_are_found_inside_identifiers(identifier, word):
     assert unwanted(identifier) == word
 
 

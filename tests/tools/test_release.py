@@ -41,7 +41,7 @@ def check_schema(name: str, *files: Path) -> None:
 # --- version and papers ---
 
 
-def test_the_version_is_written_in_one_place_of_the_package() -> None:
+def test_the_version_is_written_in_one_place_of_the_package():
     assert "version" not in PROJECT
     assert "version" in PROJECT["dynamic"]
     pages = [ROOT / "pyproject.toml", *(ROOT / "ragblend").rglob("*.py")]
@@ -49,7 +49,7 @@ def test_the_version_is_written_in_one_place_of_the_package() -> None:
     assert saying == ["__init__.py"]
 
 
-def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
+def test_the_citation_is_of_this_version_and_names_the_paper():
     check_schema("vendor.citation-file-format", ROOT / "CITATION.cff")
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == ragblend.__version__
@@ -57,7 +57,7 @@ def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
     assert "2405.16444" in citation["references"][0]["url"]
 
 
-def test_the_changelog_keeps_its_form() -> None:
+def test_the_changelog_keeps_its_form():
     headings = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
     assert headings[0] == "[Unreleased]"
     assert headings[1].startswith(f"[{ragblend.__version__}] - ")
@@ -65,7 +65,7 @@ def test_the_changelog_keeps_its_form() -> None:
     assert "- " in contents.notes(CHANGELOG, ragblend.__version__)
 
 
-def test_a_version_s_notes_end_where_the_next_version_begins() -> None:
+def test_a_version_s_notes_end_where_the_next_version_begins():
     text = "# C\n\n## [Unreleased]\n\n## [0.2.0] - 2027-01-02\n\n### Added\n- new\n\n## [0.1.0] - 2026-12-01\n- old\n"
     assert contents.notes(text, "0.2.0") == "### Added\n- new"
     assert contents.notes(text, "0.1.0") == "- old"
@@ -82,9 +82,7 @@ def test_a_version_s_notes_end_where_the_next_version_begins() -> None:
         (VERSION_TAG, NO_ADDRESS, "2026-12-01", f"python -m tools.release.address {NO_ADDRESS}"),
     ],
 )
-def test_a_release_needs_its_version_a_dated_changelog_and_its_address(
-    tag: str, url: str | None, heading: str, refused: str
-) -> None:
+def test_a_release_needs_its_version_a_dated_changelog_and_its_address(tag, url, heading, refused):
     changelog = f"## [Unreleased]\n\n## [{ragblend.__version__}] - {heading}\n"
     found = contents.find_tag_problems(tag, url, changelog, date(2026, 12, 2))
     assert refused in "\n".join(found)
@@ -95,7 +93,7 @@ def test_a_release_needs_its_version_a_dated_changelog_and_its_address(
 
 
 @in_git
-def test_sdist_and_wheel_hold_what_git_keeps(tmp_path: Path) -> None:
+def test_sdist_and_wheel_hold_what_git_keeps(tmp_path):
     check_output(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path)
     (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
     kept = contents.tracked(others=True)  # a checkout in use has files that are not added yet
@@ -121,7 +119,7 @@ def test_sdist_and_wheel_hold_what_git_keeps(tmp_path: Path) -> None:
 # --- the address, written once it is known ---
 
 
-def test_the_address_goes_into_every_file_and_can_be_changed(tmp_path: Path) -> None:
+def test_the_address_goes_into_every_file_and_can_be_changed(tmp_path):
     for name in ("pyproject.toml", "README.md", "CITATION.cff"):
         shutil.copy(ROOT / name, tmp_path)
     length = len((tmp_path / "README.md").read_text().splitlines())
@@ -147,7 +145,7 @@ def test_the_address_goes_into_every_file_and_can_be_changed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wrong", ["ragblend", "https://github.com/ragblend", "https://example.org/a/b"])
-def test_what_is_no_address_is_refused(wrong: str, tmp_path: Path) -> None:
+def test_what_is_no_address_is_refused(wrong, tmp_path):
     with pytest.raises(ValueError, match=re.escape("https://github.com/OWNER/NAME")):
         address.write(wrong, tmp_path)
 
@@ -155,14 +153,14 @@ def test_what_is_no_address_is_refused(wrong: str, tmp_path: Path) -> None:
 # --- workflows ---
 
 
-def test_the_workflows_are_valid_and_safe() -> None:
+def test_the_workflows_are_valid_and_safe():
     check_schema("vendor.github-workflows", *WORKFLOWS)
     check_schema("vendor.dependabot", ROOT / ".github" / "dependabot.yml")
     zizmor = Path(sys.executable).parent / "zizmor"
     check_output(zizmor, "--offline", "--format", "plain", ROOT / ".github")
 
 
-def test_the_test_workflow_makes_what_ci_makes() -> None:
+def test_the_test_workflow_makes_what_ci_makes():
     plan = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
     made = re.findall(r"\b(?:make|run_tests) ([\w-]+)", re.sub(r"#.*", "", (ROOT / ".ci" / "run").read_text()))
     assert sorted(plan["jobs"]["test"]["strategy"]["matrix"]["target"]) == sorted(made)
@@ -171,21 +169,21 @@ def test_the_test_workflow_makes_what_ci_makes() -> None:
     assert set(made) | set(called) <= {word for line in targets for word in line.split()} | {"test"}
 
 
-def test_the_workflow_of_newest_releases_runs_every_week_and_fails_with_its_tests() -> None:
+def test_the_workflow_of_newest_releases_runs_every_week_and_fails_with_its_tests():
     text = (ROOT / ".github" / "workflows" / "newest.yml").read_text(encoding="utf-8")
     assert yaml.safe_load(text)[True]["schedule"]  # YAML reads the key `on` as a boolean
     assert "run: make test-newest\n" in text
     assert "continue-on-error" not in text
 
 
-def test_the_classifiers_name_no_python_that_a_release_does_not_try() -> None:
+def test_the_classifiers_name_no_python_that_a_release_does_not_try():
     plan = yaml.safe_load(RELEASE)
     named = {found[1] for each in PROJECT["classifiers"] if (found := re.search(r":: (3\.\d+)$", each))}
     assert named <= set(plan["jobs"]["install"]["strategy"]["matrix"]["python"])
     assert f">={min(named, key=lambda each: int(each[2:]))}" == PROJECT["requires-python"]
 
 
-def test_only_the_job_that_publishes_may_ask_for_an_identity() -> None:
+def test_only_the_job_that_publishes_may_ask_for_an_identity():
     plan = yaml.safe_load(RELEASE)
     assert plan["permissions"] == {"contents": "read"}
     asking = [name for name, job in plan["jobs"].items() if "id-token" in job.get("permissions", {})]

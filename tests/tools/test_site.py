@@ -1,9 +1,6 @@
 """The documentation site: every page is in it, and a link that leads nowhere is found."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +10,12 @@ SETTINGS = (site.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 SOUND = '<h1 id="top">A</h1><a href="sub/b.html#x">b</a><a href="#top">up</a><a href="https://example.org">out</a>'
 
 
-def test_every_page_is_in_the_navigation_once() -> None:
+def test_every_page_is_in_the_navigation_once():
     listed = re.findall(r": (\S+\.md)$", SETTINGS, re.MULTILINE)
     assert sorted(listed) == sorted(str(page.relative_to(site.ROOT)) for page in site.pages())
 
 
-def test_pages_keep_their_folders_and_bring_what_they_link_to(tmp_path: Path) -> None:
+def test_pages_keep_their_folders_and_bring_what_they_link_to(tmp_path):
     site.lay_out(tmp_path)
     for page in site.pages():
         text = page.read_text(encoding="utf-8")
@@ -27,7 +24,7 @@ def test_pages_keep_their_folders_and_bring_what_they_link_to(tmp_path: Path) ->
         assert (tmp_path / name).is_file(), name
 
 
-def test_the_reference_names_everything_that_is_exported() -> None:
+def test_the_reference_names_everything_that_is_exported():
     from ragblend import __all__ as exported
 
     named = re.findall(r"^::: ([\w.]+)$", (site.ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -35,7 +32,7 @@ def test_the_reference_names_everything_that_is_exported() -> None:
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Path:
+def built(tmp_path):
     """A sound site of two pages."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.html").write_text(SOUND)
@@ -57,11 +54,11 @@ def built(tmp_path: Path) -> Path:
         ('<link href="//fonts.example/f.css">', "a.html loads //fonts.example/f.css"),
     ],
 )
-def test_dead_links_and_what_is_loaded_from_elsewhere_are_named(built: Path, planted: str, found: str) -> None:
+def test_dead_links_and_what_is_loaded_from_elsewhere_are_named(built, planted, found):
     (built / "a.html").write_text(SOUND + planted)
     assert list(site.dead_links(built)) == [found]
 
 
-def test_a_style_that_loads_from_elsewhere_is_named(built: Path) -> None:
+def test_a_style_that_loads_from_elsewhere_is_named(built):
     (built / "s.css").write_text('@font-face{src:url("https://fonts.example/f.woff2")} a{background:url(p.svg)}')
     assert list(site.dead_links(built)) == ["s.css loads https://fonts.example/f.woff2"]

@@ -31,7 +31,7 @@ def sizes_above(sizes: dict[str, int], most: int, exceptions: dict[str, int]) ->
     return {name: size for name, size in sizes.items() if size > exceptions.get(name, most)}
 
 
-def test_no_file_is_longer_than_allowed() -> None:
+def test_no_file_is_longer_than_allowed():
     files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
     lines = {name: path.read_text(encoding="utf-8").count("\n") for name, path in files.items()}
     assert sizes_above(lines, MOST_LINES, LONGER_FILES) == {}
@@ -39,7 +39,7 @@ def test_no_file_is_longer_than_allowed() -> None:
     assert unneeded == [], "delete the exceptions that are not needed any more"
 
 
-def test_no_folder_has_more_files_than_allowed() -> None:
+def test_no_folder_has_more_files_than_allowed():
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     files = {folder.relative_to(PACKAGE).as_posix(): len(list(folder.glob("*.py"))) for folder in folders}
     assert sizes_above(files, MOST_FILES, LARGER_FOLDERS) == {}
@@ -47,5 +47,5 @@ def test_no_folder_has_more_files_than_allowed() -> None:
     assert unneeded == [], "delete the exceptions that are not needed any more"
 
 
-def test_an_exception_raises_the_limit_of_its_own_file_only() -> None:
+def test_an_exception_raises_the_limit_of_its_own_file_only():
     assert sizes_above({"a.py": 421, "b.py": 430}, 420, {"b.py": 430}) == {"a.py": 421}

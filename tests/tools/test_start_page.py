@@ -23,13 +23,13 @@ LEFT_OUT = {
 }
 
 
-def test_what_is_left_out_is_still_there() -> None:
+def test_what_is_left_out_is_still_there():
     typed = [words for place, words in command_lines() if place.startswith(PAGE)]
     assert set(LEFT_OUT) <= {words[1] if words[0] == "ragblend" else words[0] for words in typed}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_page_leads_to_an_answer_over_a_pdf(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_leads_to_an_answer_over_a_pdf(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     figure = pyplot.figure()
     figure.text(0.1, 0.8, "The lease of the Turin office was signed by Ada Ferro on 3 May 2024.")

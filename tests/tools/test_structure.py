@@ -1,7 +1,5 @@
 """What docs/structure.md shows is drawn from the package, and a request's way through it does not grow unseen."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -12,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 MOST_FILES, MOST_FUNCTIONS = 34, 188
 
 
-def test_a_blended_call_runs_through_no_more_files_than_the_page_lists() -> None:
+def test_a_blended_call_runs_through_no_more_files_than_the_page_lists():
     seen = blended_call()
     page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| `([a-z_/]+\.py)` \|", page, re.MULTILINE)
@@ -22,7 +20,7 @@ def test_a_blended_call_runs_through_no_more_files_than_the_page_lists() -> None
     assert sum(map(len, seen.values())) <= MOST_FUNCTIONS
 
 
-def test_every_file_that_the_page_names_is_there() -> None:
+def test_every_file_that_the_page_names_is_there():
     folders = ("ragblend", "tests", "tools", "benchmarks", "scripts", "notebooks")
     files = [f"/{path.relative_to(ROOT).as_posix()}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
     for page in ("docs/structure.md", "CONTRIBUTING.md"):
@@ -31,6 +29,6 @@ def test_every_file_that_the_page_names_is_there() -> None:
             assert any(file.endswith(f"/{name}") for file in files), f"{page} names {name}"
 
 
-def test_the_picture_is_written(tmp_path: Path) -> None:
+def test_the_picture_is_written(tmp_path):
     draw(tmp_path / "structure.png")
     assert (tmp_path / "structure.png").stat().st_size > 10_000

@@ -53,7 +53,7 @@ def is_in_order(wanted: list[str], found: list[str]) -> bool:
 
 
 @with_expectation("words", "contains", "absent")
-def test_text(name: str) -> None:
+def test_text(name):
     expect, text = CASES[name]["expect"], "\n\n".join(document.text for document in read(name)[1])
     assert all(part in text for part in expect.get("contains", ()))
     assert not any(part in text for part in expect.get("absent", ()))
@@ -63,7 +63,7 @@ def test_text(name: str) -> None:
 
 
 @with_expectation("title", "headings", "pages")
-def test_title_headings_and_pages(name: str) -> None:
+def test_title_headings_and_pages(name):
     expect, (document,) = CASES[name]["expect"], read(name)[1]
     assert document.metadata.get("title", "") == expect.get("title", document.metadata.get("title", ""))
     headings = [[mark.level, mark.value] for mark in document.marks if mark.kind == "heading"]
@@ -77,7 +77,7 @@ def test_title_headings_and_pages(name: str) -> None:
 
 
 @with_expectation("warn")
-def test_pages_that_could_not_be_read_are_named(name: str) -> None:
+def test_pages_that_could_not_be_read_are_named(name):
     contents, (document,) = read(name)
     pages = [page for pages in CASES[name]["expect"]["warn"].values() for page in pages]
     assert document.metadata["num_pages_unread"] == len(pages) == len(contents.notes)
@@ -85,7 +85,7 @@ def test_pages_that_could_not_be_read_are_named(name: str) -> None:
 
 
 @with_expectation("rows", "words_of_row_51", "delimiter")
-def test_rows(name: str) -> None:
+def test_rows(name):
     expect, (document,) = CASES[name]["expect"], read(name)[1]
     paragraphs = document.text.split("\n\n")
     if isinstance(expect.get("rows"), int):
@@ -100,18 +100,18 @@ def test_rows(name: str) -> None:
 
 
 @with_expectation("documents")
-def test_records(name: str) -> None:
+def test_records(name):
     assert len(read(name)[1]) in {1, 2}
 
 
 @with_expectation("error")
-def test_errors(name: str) -> None:
+def test_errors(name):
     with pytest.raises(UnreadableDocumentError) as error:
         read(name)
     assert type(error.value).__name__ == CASES[name]["expect"]["error"]
 
 
-def test_every_expectation_is_checked() -> None:
+def test_every_expectation_is_checked():
     checked = {"words", "contains", "absent", "title", "headings", "pages", "headings_by_page", "warn", "rows"}
     checked |= {"words_of_row_51", "delimiter", "columns", "documents", "error", "why"}
     assert len(CASES) == 25

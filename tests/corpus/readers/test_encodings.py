@@ -1,7 +1,5 @@
 """Encodings: what is declared, marked or detected gives the text; what is no text is refused."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -43,7 +41,7 @@ LEGACY = [
 
 
 @pytest.mark.parametrize(("text", "encoding"), LEGACY, ids=lambda value: value[:12])
-def test_undeclared_legacy_encodings_are_detected_and_named_as_guesses(text: str, encoding: str) -> None:
+def test_undeclared_legacy_encodings_are_detected_and_named_as_guesses(text, encoding):
     decoded = decode_text(text.encode(encoding))
     assert decoded.text == text
     if encoding != "iso-2022-jp":  # its escape sequences are proof, not a guess
@@ -51,13 +49,13 @@ def test_undeclared_legacy_encodings_are_detected_and_named_as_guesses(text: str
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-def test_unicode_is_read_without_a_note(encoding: str) -> None:
+def test_unicode_is_read_without_a_note(encoding):
     assert decode_text(f"{GERMAN}\n{JAPANESE}".encode(encoding)) == (f"{GERMAN}\n{JAPANESE}", ())
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("text", ["Rent is due monthly.\n", f"{GERMAN}\n" * 20, f"key: {RUSSIAN}\r\n"])
-def test_utf16_without_a_mark_is_read(encoding: str, text: str) -> None:
+def test_utf16_without_a_mark_is_read(encoding, text):
     decoded = decode_text(text.encode(encoding))
     assert decoded.text == text
     assert encoding in decoded.notes[0]
@@ -81,18 +79,18 @@ def test_utf16_without_a_mark_is_read(encoding: str, text: str) -> None:
         ("hex", "utf-8", "abcd"),
     ],
 )
-def test_a_declared_label_means_what_browsers_take_it_for(label: str, encoding: str, text: str) -> None:
+def test_a_declared_label_means_what_browsers_take_it_for(label, encoding, text):
     assert decode_text(text.encode(encoding), label) == (text, ())
 
 
-def test_a_declaration_that_does_not_fit_is_ignored() -> None:
+def test_a_declaration_that_does_not_fit_is_ignored():
     assert decode_text(GERMAN.encode("utf-8-sig"), "koi8-r") == (GERMAN, ())
     assert decode_text(GERMAN.encode("utf-16"), "koi8-r") == (GERMAN, ())
     assert decode_text(GERMAN.encode(), "shift_jis").text == GERMAN
     assert decode_text(GERMAN.encode("cp1252"), "utf-8").text == GERMAN
 
 
-def test_a_few_broken_bytes_do_not_turn_utf8_into_another_encoding() -> None:
+def test_a_few_broken_bytes_do_not_turn_utf8_into_another_encoding():
     decoded = decode_text(f"{GERMAN} {RUSSIAN}".encode() + b"\xe4 end")
     assert decoded == (f"{GERMAN} {RUSSIAN}\ufffd end", ("1 place is not UTF-8 and read as \ufffd",))
     declared = decode_text(JAPANESE.encode("cp932") + b"\x85", "shift_jis")
@@ -100,14 +98,14 @@ def test_a_few_broken_bytes_do_not_turn_utf8_into_another_encoding() -> None:
     assert "shift-jis" in declared.notes[0]
 
 
-def test_a_file_with_a_mark_that_was_cut_is_read_up_to_there() -> None:
+def test_a_file_with_a_mark_that_was_cut_is_read_up_to_there():
     decoded = decode_text(GERMAN.encode("utf-16")[:-1])
     assert decoded == (GERMAN[:-1] + "\ufffd", ("1 place is not utf-16 and read as \ufffd",))
     with pytest.raises(UnreadableDocumentError, match=r"byte order mark of utf-16 and is no such text.*iconv"):
         decode_text(b"\xff\xfe" + random.Random(1).randbytes(999))
 
 
-def test_an_accent_after_much_ascii_is_found() -> None:
+def test_an_accent_after_much_ascii_is_found():
     text = "plain words\n" * 40_000 + RUSSIAN
     assert decode_text(text.encode("koi8-r")).text == text
     assert rank_charsets(("x" * 100_000 + FRENCH).encode("cp1252"))[0] == "cp1252"
@@ -115,7 +113,7 @@ def test_an_accent_after_much_ascii_is_found() -> None:
 
 @given(data=st.binary(min_size=64, max_size=600), seed=st.integers(0, 2**32))
 @example(data=b"\xff" * 64, seed=3)
-def test_random_bytes_are_never_text(data: bytes, seed: int) -> None:
+def test_random_bytes_are_never_text(data, seed):
     for noise in (random.Random(seed).randbytes(4000), random.Random(seed).randbytes(4000).replace(b"\0", b"\1")):
         with pytest.raises(UnreadableDocumentError):
             decode_text(noise)
@@ -139,25 +137,25 @@ def test_random_bytes_are_never_text(data: bytes, seed: int) -> None:
         b"GIF89a\0",
     ],
 )
-def test_binary_data_is_refused(data: bytes) -> None:
+def test_binary_data_is_refused(data):
     with pytest.raises(UnreadableDocumentError):
         decode_text(data)
 
 
-def test_the_first_bytes_of_a_binary_file_are_distinguished_from_utf16() -> None:
+def test_the_first_bytes_of_a_binary_file_are_distinguished_from_utf16():
     assert is_binary(b"GIF89a\0")
     assert is_binary(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     assert not is_binary("Größe".encode("utf-16-be"))
     assert not is_binary(b"plain")
 
 
-def test_records_are_utf8_or_have_a_mark() -> None:
+def test_records_are_utf8_or_have_a_mark():
     assert decode_by_bom_or_utf8(GERMAN.encode("utf-16")) == decode_by_bom_or_utf8(GERMAN.encode()) == GERMAN
     with pytest.raises(UnreadableDocumentError, match=r"not UTF-8 text \(byte 3\).*iconv"):
         decode_by_bom_or_utf8(b"caf\xe9")
 
 
 @given(label=st.text(max_size=20) | st.sampled_from(["rot13", "zip", "unicode_escape", "idna", "undefined", "utf-7"]))
-def test_no_label_names_a_codec_that_is_not_a_charset(label: str) -> None:
+def test_no_label_names_a_codec_that_is_not_a_charset(label):
     codec = find_codec(label)
     assert codec == "" or b"plain & ascii \\n".decode(codec) == "plain & ascii \\n"

@@ -63,11 +63,11 @@ def assert_marks_point_at_headings(record: ParsedRecord) -> None:
         ("a &#xD800; &#0; &nosuch; &#" + "1" * 5000 + ";", "a \ufffd \ufffd &nosuch; \ufffd"),
     ],
 )
-def test_text_and_blocks(page: str, text: str) -> None:
+def test_text_and_blocks(page, text):
     assert read(page).text == text
 
 
-def test_comments_of_readers_and_text_around_code_stay() -> None:
+def test_comments_of_readers_and_text_around_code_stay():
     page = '<main>Before: <pre>seal</pre> then tighten.<div class="comment">Mine leaks.</div><form>Name</form></main>'
     assert read(page).text == "Before:\n\nseal\n\nthen tighten.\n\nMine leaks.\n\nName"
 
@@ -85,7 +85,7 @@ def test_comments_of_readers_and_text_around_code_stay() -> None:
         ("<p>a</p><table><tr><td>x<h4>Cell</h4>y<td>z</table>", [(4, "Cell")]),
     ],
 )
-def test_headings_are_marked_lines(page: str, headings: list[tuple[int, str]]) -> None:
+def test_headings_are_marked_lines(page, headings):
     record = read(page)
     assert [(mark.level, mark.value) for mark in record.marks] == headings
     assert_marks_point_at_headings(record)
@@ -113,7 +113,7 @@ def test_headings_are_marked_lines(page: str, headings: list[tuple[int, str]]) -
         "<article><nav>Home</nav></article>",
     ],
 )
-def test_menus_and_invisible_text_leave(menu: str) -> None:
+def test_menus_and_invisible_text_leave(menu):
     assert read(f"<p>a</p>{menu}<p>b</p>").text == "a\n\nb"
 
 
@@ -132,11 +132,11 @@ def test_menus_and_invisible_text_leave(menu: str) -> None:
         "<div style='overflow:hidden' id=x>kept</div>",
     ],
 )
-def test_text_that_resembles_a_menu_stays(part: str) -> None:
+def test_text_that_resembles_a_menu_stays(part):
     assert read(f"<p>a</p>{part}<p>b</p>").text == "a\n\nkept\n\nb"
 
 
-def test_a_page_that_is_only_a_menu_is_read_with_it() -> None:
+def test_a_page_that_is_only_a_menu_is_read_with_it():
     assert read("<nav><ul><li>Home<li>About</ul></nav><footer>2026</footer>").text == "- Home\n- About\n\n2026"
     assert read("<html><script>x</script><p hidden>y").text == ""
 
@@ -144,7 +144,7 @@ def test_a_page_that_is_only_a_menu_is_read_with_it() -> None:
 # --- title and encoding ---
 
 
-def test_the_title_is_metadata() -> None:
+def test_the_title_is_metadata():
     record = read("<html><head><title>The  <b>\nPage &amp; all</title></head><body><svg><title>no</title></svg>x")
     assert (record.metadata, record.text) == ({"title": "The <b> Page & all"}, "x")
     assert read("<svg><title>no</title></svg><p>x").metadata == {}
@@ -163,17 +163,17 @@ def test_the_title_is_metadata() -> None:
         ("", "utf-8-sig", "Länge"),
     ],
 )
-def test_the_declared_encoding_is_used(head: str, encoding: str, text: str) -> None:
+def test_the_declared_encoding_is_used(head, encoding, text):
     assert read(f"{head}<p>{text}</p>".encode(encoding)).text == text
 
 
-def test_a_guessed_encoding_is_noted() -> None:
+def test_a_guessed_encoding_is_noted():
     record = read("<p>Käse – gültig für 5 €</p>".encode("cp1252"))
     assert record.text == "Käse – gültig für 5 €"
     assert record.notes == ("read as windows-1252 (guessed); convert the file to UTF-8 if letters are wrong",)
 
 
-def test_self_closed_tags_of_xhtml_end() -> None:
+def test_self_closed_tags_of_xhtml_end():
     head = '<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml"><head><title/><script src="a.js"/></head>'
     body = '<body><a id="p1"/><p>a</p><p hidden="" /><div/><TEXTAREA /><p>b</p></body></html>'
     assert read(head + body).text == "a\n\nb"
@@ -213,7 +213,7 @@ _PARTS = (
 
 
 @given(page=st.lists(st.sampled_from(_PARTS.split("|")), max_size=30).map("".join))
-def test_no_character_of_a_word_is_lost_or_added(page: str) -> None:
+def test_no_character_of_a_word_is_lost_or_added(page):
     record = read(page)
     assert "\r" not in record.text
     assert_marks_point_at_headings(record)
@@ -221,7 +221,7 @@ def test_no_character_of_a_word_is_lost_or_added(page: str) -> None:
 
 
 @given(page=st.text(alphabet="<>/=\"'!-&;#pbh1 \n[]?x", max_size=200))
-def test_any_characters_are_a_page(page: str) -> None:
+def test_any_characters_are_a_page(page):
     assert_marks_point_at_headings(read(page))
 
 
@@ -268,7 +268,7 @@ def seconds_per_mb(page: str) -> float:
         *("<div><span></div>", "<span></x>", "<select><option>x", "<table>x", "<p hidden ", "<form>", "<button>"),
     ],
 )
-def test_repeated_markup_costs_time_that_grows_with_the_page(piece: str) -> None:
+def test_repeated_markup_costs_time_that_grows_with_the_page(piece):
     page = piece * (100_000 // len(piece))
     assert min(seconds_per_mb(page) for _ in range(2)) < 8  # about 1; what grows with the square has 20 and more
 
@@ -285,11 +285,11 @@ def test_repeated_markup_costs_time_that_grows_with_the_page(piece: str) -> None
     ],
     ids=["formatting", "attributes", "hidden", "ends", "often", "tables"],
 )
-def test_pages_that_parsers_need_long_for(page: str) -> None:
+def test_pages_that_parsers_need_long_for(page):
     assert min(seconds_per_mb(page) for _ in range(2)) < 8
 
 
-def test_fifty_thousand_nested_elements_keep_their_text() -> None:
+def test_fifty_thousand_nested_elements_keep_their_text():
     start = process_time()
     record = read("<div>" * 50_000 + "the end is <b>40</b>mm" + "</div>" * 50_000 + "<h2>B</h2>tail")
     assert process_time() - start < 2
@@ -298,13 +298,13 @@ def test_fifty_thousand_nested_elements_keep_their_text() -> None:
     assert read("<font>" * 900 + "<table><tr><td>a<td>b</table>").text == "a | b"
 
 
-def test_a_large_flat_page_keeps_its_structure() -> None:
+def test_a_large_flat_page_keeps_its_structure():
     row = "<tr><td><div><span>a</span></div><td>b</tr>"
     page = f"<nav>Home</nav><div><table>{row * 3000}</table></div>"
     assert read(page).text == "\n".join(["a | b"] * 3000)
 
 
-def test_markup_is_cleaned_of_what_the_text_does_not_depend_on() -> None:
+def test_markup_is_cleaned_of_what_the_text_does_not_depend_on():
     assert simplify_markup('<P Class="a>b" id=c><FONT size=1>x</FONT><br/>') == "<p>x<br>"
     assert simplify_markup("<a class='x'>b</a><i hidden>c</I>") == "<a>b</a><span hidden>c</span>"
     assert simplify_markup("<img src='data:" + "A" * 5000 + "' alt='x>y'>") == "<img alt='x>y'>"

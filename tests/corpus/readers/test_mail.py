@@ -35,7 +35,7 @@ def mail(subject: str, text: str) -> email.message.EmailMessage:
     return message
 
 
-def test_header_body_and_attachments_are_read() -> None:
+def test_header_body_and_attachments_are_read():
     message = mail("Käse für Öl", "Länge 3 m\n")
     message.add_alternative("<p>Länge <b>3</b> m</p>", subtype="html")
     message.add_attachment(b"%PDF", maintype="application", subtype="pdf", filename="Größe.pdf")
@@ -51,7 +51,7 @@ def test_header_body_and_attachments_are_read() -> None:
     }
 
 
-def test_the_html_part_is_read_where_there_is_no_plain_text() -> None:
+def test_the_html_part_is_read_where_there_is_no_plain_text():
     message = mail("s", "")
     message.add_alternative("<h1>Rent</h1><p>is due</p>", subtype="html")
     record = read(message.as_bytes())
@@ -59,7 +59,7 @@ def test_the_html_part_is_read_where_there_is_no_plain_text() -> None:
     assert record.marks[-1] == Mark(record.text.index("# Rent"), "heading", "Rent", 1)
 
 
-def test_forwarded_mails_are_read_with_their_header() -> None:
+def test_forwarded_mails_are_read_with_their_header():
     message = mail("outer", "see below")
     message.add_attachment(mail("inner", "the rent is due"))
     record = read(message.as_bytes())
@@ -77,32 +77,32 @@ def test_forwarded_mails_are_read_with_their_header() -> None:
         ("no-such-charset", "8bit", "5 € für Käse".encode()),
     ],
 )
-def test_bodies_are_decoded(charset: str, transfer: str, body: bytes) -> None:
+def test_bodies_are_decoded(charset, transfer, body):
     head = f"Subject: x\nContent-Type: text/plain; charset={charset}\nContent-Transfer-Encoding: {transfer}\n\n"
     assert read(head.encode() + body).text == "Subject: x\n\n5 € für Käse"
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-8-sig"])
-def test_mails_exported_in_other_encodings_are_read(encoding: str) -> None:
+def test_mails_exported_in_other_encodings_are_read(encoding):
     assert read("Subject: Lease\nFrom: a@example.com\n\nRent is due in May.\n".encode(encoding)).text.endswith(
         "in May."
     )
 
 
-def test_raw_letters_and_broken_words_in_headers_are_readable() -> None:
+def test_raw_letters_and_broken_words_in_headers_are_readable():
     record = read("Subject: Käse\nFrom: =?no-such?q?a=e4?= <a@example.com>\nDate: yesterday\n\nx".encode())
     assert record.metadata["title"] == "Käse"
     assert record.metadata["date"] == "yesterday"
 
 
-def test_what_is_no_mail_is_named() -> None:
+def test_what_is_no_mail_is_named():
     with pytest.raises(UnreadableDocumentError, match="has no header of a mail"):
         read(b"Dear Ann,\n\nno mail at all\n")
     with pytest.raises(UnreadableDocumentError, match="is no mailbox"):
         list(read_mbox(b"Subject: x\n\nFrom here on\n"))
 
 
-def test_each_mail_of_a_mailbox_is_a_document_and_a_broken_one_costs_itself() -> None:
+def test_each_mail_of_a_mailbox_is_a_document_and_a_broken_one_costs_itself():
     mails = [
         b"Subject: one\n\ntext\n\nFrom here on, nothing.\n>From me\n\n",
         b"no mail\n\n",
@@ -129,7 +129,7 @@ def test_each_mail_of_a_mailbox_is_a_document_and_a_broken_one_costs_itself() ->
         b"Subject: " + b"\n x" * 100_000,
     ],
 )
-def test_long_headers_take_linear_time(header: bytes) -> None:
+def test_long_headers_take_linear_time(header):
     start = process_time()
     try:
         assert read(b"From: a@example.com\n" + header + b"\n\nbody").text.endswith("body")
@@ -139,7 +139,7 @@ def test_long_headers_take_linear_time(header: bytes) -> None:
 
 
 @given(st.text(min_size=1), st.text())
-def test_any_subject_and_text_come_back(subject: str, text: str) -> None:
+def test_any_subject_and_text_come_back(subject, text):
     subject, text = " ".join(subject.split()), " ".join(text.split())
     message = email.message.EmailMessage(policy=email.policy.SMTPUTF8)
     for letter in subject + text:

@@ -42,7 +42,7 @@ def cell(*paragraphs: str) -> str:
 # --- Word -----------------------------------------------------------------------------------------------------------
 
 
-def test_word_headings_come_from_styles_and_what_these_are_based_on() -> None:
+def test_word_headings_come_from_styles_and_what_these_are_based_on():
     body = (
         word_paragraph("Lease", '<w:pStyle w:val="T"/>')
         + word_paragraph("Rent", '<w:pStyle w:val="Berschrift2"/>')
@@ -63,7 +63,7 @@ def test_word_headings_come_from_styles_and_what_these_are_based_on() -> None:
     assert all(record.text[mark.offset :].startswith("#" * mark.level + f" {mark.value}") for mark in record.marks)
 
 
-def test_word_tables_have_a_line_per_row_and_frames_keep_their_paragraphs() -> None:
+def test_word_tables_have_a_line_per_row_and_frames_keep_their_paragraphs():
     inner = f"<w:tbl><w:tr>{cell('x')}{cell('y')}</w:tr></w:tbl>"
     table = (
         f"<w:tbl><w:tr>{cell('Bolt')}{cell('Torque')}</w:tr><w:tr>{cell('M8')}{cell('40', 'Nm')}</w:tr>"
@@ -73,14 +73,14 @@ def test_word_tables_have_a_line_per_row_and_frames_keep_their_paragraphs() -> N
     assert only(read_docx(make_docx(table + frame))).text == "Bolt | Torque\nM8 | 40 Nm\nM9 | x | y\n\nOne.\n\nTwo."
 
 
-def test_word_footnotes_follow_their_paragraph_and_are_not_repeated() -> None:
+def test_word_footnotes_follow_their_paragraph_and_are_not_repeated():
     reference = '<w:r><w:footnoteReference w:id="2"/></w:r>'
     body = f"<w:p><w:r><w:t>Rent</w:t></w:r>{reference}</w:p>{word_paragraph('End')}<w:p>{reference}</w:p>"
     notes = f'<w:footnote w:id="2">{word_paragraph("Paid monthly.")}</w:footnote>'
     assert only(read_docx(make_docx(body, footnotes=notes))).text == "Rent[1]\n\n[1] Paid monthly.\n\nEnd"
 
 
-def test_word_lists_have_the_labels_that_word_shows() -> None:
+def test_word_lists_have_the_labels_that_word_shows():
     levels = (
         '<w:lvl w:ilvl="0"><w:start w:val="3"/><w:numFmt w:val="decimal"/><w:lvlText w:val="§ %1"/></w:lvl>'
         '<w:lvl w:ilvl="1"><w:numFmt w:val="lowerLetter"/><w:lvlText w:val="%1.%2)"/></w:lvl>'
@@ -100,7 +100,7 @@ def test_word_lists_have_the_labels_that_word_shows() -> None:
     assert text.split("\n\n") == ["§ 3 a", "3.a) b", "3.b) c", "- d", "§ 4 e", "4.a) f"]
 
 
-def test_word_leaves_out_deleted_hidden_and_repeated_text() -> None:
+def test_word_leaves_out_deleted_hidden_and_repeated_text():
     body = (
         "<w:p><w:del><w:r><w:delText>deleted</w:delText></w:r></w:del><w:moveFrom><w:r><w:t>moved</w:t></w:r></w:moveFrom>"
         "<w:ins><w:r><w:t>new</w:t><w:tab/><w:t>text</w:t><w:br/><w:t>line</w:t><w:noBreakHyphen/></w:r></w:ins>"
@@ -126,7 +126,7 @@ def test_word_leaves_out_deleted_hidden_and_repeated_text() -> None:
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + "EncryptedPackage".encode("utf-16-le"), "password"),
     ],
 )
-def test_doc_files_are_read_by_what_they_hold(data: bytes, message: str) -> None:
+def test_doc_files_are_read_by_what_they_hold(data, message):
     if message:
         with pytest.raises(UnreadableDocumentError, match=message):
             only(read_mislabeled_doc(data))
@@ -144,7 +144,7 @@ CHART = (
 )
 
 
-def test_slides_come_in_the_order_of_the_presentation() -> None:
+def test_slides_come_in_the_order_of_the_presentation():
     slides = {"slide1": shape("Last"), "slide2": shape("Body", "more") + shape("Care", placeholder="title")}
     record = only(read_pptx(make_pptx(slides, ["slide2", "slide1"])))
     assert record.text == "# Care\n\nBody\nmore\n\nLast"
@@ -156,7 +156,7 @@ def test_slides_come_in_the_order_of_the_presentation() -> None:
     assert record.metadata["num_pages"] == 2
 
 
-def test_slides_have_tables_charts_and_notes_but_no_page_furniture() -> None:
+def test_slides_have_tables_charts_and_notes_but_no_page_furniture():
     cells = "".join(f"<a:tc><a:p><a:r><a:t>{text}</a:t></a:r></a:p></a:tc>" for text in ("M8", "40 Nm"))
     graphic = f"<p:graphicFrame><a:tbl><a:tr>{cells}</a:tr></a:tbl></p:graphicFrame>"
     chart = "<p:graphicFrame><c:chart xmlns:c='c' r:id='r2'/></p:graphicFrame>"
@@ -175,12 +175,12 @@ def test_slides_have_tables_charts_and_notes_but_no_page_furniture() -> None:
     assert record.marks[-1] == Mark(len(record.text), "page", "2")
 
 
-def test_a_presentation_of_pictures_is_an_error_that_names_ocr() -> None:
+def test_a_presentation_of_pictures_is_an_error_that_names_ocr():
     with pytest.raises(UnreadableDocumentError, match="run OCR"):
         only(read_pptx(make_pptx({"s": "<p:pic/>"}, ["s"])))
 
 
-def test_a_damaged_slide_does_not_hide_the_others() -> None:
+def test_a_damaged_slide_does_not_hide_the_others():
     record = only(read_pptx(make_pptx({"s": "<broken>", "t": shape("Fine")}, ["s", "t"])))
     assert (record.text, len(record.notes)) == ("Fine", 1)
     assert "slide 1 is left out" in record.notes[0]
@@ -189,7 +189,7 @@ def test_a_damaged_slide_does_not_hide_the_others() -> None:
 # --- OpenDocument ---------------------------------------------------------------------------------------------------
 
 
-def test_opendocument_text_is_read_in_order() -> None:
+def test_opendocument_text_is_read_in_order():
     body = (
         "<text:tracked-changes><text:deletion><text:p>deleted</text:p></text:deletion></text:tracked-changes>"
         '<text:h text:outline-level="2">Rent</text:h><text:p>One<text:s text:c="2"/>two<text:line-break/>three'
@@ -206,7 +206,7 @@ def test_opendocument_text_is_read_in_order() -> None:
     assert record.marks == (Mark(0, "heading", "Rent", 2),)
 
 
-def test_opendocument_slides_are_pages_with_titles_and_notes() -> None:
+def test_opendocument_slides_are_pages_with_titles_and_notes():
     page = (
         '<draw:page><draw:frame presentation:class="title"><draw:text-box><text:p>Care</text:p></draw:text-box>'
         "</draw:frame><draw:frame><draw:text-box><text:p>Oil it.</text:p></draw:text-box></draw:frame>"
@@ -223,7 +223,7 @@ def test_opendocument_slides_are_pages_with_titles_and_notes() -> None:
     ]
 
 
-def test_encrypted_opendocument_names_the_password() -> None:
+def test_encrypted_opendocument_names_the_password():
     data = make_zip({"META-INF/manifest.xml": "<m><encryption-data/></m>", "content.xml": "\0\1"})
     with pytest.raises(UnreadableDocumentError, match="password"):
         only(read_odt(data))
@@ -232,7 +232,7 @@ def test_encrypted_opendocument_names_the_password() -> None:
 # --- EPUB and RTF ---------------------------------------------------------------------------------------------------
 
 
-def test_chapters_come_in_reading_order_with_titles_from_the_contents() -> None:
+def test_chapters_come_in_reading_order_with_titles_from_the_contents():
     chapters = {
         "a": "<p>second</p>",
         "b": "<header><h1>First</h1></header><aside>Footnote</aside>",
@@ -248,14 +248,14 @@ def test_chapters_come_in_reading_order_with_titles_from_the_contents() -> None:
     assert record.metadata == {"title": "Ducks", "author": "Ann"}
 
 
-def test_a_missing_chapter_is_named_and_the_others_are_read() -> None:
+def test_a_missing_chapter_is_named_and_the_others_are_read():
     items = '<item id="gone" href="gone.xhtml"/>'
     record = only(read_epub(make_epub({"a": "<p>x</p>"}, '<itemref idref="gone"/><itemref idref="a"/>', items=items)))
     assert record.text == "x"
     assert "chapter 'O/gone.xhtml' is left out" in record.notes[0]
 
 
-def test_a_protected_book_is_named_and_one_with_protected_fonts_is_read() -> None:
+def test_a_protected_book_is_named_and_one_with_protected_fonts_is_read():
     encryption = '<e><CipherReference URI="{}"/></e>'
     spine = '<itemref idref="a"/>'
     locked = make_epub({"a": "x"}, spine, {"META-INF/encryption.xml": encryption.format("O/a.xhtml")})
@@ -265,13 +265,13 @@ def test_a_protected_book_is_named_and_one_with_protected_fonts_is_read() -> Non
     assert only(read_epub(fonts)).text == "x"
 
 
-def test_rtf_is_decoded_by_its_fonts_and_code_page() -> None:
+def test_rtf_is_decoded_by_its_fonts_and_code_page():
     fonts = r"{\fonttbl{\f0\fcharset0 Arial;}{\f1\fcharset128 MS;}{\f2\fcharset204 Cyr;}}"
     source = rf"{{\rtf1\ansi\ansicpg1250{fonts}\f0 \'8a\par \f1 \'83A\f2 \'cf\u8364 ?\u-10179 ?\u-8704 ?}}"
     assert only(read_rtf(source.encode("latin-1"))).text == "Š\n\nアП€😀"
 
 
-def test_rtf_has_headings_tables_footnotes_and_no_hidden_text() -> None:
+def test_rtf_has_headings_tables_footnotes_and_no_hidden_text():
     source = (
         r"{\rtf1{\info{\title The Lease}}{\header Top}\pard\outlinelevel0 Rent\par\pard Due{\footnote Or later.}\par"
         r"\trowd\intbl a\cell b\par c\cell\row\intbl d\cell e\cell\row\pard End {\v hidden}{\b bold}ly"
@@ -282,7 +282,7 @@ def test_rtf_has_headings_tables_footnotes_and_no_hidden_text() -> None:
     assert (record.metadata, record.marks) == ({"title": "The Lease"}, (Mark(0, "heading", "Rent", 1),))
 
 
-def test_bytes_that_are_no_rtf_are_not_taken_for_text() -> None:
+def test_bytes_that_are_no_rtf_are_not_taken_for_text():
     with pytest.raises(UnreadableDocumentError, match="no text"):
         only(read_rtf(b"{\\rtf1 Rent is due." + bytes(range(1, 32)) * 9))
 
@@ -300,13 +300,13 @@ def test_bytes_that_are_no_rtf_are_not_taken_for_text() -> None:
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 600, "OLE file"),
     ],
 )
-def test_files_of_another_kind_are_named(read, data: bytes, message: str) -> None:
+def test_files_of_another_kind_are_named(read, data, message):
     with pytest.raises(UnreadableDocumentError, match=message):
         only(read(data))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-def test_entities_are_not_read(encoding: str) -> None:
+def test_entities_are_not_read(encoding):
     main = (
         f'<?xml version="1.0" encoding="{encoding}"?><!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]><a>&x;</a>'
     )
@@ -315,7 +315,7 @@ def test_entities_are_not_read(encoding: str) -> None:
         only(read_docx(data))
 
 
-def test_unpacked_bytes_are_counted_and_not_read_from_the_zip_header(monkeypatch) -> None:
+def test_unpacked_bytes_are_counted_and_not_read_from_the_zip_header(monkeypatch):
     monkeypatch.setattr(zip_container, "MAX_UNPACKED_BYTES", 100_000)
     data = make_docx(word_paragraph("x" * 200_000))
     with pytest.raises(UnreadableDocumentError, match="unpacks to more than"):
@@ -326,7 +326,7 @@ def test_unpacked_bytes_are_counted_and_not_read_from_the_zip_header(monkeypatch
         only(read_docx(false_size))
 
 
-def test_many_entries_and_many_tags_are_named(monkeypatch) -> None:
+def test_many_entries_and_many_tags_are_named(monkeypatch):
     monkeypatch.setattr(office_xml, "MAX_TAGS", 1000)
     with pytest.raises(UnreadableDocumentError, match="tags in its part"):
         only(read_docx(make_docx("<w:p/>" * 1001)))
@@ -335,7 +335,7 @@ def test_many_entries_and_many_tags_are_named(monkeypatch) -> None:
         only(read_docx(make_zip(dict.fromkeys("abcd", ""))))
 
 
-def test_encrypted_parts_are_named() -> None:
+def test_encrypted_parts_are_named():
     data = bytearray(make_docx(word_paragraph("x")))
     for magic, flags in ((b"PK\x01\x02", 8), (b"PK\x03\x04", 6)):
         start = data.find(magic)
@@ -353,7 +353,7 @@ def test_encrypted_parts_are_named() -> None:
         make_docx(f'<w:tbl xmlns:w="{WORD}"><w:tr>' * 20_000 + cell("x") + "</w:tr></w:tbl>" * 20_000),
     ],
 )
-def test_deep_nesting_is_read_or_named(data: bytes) -> None:
+def test_deep_nesting_is_read_or_named(data):
     try:
         assert only(read_docx(data)).text == "x"
     except UnreadableDocumentError as error:

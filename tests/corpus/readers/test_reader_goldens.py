@@ -188,11 +188,11 @@ def digest_of(name: str, data: bytes) -> str:
 
 
 @pytest.mark.parametrize("name", GOLDENS)
-def test_readers_give_the_texts_that_they_gave_before(name: str) -> None:
+def test_readers_give_the_texts_that_they_gave_before(name):
     build, golden = GOLDENS[name]
     assert (READERS_VERSION, digest_of(name, build())) == (3, golden)
 
 
-def test_a_release_of_a_parser_reads_no_file_again() -> None:
+def test_a_release_of_a_parser_reads_no_file_again():
     names = ("/a.html", "/a.pdf", "/a.docx", "/a.txt")
     assert {reader_version(name) for name in names} == {str(READERS_VERSION)}

@@ -68,9 +68,7 @@ def only(value: Any, text_field: str = "") -> ParsedRecord:
         ("a.json", '\ufeff[{"city": "Oslo", "title": "N"}]', [("a.json#0", "city: Oslo\ntitle: N", {"title": "N"})]),
     ],
 )  # fmt: skip
-def test_every_form_of_records_is_read(
-    tmp_path: Path, name: str, content: str, expected: list[tuple[str, str, dict[str, Any]]]
-) -> None:
+def test_every_form_of_records_is_read(tmp_path, name, content, expected):
     documents = read(tmp_path, name, content)
     assert [(below(tmp_path, each.source), each.text, dict(each.metadata)) for each in documents] == expected
 
@@ -78,7 +76,7 @@ def test_every_form_of_records_is_read(
 # --- records without a named text field ---
 
 
-def test_records_without_a_text_are_lines_of_their_fields() -> None:
+def test_records_without_a_text_are_lines_of_their_fields():
     cities = [{"country": "Burkina Faso", "city": "Ouagadougou"}, {"country": "Chad", "city": "N'Djamena"}]
     assert parsed(cities) == [
         ParsedRecord("#0", "country: Burkina Faso\ncity: Ouagadougou", {}),
@@ -86,7 +84,7 @@ def test_records_without_a_text_are_lines_of_their_fields() -> None:
     ]
 
 
-def test_nested_text_is_text_and_labels_are_metadata() -> None:
+def test_nested_text_is_text_and_labels_are_metadata():
     found = only({"text": "label", "sections": [{"heading": "H", "content": "the real content"}]})
     assert found.text == "label\n\nsections.heading: H\nsections.content: the real content"
     found = only(
@@ -100,12 +98,12 @@ def test_nested_text_is_text_and_labels_are_metadata() -> None:
     assert found.text == f"main\n\n{rest}"
 
 
-def test_an_empty_text_makes_no_document() -> None:
+def test_an_empty_text_makes_no_document():
     assert only([{"text": None, "id": 4}]).text == ""
     assert only([{"text": "", "id": 4}]).text == ""
 
 
-def test_nested_values_have_the_names_of_all_levels() -> None:
+def test_nested_values_have_the_names_of_all_levels():
     order = {
         "id": 5,
         "paid": True,
@@ -122,13 +120,13 @@ def test_nested_values_have_the_names_of_all_levels() -> None:
     )
 
 
-def test_an_item_more_changes_no_other_item() -> None:
+def test_an_item_more_changes_no_other_item():
     items = [{"name": f"part {number}", "use": PROSE} for number in range(5)]
     before, after = (flatten({"parts": each}).text.split("\n\n") for each in (items, [{"name": "new"}, *items]))
     assert after == ["parts.name: new", *before]
 
 
-def test_vectors_and_pictures_are_left_out_and_named() -> None:
+def test_vectors_and_pictures_are_left_out_and_named():
     picture = "iVBORw0KGgoAAAANSUhEUgAA" * 20
     found = only(
         [{"name": "x", "embedding": [0.25] * 768, "shape": [[1, 2], [3, 4]] * 10, "png": picture, "size": [3, 4]}]
@@ -138,7 +136,7 @@ def test_vectors_and_pictures_are_left_out_and_named() -> None:
     assert "word word" in flatten({"a": "word " * 200}).text
 
 
-def test_an_object_of_settings_is_no_document_and_one_with_sentences_or_records_is() -> None:
+def test_an_object_of_settings_is_no_document_and_one_with_sentences_or_records_is():
     for settings in ({"name": "x"}, {"compilerOptions": {"target": "es2022", "strict": True, "lib": ["dom"]}}, {}):
         with pytest.raises(NotADocumentError, match=r"holds settings or data.*`text_field='NAME'`"):
             parsed(settings)
@@ -162,13 +160,13 @@ def strings_in(value: Any) -> list[str]:
 
 
 @given(value=st.lists(JSON, max_size=4))
-def test_any_record_is_a_text_or_a_reason(value: list[Any]) -> None:
+def test_any_record_is_a_text_or_a_reason(value):
     found = parsed(value)
     assert all(isinstance(each, ParsedRecord) or each.reason for each in found)
 
 
 @given(value=st.dictionaries(st.sampled_from(["a", "b", "text", "meta"]), JSON))
-def test_flattening_loses_no_string(value: dict[str, Any]) -> None:
+def test_flattening_loses_no_string(value):
     text = flatten(value).text
     for wanted in strings_in(value):
         assert wanted.strip() in text
@@ -184,7 +182,7 @@ def test_flattening_loses_no_string(value: dict[str, Any]) -> None:
     ],
     ids=["objects", "lists", "a long name", "long names"],
 )
-def test_deep_nesting_and_long_names_make_no_long_text(text: str) -> None:
+def test_deep_nesting_and_long_names_make_no_long_text(text):
     (found,) = read_json(f"[{text}]".encode())
     assert isinstance(found, ParsedRecord)
     assert len(found.text) < len(text) + 200_000
@@ -193,7 +191,7 @@ def test_deep_nesting_and_long_names_make_no_long_text(text: str) -> None:
 # --- the text field ---
 
 
-def test_the_text_field_names_the_text() -> None:
+def test_the_text_field_names_the_text():
     record = {"id": 3, "body": PROSE, "title": "T", "comments": [{"who": "Ada", "say": "x"}, {"say": "y"}]}
     assert only(record, "body") == ParsedRecord("", PROSE, {"id": 3, "title": "T"})
     assert only([record], "comments.say").text == "x\n\ny"
@@ -204,7 +202,7 @@ def test_the_text_field_names_the_text() -> None:
     assert only(["a text"], "body").text == "a text"
 
 
-def test_a_record_without_the_text_field_is_named_with_the_fields_that_it_has() -> None:
+def test_a_record_without_the_text_field_is_named_with_the_fields_that_it_has():
     good, bad = parsed([{"body": "x"}, {"story": "y", "n": 1}], "body")
     assert isinstance(good, ParsedRecord)
     assert bad == UnreadableRecord("#1", "item 2 has no field 'body', but story, n; name another (`text_field`)")
@@ -212,14 +210,14 @@ def test_a_record_without_the_text_field_is_named_with_the_fields_that_it_has() 
         parsed({"a": PROSE}, "body")
 
 
-def test_lines_are_read_by_the_text_field_too(tmp_path: Path) -> None:
+def test_lines_are_read_by_the_text_field_too(tmp_path):
     lines = '{"body": "x", "text": "label"}\n{"body": "y"}\n'
     for name in ("a.jsonl", "a.json"):
         assert [each.text for each in read(tmp_path, name, lines, "body")] == ["x", "y"]
     assert [each.text for each in read(tmp_path, "b.jsonl", lines.encode("utf-16"), "body")] == ["x", "y"]
 
 
-def test_another_text_field_is_another_version_of_records_and_of_no_other_file() -> None:
+def test_another_text_field_is_another_version_of_records_and_of_no_other_file():
     assert reader_version("/a.json", "body") != reader_version("/a.json") != reader_version("/a.json", "text")
     assert reader_version("/a.md", "body") == reader_version("/a.md")
 
@@ -227,7 +225,7 @@ def test_another_text_field_is_another_version_of_records_and_of_no_other_file()
 # --- JSON lines ---
 
 
-def test_one_bad_line_costs_that_line_and_is_counted_as_editors_do(tmp_path: Path) -> None:
+def test_one_bad_line_costs_that_line_and_is_counted_as_editors_do(tmp_path):
     (tmp_path / "a.jsonl").write_text('"one"\n\n{"text": \n"three"\n17\n"five"\n')
     contents = open_source(str(tmp_path / "a.jsonl")).read()
     sources = [below(tmp_path, document.source) for document in contents.documents]
@@ -236,7 +234,7 @@ def test_one_bad_line_costs_that_line_and_is_counted_as_editors_do(tmp_path: Pat
     assert "line 5 is 17, which is neither a text" in contents.failure
 
 
-def test_lines_in_an_old_encoding_are_read_and_a_note_names_it(tmp_path: Path) -> None:
+def test_lines_in_an_old_encoding_are_read_and_a_note_names_it(tmp_path):
     lines = "".join(json.dumps({"text": f"Käse für {n} €, gültig bis März"}, ensure_ascii=False) + "\n" for n in "1234")
     data = lines.encode("cp1252")
     assert read(tmp_path, "a.jsonl", data)[0].text == "Käse für 1 €, gültig bis März"
@@ -263,12 +261,12 @@ def test_lines_in_an_old_encoding_are_read_and_a_note_names_it(tmp_path: Path) -
         ("a.jsonl", b'"x"\n\nnonsense\n', "1 of 2 records .* left out: line 3 is not JSON"),
     ],
 )
-def test_unreadable_files_are_refused_with_a_reason(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+def test_unreadable_files_are_refused_with_a_reason(tmp_path, name, content, reason):
     with pytest.raises(UnreadableDocumentError, match=reason):
         read(tmp_path, name, content)
 
 
-def test_numbers_may_have_any_number_of_digits() -> None:
+def test_numbers_may_have_any_number_of_digits():
     (found,) = read_json(b'[{"big": ' + b"7" * 5000 + b"}]")
     assert isinstance(found, ParsedRecord)
     assert found.text == "big: " + "7" * 5000
@@ -284,7 +282,7 @@ def make_parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
     return out.getvalue()
 
 
-def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+def test_rows_of_parquet_are_documents(tmp_path):
     day, price = date(2026, 3, 1), Decimal("1.50")
     rows = [
         {
@@ -310,7 +308,7 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     ]
 
 
-def test_columns_of_parquet_without_a_text_are_lines(tmp_path: Path) -> None:
+def test_columns_of_parquet_without_a_text_are_lines(tmp_path):
     rows: list[dict[str, Any]] = [
         {"body": PROSE, "place": {"city": "Oslo"}, "emb": [0.5]},
         {"body": None, "place": {"city": "Bergen"}},
@@ -324,7 +322,7 @@ def test_columns_of_parquet_without_a_text_are_lines(tmp_path: Path) -> None:
         read(tmp_path, "a.parquet", make_parquet(rows), "emb")
 
 
-def test_parquet_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_files_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     texts = [each.text for each in read(tmp_path, "a.parquet", make_parquet([{"text": "x"}, {"text": None}]))]
     assert texts == ["x"]
     with pytest.raises(NotADocumentError, match="holds no text"):
@@ -343,7 +341,7 @@ def test_parquet_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch
         read(tmp_path, "a.parquet", data)
 
 
-def test_a_file_in_memory_is_read_as_one_on_disk(tmp_path: Path) -> None:
+def test_a_file_in_memory_is_read_as_one_on_disk(tmp_path):
     data = b'{"body": "x"}\n{"body": "y", "n": 1}\n'
     path = tmp_path / "a.jsonl"
     path.write_bytes(data)

@@ -1,7 +1,5 @@
 """Files that are not read: each is named by what it is, with the command that helps."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragblend.corpus.documents import open_source, read_documents
@@ -12,7 +10,7 @@ OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 
 
 @pytest.mark.parametrize("suffix", CONVERTIBLE)
-def test_formats_that_can_be_converted_name_how(suffix: str) -> None:
+def test_formats_that_can_be_converted_name_how(suffix):
     with pytest.raises(UnreadableDocumentError, match=r"convert it|export it|djvutxt"):
         read_documents(f"/a{suffix}", OLE + b"\0" * 600)
 
@@ -33,7 +31,7 @@ def test_formats_that_can_be_converted_name_how(suffix: str) -> None:
         ("server.key", b"-----BEGIN PRIVATE KEY-----", "no Keynote presentation"),
     ],
 )
-def test_files_that_are_no_documents_are_passed_over_with_a_reason(name, data, reason, tmp_path) -> None:
+def test_files_that_are_no_documents_are_passed_over_with_a_reason(name, data, reason, tmp_path):
     with pytest.raises(NotADocumentError, match=reason):
         read_documents(f"/{name}", data)
     path = tmp_path / name
@@ -42,11 +40,11 @@ def test_files_that_are_no_documents_are_passed_over_with_a_reason(name, data, r
         open_source(str(path)).read()
 
 
-def test_a_keynote_presentation_names_how_to_export_it() -> None:
+def test_a_keynote_presentation_names_how_to_export_it():
     with pytest.raises(UnreadableDocumentError, match="export it from Keynote"):
         read_documents("/a.key", b"PK\x03\x04\0\0")
 
 
-def test_a_text_that_begins_like_a_picture_is_read() -> None:
+def test_a_text_that_begins_like_a_picture_is_read():
     (document,) = read_documents("/a.note", b"GIF89a is a format of pictures.").documents
     assert document.text == "GIF89a is a format of pictures."

@@ -34,7 +34,7 @@ def cells(*values: str, row: int = 1) -> str:
     return f'<row r="{row}">{"".join(found)}</row>'
 
 
-def test_sheets_are_headings_and_rows_are_lines() -> None:
+def test_sheets_are_headings_and_rows_are_lines():
     rows = cells("Bolt", "Torque", "Note") + cells("M8", "40", "", row=2) + cells("M\n9", "4.5", "x", row=5)
     record = read(make_xlsx({"Sizes": rows, "Empty": "", "More": cells("y")}))
     assert record.text == "# Sizes\n\nBolt | Torque | Note\nM8 | 40\nM 9 | 4.5 | x\n\n# Empty\n\n# More\n\ny"
@@ -42,7 +42,7 @@ def test_sheets_are_headings_and_rows_are_lines() -> None:
     assert record.marks[2] == Mark(record.text.index("# More"), "heading", "More", 1)
 
 
-def test_dates_are_iso_and_errors_and_booleans_are_kept() -> None:
+def test_dates_are_iso_and_errors_and_booleans_are_kept():
     styles = '<cellXfs><xf numFmtId="0"/><xf numFmtId="14"/><xf numFmtId="22"/></cellXfs>'
     row = (
         '<row r="1"><c r="A1" s="1"><v>46000</v></c><c r="B1" s="2"><v>46000.5</v></c>'
@@ -52,7 +52,7 @@ def test_dates_are_iso_and_errors_and_booleans_are_kept() -> None:
     assert record.text == "# S\n\n2025-12-09 | 2025-12-09 12:00:00 | True | shared & text"
 
 
-def test_opendocument_spreadsheets_are_read() -> None:
+def test_opendocument_spreadsheets_are_read():
     cell = '<table:table-cell office:value-type="{}"{}><text:p>{}</text:p></table:table-cell>'
     row = cell.format("string", "", "M8") + cell.format("date", ' office:date-value="2026-05-01T00:00:00"', "1.5.26")
     empty = '<table:table-cell table:number-columns-repeated="16384"/>'
@@ -65,7 +65,7 @@ def test_opendocument_spreadsheets_are_read() -> None:
     assert record.text == ""
 
 
-def test_a_workbook_without_cells_has_no_text() -> None:
+def test_a_workbook_without_cells_has_no_text():
     assert read(make_xlsx({"Sheet1": "", "Sheet2": ""})).text == ""
 
 
@@ -81,7 +81,7 @@ def test_a_workbook_without_cells_has_no_text() -> None:
         (b'<?xml?><Workbook xmlns="urn:schemas-microsoft-com:office:spreadsheet">', "convert-to xlsx"),
     ],
 )
-def test_damaged_and_other_files_are_named(data: bytes, message: str) -> None:
+def test_damaged_and_other_files_are_named(data, message):
     with pytest.raises(UnreadableDocumentError, match=message):
         read(data)
 
@@ -90,32 +90,32 @@ def test_damaged_and_other_files_are_named(data: bytes, message: str) -> None:
     ("data", "text"),
     [(b"<table><tr><td>M8<td>40</table>", "M8 | 40"), (b"name\tsize\nbolt\tM8\n", "name: bolt; size: M8")],
 )
-def test_html_and_csv_that_are_called_xls_are_read(data: bytes, text: str) -> None:
+def test_html_and_csv_that_are_called_xls_are_read(data, text):
     assert read(data).text == text
 
 
-def test_two_cells_at_the_ends_of_a_sheet_do_not_end_this_process() -> None:
+def test_two_cells_at_the_ends_of_a_sheet_do_not_end_this_process():
     far = cells("1") + '<row r="1048576"><c r="XFD1048576"><v>2</v></c></row>'
     with pytest.raises(UnreadableDocumentError, match=r"does not fit in memory|cells, more than"):
         read(make_xlsx({"S": far}))
 
 
 @pytest.mark.slow  # 4 GiB
-def test_a_long_text_in_every_cell_does_not_fill_memory() -> None:
+def test_a_long_text_in_every_cell_does_not_fill_memory():
     cell = '<c t="s"><v>0</v></c>'
     rows = f"<row>{cell * 100}</row>" * 40
     with pytest.raises(UnreadableDocumentError, match=r"does not fit in memory|million characters"):
         read(make_xlsx({"S": rows}, shared=["x" * 1_000_000]))
 
 
-def test_without_calamine_the_install_line_is_named(tmp_path, monkeypatch) -> None:
+def test_without_calamine_the_install_line_is_named(tmp_path, monkeypatch):
     (tmp_path / "python_calamine.py").write_text("raise ImportError('not there')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(UnreadableDocumentError, match=r"pip install 'ragblend\[documents\]'"):
         read(make_xlsx({"S": cells("x")}))
 
 
-def test_a_reading_process_that_takes_too_long_is_ended(tmp_path, monkeypatch) -> None:
+def test_a_reading_process_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     program = tmp_path / "hang.py"
     program.write_text("import time\ntime.sleep(60)")
     monkeypatch.setattr(spreadsheets, "_PROGRAM", program)

@@ -72,11 +72,11 @@ DELIMITERS = {
 
 
 @pytest.mark.parametrize(("text", "delimiter"), DELIMITERS.values(), ids=DELIMITERS)
-def test_the_delimiter_is_found(text: str, delimiter: str) -> None:
+def test_the_delimiter_is_found(text, delimiter):
     assert parse_table(text).delimiter == delimiter
 
 
-def test_a_first_line_names_the_delimiter() -> None:
+def test_a_first_line_names_the_delimiter():
     assert rows("\ufeffsep=;\r\nid;name\r\n1;bolt\r\n2;nut, hex\r\n") == [
         {"id": "1", "name": "bolt"},
         {"id": "2", "name": "nut, hex"},
@@ -84,18 +84,18 @@ def test_a_first_line_names_the_delimiter() -> None:
     assert rows("sep=^\na^b\n1^2,3,4\n") == [{"a": "1", "b": "2,3,4"}]
 
 
-def test_a_table_is_a_paragraph_per_row_with_the_names_of_its_columns() -> None:
+def test_a_table_is_a_paragraph_per_row_with_the_names_of_its_columns():
     (found,) = records("name;age\nAda;36\n;;\nAlan;41\nGrace;\n")
     assert found == ParsedRecord("", "name: Ada; age: 36\n\nname: Alan; age: 41\n\nname: Grace", {})
 
 
-def test_columns_of_one_name_are_all_kept() -> None:
+def test_columns_of_one_name_are_all_kept():
     (found,) = records('Key,Body,Comment,Comment\nP-1,"line one\n\nline two; x",first,second\n')
     assert found.text == "Key: P-1; Body: line one\nline two; x; Comment: first; Comment 2: second"
     assert parse_table("a,a,a 2,a\n1,2,3,4\n").names == ["a", "a 3", "a 2", "a 4"]
 
 
-def test_lines_above_the_header_are_the_first_paragraph() -> None:
+def test_lines_above_the_header_are_the_first_paragraph():
     statement = (
         "Account statement;;;\nPeriod;01.01.;31.01.;\n\nDate;Text;Amount;Balance\n"
         "02.01.;Rent, May;-800,00;1.200,50\n03.01.;Pay;2.000,00;3.200,50\n"
@@ -116,7 +116,7 @@ def test_lines_above_the_header_are_the_first_paragraph() -> None:
     }
 
 
-def test_a_blank_line_between_rows_is_no_end_of_a_preamble() -> None:
+def test_a_blank_line_between_rows_is_no_end_of_a_preamble():
     assert rows("id,name\n1,a\n\n2,b\n") == [{"id": "1", "name": "a"}, {"id": "2", "name": "b"}]
 
 
@@ -132,19 +132,19 @@ def test_a_blank_line_between_rows_is_no_end_of_a_preamble() -> None:
         ("Top 10,name\na,b\nc,d\n", ["Top 10", "name"], 2),
     ],
 )
-def test_a_first_row_of_data_is_no_header(text: str, names: list[str], num_rows: int) -> None:
+def test_a_first_row_of_data_is_no_header(text, names, num_rows):
     table = parse_table(text)
     assert (table.names, len(list(table.rows))) == (names, num_rows)
 
 
-def test_a_table_without_a_header_loses_no_row() -> None:
+def test_a_table_without_a_header_loses_no_row():
     (found,) = records("1,Ada,36\n2,Alan,41\n3,Grace,85\n")
     assert found.text == "1; Ada; 36\n\n2; Alan; 41\n\n3; Grace; 85"
     (found,) = records("country\nChad\nMali\n")
     assert found.text == "country\n\nChad\n\nMali"
 
 
-def test_ragged_rows_are_kept_whole() -> None:
+def test_ragged_rows_are_kept_whole():
     (found,) = records("id,name\n" + "".join(f"{i},n{i}\n" for i in range(50)) + "77,a,b\n1,2,\n8\n")
     paragraphs = found.text.split("\n\n")
     assert len(paragraphs) == 53
@@ -152,7 +152,7 @@ def test_ragged_rows_are_kept_whole() -> None:
     assert found.notes == ("some rows have more values than the header has names; these have no name",)
 
 
-def test_rows_that_end_early_have_the_names_of_the_header() -> None:
+def test_rows_that_end_early_have_the_names_of_the_header():
     found = rows(
         "version,name,release,end,lts\n1.1,Buzz,1996\n2.0,Hamm,1998,2000\n8,Jessie,2015,2018,2020\n9,Stretch\n"
     )
@@ -160,7 +160,7 @@ def test_rows_that_end_early_have_the_names_of_the_header() -> None:
     assert found[3] == {"version": "9", "name": "Stretch"}
 
 
-def test_a_column_of_texts_makes_a_document_of_each_row() -> None:
+def test_a_column_of_texts_makes_a_document_of_each_row():
     text = 'title,text,year\nT,"one, two",1999\nU,three,2000\n,,\nV\n'
     assert records(text) == [
         ParsedRecord("#0", "one, two", {"title": "T", "year": "1999"}),
@@ -170,14 +170,14 @@ def test_a_column_of_texts_makes_a_document_of_each_row() -> None:
     assert [each.text for each in records("text\none, two\nthree, four\n")] == ["one, two", "three, four"]
 
 
-def test_delimiters_without_quotes_stay_in_the_text() -> None:
+def test_delimiters_without_quotes_stay_in_the_text():
     first, second = records("id,text,year\n1,one, two, three,1999\n2,four,2000\n")
     assert (first.text, first.metadata) == ("one,two,three", {"id": "1", "year": "1999"})
     assert first.notes == ("some rows have more values than the header has names; they are read as part of the text",)
     assert (second.text, second.notes) == ("four", ())
 
 
-def test_the_text_field_is_a_column() -> None:
+def test_the_text_field_is_a_column():
     assert [each.text for each in records("id;Body\n1;one\n2;two\n", "body")] == ["one", "two"]
     with pytest.raises(
         UnreadableDocumentError, match=r"no column 'story', but id, Body; name another \(`text_field`\)"
@@ -185,14 +185,14 @@ def test_the_text_field_is_a_column() -> None:
         records("id;Body\n1;one\n", "story")
 
 
-def test_a_text_may_be_longer_than_the_csv_module_allows() -> None:
+def test_a_text_may_be_longer_than_the_csv_module_allows():
     limit = csv.field_size_limit()
     (found,) = records("text\n" + "long " * 50_000)
     assert len(found.text) > limit
     assert csv.field_size_limit() == limit
 
 
-def test_threads_read_long_texts_at_once_and_leave_the_limit_as_it_was() -> None:
+def test_threads_read_long_texts_at_once_and_leave_the_limit_as_it_was():
     limit, found = csv.field_size_limit(), []
     text = "text,n\n" + f"{'long ' * 40_000},1\n" * 5
 
@@ -209,7 +209,7 @@ def test_threads_read_long_texts_at_once_and_leave_the_limit_as_it_was() -> None
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_encodings(encoding: str) -> None:
+def test_encodings(encoding):
     (found,) = records("name;Straße\nZoë;Müllerweg\n".encode(encoding))
     assert found.text == "name: Zoë; Straße: Müllerweg"
 
@@ -230,7 +230,7 @@ TABLES = st.integers(2, 5).flatmap(
 
 
 @given(table=TABLES, delimiter=st.sampled_from(",;\t|"))
-def test_no_value_is_lost_that_the_csv_module_wrote(table: list[list[str]], delimiter: str) -> None:
+def test_no_value_is_lost_that_the_csv_module_wrote(table, delimiter):
     written = io.StringIO()
     csv.writer(written, delimiter=delimiter, lineterminator="\n").writerows(table)
     wanted = Counter(word for row in table for value in row for word in words(value))
@@ -238,27 +238,27 @@ def test_no_value_is_lost_that_the_csv_module_wrote(table: list[list[str]], deli
 
 
 @given(text=st.text(st.sampled_from("ab1 ,;\t|\"\n\r'=ep\x1f\u2028"), max_size=200))
-def test_no_letter_of_any_text_is_lost(text: str) -> None:
+def test_no_letter_of_any_text_is_lost(text):
     assert Counter("".join(words(text))) <= Counter("".join(all_words(text)))
 
 
 @pytest.mark.parametrize(
     "piece", ['"', ",", ";", "\n", " ", "\t", '""', '"\n', "a,", "1;", '",', "a\n", "a b ", "sep=;\n", "x" * 999 + ","]
 )
-def test_odd_files_take_no_more_time_than_others(piece: str) -> None:
+def test_odd_files_take_no_more_time_than_others(piece):
     started_s = time.process_time()
     records("a,b\n" + piece * (200_000 // len(piece)))
     assert time.process_time() - started_s < 5  # CPU time of this process
 
 
-def test_the_rows_of_a_long_file_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_long_file_are_parsed_once(monkeypatch):
     lines = "id,name\n" + "".join(f"{number},some name\n" for number in range(60_000))
     num_parsed = 0
     next_rows = tables._next_rows
 
     def count(reader: object) -> list[list[str]]:
         nonlocal num_parsed
-        found = next_rows(reader)  # type: ignore[arg-type]
+        found = next_rows(reader)
         num_parsed += len(found)
         return found
 

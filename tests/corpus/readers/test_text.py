@@ -47,14 +47,14 @@ def headings(marks: tuple[Mark, ...]) -> list[tuple[int, str]]:
         ("a | b\n--|--\nc | d\n\n| x |\n---\n\n    code\n---", []),
     ],
 )
-def test_headings_of_markdown(text: str, found: list[tuple[int, str]]) -> None:
+def test_headings_of_markdown(text, found):
     marks = find_markdown_headings(text)
     assert headings(marks) == found
     assert all(mark.offset == 0 or text[mark.offset - 1] == "\n" for mark in marks)
     assert all(mark.value[0] in text[mark.offset :].partition("\n")[0] for mark in marks)
 
 
-def test_marks_fit_the_text_with_line_breaks_of_any_kind() -> None:
+def test_marks_fit_the_text_with_line_breaks_of_any_kind():
     record = read(read_markdown, b"\xef\xbb\xbfa\r\n\r\n# B\r\rC\r\n---\r\nd")
     assert record.text == "a\n\n# B\n\nC\n---\nd"
     assert record.marks == (Mark(3, "heading", "B", 1), Mark(8, "heading", "C", 2))
@@ -70,7 +70,7 @@ def test_marks_fit_the_text_with_line_breaks_of_any_kind() -> None:
         ("text\n---\ntitle: T\n---", ""),
     ],
 )
-def test_the_title_in_front_matter_is_metadata(text: str, title: str) -> None:
+def test_the_title_in_front_matter_is_metadata(text, title):
     record = read(read_markdown, text)
     assert record.metadata == ({"title": title} if title else {})
     assert record.text == text
@@ -90,14 +90,14 @@ def test_the_title_in_front_matter_is_metadata(text: str, title: str) -> None:
         ("::\n\n  Code\n  ----\n\n契約\n====", "1 契約"),
     ],
 )
-def test_titles_with_a_line_of_marks_below_are_headings(text: str, found: str) -> None:
+def test_titles_with_a_line_of_marks_below_are_headings(text, found):
     marks = find_underlined_headings(text)
     assert "|".join(f"{mark.level} {mark.value}" for mark in marks) == found
     assert all(text[mark.offset :].strip().startswith(mark.value[:3]) for mark in marks)
 
 
 @given(text=st.text(alphabet="#=-~`*ab \n\t", max_size=120))
-def test_marks_are_in_order_at_the_beginning_of_lines(text: str) -> None:
+def test_marks_are_in_order_at_the_beginning_of_lines(text):
     for record in (read(read_markdown, text or "x"), read(read_restructured_text, text or "x")):
         offsets = [mark.offset for mark in record.marks]
         assert offsets == sorted(set(offsets))
@@ -121,18 +121,18 @@ def test_marks_are_in_order_at_the_beginning_of_lines(text: str) -> None:
         ("a < b > c", "a < b > c"),
     ],
 )  # fmt: skip
-def test_xml_is_read_without_markup(markup: str, text: str) -> None:
+def test_xml_is_read_without_markup(markup, text):
     assert read(read_xml, markup).text == text
 
 
-def test_xml_with_text_in_attributes_alone_is_read_as_it_is() -> None:
+def test_xml_with_text_in_attributes_alone_is_read_as_it_is():
     markup = '<strings><string name="save" value="Speichern"/></strings>'
     assert read(read_xml, markup).text == markup
     encoded = '<?xml version="1.0" encoding="koi8-r"?><a>Договор</a>'.encode("koi8-r")
     assert read(read_xml, encoded).text == "Договор"
 
 
-def test_entities_of_xml_are_not_resolved() -> None:
+def test_entities_of_xml_are_not_resolved():
     laughs = "".join(f'<!ENTITY l{level} "{f"&l{level - 1};" * 10}">' for level in range(1, 12))
     page = f'<!DOCTYPE a [<!ENTITY l0 "ha">{laughs}<!ENTITY f SYSTEM "file:///etc/passwd">]><a>&l11; &f; end</a>'
     assert read(read_xml, page).text == "&l11; &f; end"
@@ -142,19 +142,19 @@ def test_entities_of_xml_are_not_resolved() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.log", "a.py", "a.js", "a.css", "a.toml", "README", "a.xml", "a.unknown"])
-def test_source_code_and_other_text_is_read(name: str) -> None:
+def test_source_code_and_other_text_is_read(name):
     (document,) = read_documents(f"/{name}", b"key: value\n# comment\n").documents
     assert (document.text, document.marks) == ("key: value\n# comment\n", ()) if name != "a.xml" else ("key: value", ())
 
 
 @pytest.mark.parametrize("name", ["app.min.js", "app.js", "style.css", "app.js.map"])
-def test_minified_files_are_passed_over(name: str) -> None:
+def test_minified_files_are_passed_over(name):
     with pytest.raises(NotADocumentError, match=r"minified \(a line of 30,000 characters\); add the source code"):
         read_documents(f"/{name}", b"// licence\n" + b"a" * 30_000)
     assert list(read_documents(f"/{name}", b"a" * 20_000 + b"\n" + b"b" * 20_000).documents)
 
 
-def test_a_guessed_encoding_is_noted() -> None:
+def test_a_guessed_encoding_is_noted():
     contents = read_documents("/a.txt", "Die Käse sind gültig – 5 €".encode("cp1252"))
     assert [document.text for document in contents.documents] == ["Die Käse sind gültig – 5 €"]
     assert "windows-1252 (guessed)" in next(iter(contents.notes))
@@ -167,7 +167,7 @@ def test_a_guessed_encoding_is_noted() -> None:
         *("<", "<a ", "<!--", "<![CDATA[", "<!A [", "] ", "<a b='", "&", "&a", "</", "<a>", "<a> ", "<?"),
     ],
 )  # fmt: skip
-def test_time_grows_with_the_text(piece: str) -> None:
+def test_time_grows_with_the_text(piece):
     text = piece * (100_000 // len(piece))
     for line in (text, f"# {text}\n"):
         start = process_time()
@@ -177,7 +177,7 @@ def test_time_grows_with_the_text(piece: str) -> None:
         assert process_time() - start < 2
 
 
-def test_words_of_xml_are_those_between_its_tags() -> None:
+def test_words_of_xml_are_those_between_its_tags():
     generator = random.Random(0)
     words = [generator.choice(["alpha", "beta", "x & y", "12"]) for _ in range(200)]
     markup = "".join(

@@ -42,7 +42,7 @@ def bearer(key: str) -> list[tuple[bytes, bytes]]:
     return [(b"authorization", f"Bearer {key}".encode())]
 
 
-def test_toml_and_json_and_a_keys_hash_say_the_same(tmp_path: Path) -> None:
+def test_toml_and_json_and_a_keys_hash_say_the_same(tmp_path):
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     toml = f'open = ["/health"]\n[keys."sha256:{digest}"]\nnamespace = "acme"\nrights = ["ask", "ingest"]\n'
     in_toml = read_keys(keys_file(tmp_path, toml))
@@ -54,7 +54,7 @@ def test_toml_and_json_and_a_keys_hash_say_the_same(tmp_path: Path) -> None:
         assert in_toml.grant_of(headers) is None
 
 
-def test_a_keys_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+def test_a_keys_file_that_others_may_read_is_refused(tmp_path):
     text = json.dumps({"keys": {KEY: FACTS}})
     for mode in (0o644, 0o604, 0o620):
         with pytest.raises(UsageError, match="chmod 600"):
@@ -82,7 +82,7 @@ def test_a_keys_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
         {"keys": {KEY: FACTS}, "more": 1},
     ],
 )
-def test_a_keys_file_that_says_something_else_is_refused_and_quotes_no_key(tmp_path: Path, values: Any) -> None:
+def test_a_keys_file_that_says_something_else_is_refused_and_quotes_no_key(tmp_path, values):
     text = values if isinstance(values, str) else json.dumps(values)
     with pytest.raises(UsageError, match="neither TOML nor JSON" if values is text else None) as error:
         read_keys(keys_file(tmp_path, text))
@@ -94,7 +94,7 @@ def test_a_keys_file_that_says_something_else_is_refused_and_quotes_no_key(tmp_p
     mode=st.sampled_from(["blend", "reuse", "full", "prefix", "ingest", "nonsense"]),
     rights=st.frozensets(st.sampled_from(["ask", "ingest", "admin"]), min_size=1),
 )
-def test_what_reaches_the_engine_has_the_keys_namespace_or_is_refused(named: Any, mode: str, rights: Any) -> None:
+def test_what_reaches_the_engine_has_the_keys_namespace_or_is_refused(named, mode, rights):
     grant = Grant("acme", rights)
     given = {"ragblend": {"mode": mode, "namespace": named}, TENANT_KEY: "globex", "do_remote_prefill": True}
     try:
@@ -105,7 +105,7 @@ def test_what_reaches_the_engine_has_the_keys_namespace_or_is_refused(named: Any
     assert sent == {TENANT_KEY: "acme", "ragblend": {"mode": mode, "namespace": "acme"}}
 
 
-def test_plain_prompts_are_stamped_too() -> None:
+def test_plain_prompts_are_stamped_too():
     for sent in (None, {}, "nonsense", {"do_remote_decode": True}):
         assert bind_namespace(sent, Grant("acme", frozenset({"ask"}))) == {TENANT_KEY: "acme"}
         with pytest.raises(ForbiddenError, match="'ask'"):
@@ -164,7 +164,7 @@ def asked(gate: AuthGate, engine: Engine, key: str, path: str, body: Any, method
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
-def test_the_gate_binds_what_any_body_hands_to_the_engine() -> None:
+def test_the_gate_binds_what_any_body_hands_to_the_engine():
     engine = Engine()
     gate = AuthGate(parse_keys({"keys": {KEY: FACTS}}), engine)
     forged = {"kv_transfer_params": {"ragblend": {"namespace": "globex"}}}
@@ -184,7 +184,7 @@ def test_the_gate_binds_what_any_body_hands_to_the_engine() -> None:
         engine.encode("prompt")
 
 
-def test_a_salt_makes_a_namespace_of_its_own_and_is_not_shown() -> None:
+def test_a_salt_makes_a_namespace_of_its_own_and_is_not_shown():
     namespaces = [salted_namespace(name, salt) for name in ("", "a", "ab") for salt in (None, "s", "t")]
     assert len(set(namespaces)) == len({cache_salt_of(each) for each in namespaces}) == 9
     assert equals_ignoring_salt(salted_namespace("a", "s"), "a")
@@ -194,7 +194,7 @@ def test_a_salt_makes_a_namespace_of_its_own_and_is_not_shown() -> None:
             parse_params({"namespace": namespace})
 
 
-def test_an_ingestion_has_a_limit_of_chunks() -> None:
+def test_an_ingestion_has_a_limit_of_chunks():
     behind = {"mode": "ingest", "context": "similar"}
     spans = [[2 * index, 2 * index + 1] for index in range(MAX_RUNS + 1)]
     assert len(parse_params({**behind, "spans": spans[:-1]}).spans) == MAX_RUNS
@@ -205,7 +205,7 @@ def test_an_ingestion_has_a_limit_of_chunks() -> None:
     assert len(str(error.value)) < 500
 
 
-def test_errors_that_go_out_name_no_place(tmp_path: Path) -> None:
+def test_errors_that_go_out_name_no_place(tmp_path):
     remote = "redis://:secret@cache.internal:6379/0"
     config = ConnectorConfig(store=str(tmp_path / "kv"), remote=remote)
     message = config.message_for_clients(StoreFullError(f"{tmp_path}/kv/aa/b needs 9 bytes; {remote} is away"))
@@ -215,7 +215,7 @@ def test_errors_that_go_out_name_no_place(tmp_path: Path) -> None:
     assert "/etc" not in config.message_for_clients(OSError(13, "Permission denied", "/etc/passwd"))
 
 
-def test_entries_and_notes_of_a_store_are_their_owners_alone(tmp_path: Path) -> None:
+def test_entries_and_notes_of_a_store_are_their_owners_alone(tmp_path):
     def modes(root: Path) -> set[int]:
         return {path.stat().st_mode & 0o777 for path in root.rglob("*")}
 
@@ -229,21 +229,21 @@ def test_entries_and_notes_of_a_store_are_their_owners_alone(tmp_path: Path) -> 
     assert modes(shared) == {0o770, 0o660}
 
 
-def test_serve_takes_a_keys_file_and_no_other_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_takes_a_keys_file_and_no_other_key(tmp_path, monkeypatch):
     for name in ("VLLM_API_KEY", "RAGBLEND_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     path = keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}))
     options = {"settings": Settings(model="demo", store=str(tmp_path / "kv")), "keys": path}
-    made = build_server_command(ServeOptions(**options), check=False)  # type: ignore[arg-type]
+    made = build_server_command(ServeOptions(**options), check=False)
     transfer = json.loads(made.command[made.command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["keys"] == str(path)
     assert KEY not in made.display_command()
     with pytest.raises(UsageError, match="both"):
-        build_server_command(ServeOptions(**options, api_key="k"), check=False)  # type: ignore[arg-type]
+        build_server_command(ServeOptions(**options, api_key="k"), check=False)
     monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
     with pytest.raises(UsageError, match="RESPONSES"):
-        build_server_command(ServeOptions(**options), check=False)  # type: ignore[arg-type]
+        build_server_command(ServeOptions(**options), check=False)
     monkeypatch.delenv("VLLM_ENABLE_RESPONSES_API_STORE")
     path.chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
-        build_server_command(ServeOptions(**options), check=False)  # type: ignore[arg-type]
+        build_server_command(ServeOptions(**options), check=False)

@@ -10,11 +10,9 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -200,12 +198,12 @@ class Server(ThreadingHTTPServer):
 
 
 @pytest.fixture
-def script() -> Script:
+def script():
     return Script()
 
 
 @pytest.fixture
-def url(script: Script) -> Iterator[str]:
+def url(script):
     server = Server(("127.0.0.1", 0), type("Scripted", (Handler,), {"script": script}))
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -216,7 +214,7 @@ def url(script: Script) -> Iterator[str]:
 
 
 @pytest.fixture
-def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmClient]:
+def client(url, monkeypatch):
     monkeypatch.setattr("ragblend.engine.vllm.client._FIRST_PAUSE_S", 0.01)
     engine = load_engine("demo", backend=url, on_miss="inline")
     assert isinstance(engine, VllmClient)
@@ -229,14 +227,14 @@ def client(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmClient]:
 
 
 @pytest.mark.parametrize("ratio", [None, "auto", 0, 1])
-def test_a_ratio_that_is_left_open_is_the_servers_to_fill_in(client: VllmClient, script: Script, ratio: Any) -> None:
+def test_a_ratio_that_is_left_open_is_the_servers_to_fill_in(client, script, ratio):
     script.report = BlendReport("blend", "cacheblend_k", 0.05, predicted_agreement=0.97)
     report = client.generate(PROMPT, recompute_ratio=ratio, max_tokens=3).report
     assert script.bodies[0]["kv_transfer_params"][PARAMS_KEY]["ratio"] == ratio
     assert (report.rule, report.recompute_ratio, report.predicted_agreement) == ("cacheblend_k", 0.05, 0.97)
 
 
-def test_a_request_carries_messages_and_every_option(client: VllmClient, script: Script) -> None:
+def test_a_request_carries_messages_and_every_option(client, script):
     script.answer = [" Kin", "port"]
     answer = client.generate(
         PROMPT, mode="blend", rule="random", recompute_ratio=0.3, max_tokens=9, temperature=0.5, top_p=0.9, seed=4,
@@ -254,13 +252,13 @@ def test_a_request_carries_messages_and_every_option(client: VllmClient, script:
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("Kinport", [10, 11], "stop")
 
 
-def test_text_without_a_template_goes_to_completions(client: VllmClient, script: Script) -> None:
+def test_text_without_a_template_goes_to_completions(client, script):
     script.answer = ["Kinport"]
     assert client.generate(Prompt.from_text(f"{A} Where?")).text == "Kinport"
     assert (script.paths, script.bodies[0]["prompt"]) == (["/v1/completions"], f"{A} Where?")
 
 
-def test_tools_are_shown_to_the_model_and_its_calls_are_read_here(url: str, script: Script) -> None:
+def test_tools_are_shown_to_the_model_and_its_calls_are_read_here(url, script):
     form = {"begin": "<call>", "middle": "(", "end": ")", "delimiter": "", "opening": "", "closing": ""}
     script.facts |= {"calls": form, "calls_shown": form}
     script.answer = ["<call>look_up(", '{"name": "George"}', ")"]
@@ -282,14 +280,12 @@ def test_tools_are_shown_to_the_model_and_its_calls_are_read_here(url: str, scri
     assert [(call["name"], call["args"]) for call in message.tool_calls] == [("look_up", {"name": "George"})]
 
 
-def test_sampling_goes_to_the_server_by_vllms_names_and_what_is_not_said_does_nothing(
-    client: VllmClient, script: Script
-) -> None:
+def test_sampling_goes_to_the_server_by_vllms_names_and_what_is_not_said_does_nothing(client, script):
     client.generate(PROMPT, max_tokens=2)
     asked: dict[str, Any] = {
         "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
     }  # fmt: skip
-    client.generate(PROMPT, max_tokens=2, logit_bias={"7": 3}, **asked)  # type: ignore[dict-item]
+    client.generate(PROMPT, max_tokens=2, logit_bias={"7": 3}, **asked)
     plain, full = script.bodies
     assert {name: plain[name] for name in asked} == dict.fromkeys(asked, 0) | {"repetition_penalty": 1}
     assert "logit_bias" not in plain
@@ -298,14 +294,14 @@ def test_sampling_goes_to_the_server_by_vllms_names_and_what_is_not_said_does_no
         client.generate(PROMPT, logprobs=True)
 
 
-def test_bad_options_are_refused_before_anything_is_sent(client: VllmClient, script: Script) -> None:
+def test_bad_options_are_refused_before_anything_is_sent(client, script):
     for options in ({"mode": "fast"}, {"rule": "best"}):
         with pytest.raises(UsageError, match=r"fast|best"):
-            client.stream(PROMPT, **options)  # type: ignore[arg-type]
+            client.stream(PROMPT, **options)
     assert script.bodies == []
 
 
-def test_what_needs_ids_is_refused_with_where_to_do_it(client: VllmClient) -> None:
+def test_what_needs_ids_is_refused_with_where_to_do_it(client):
     for ask in (lambda: client.match(PROMPT), lambda: client.key(A), lambda: client.has_kv([1, 2])):
         with pytest.raises(UsageError, match="run it on the server's machine"):
             ask()
@@ -314,7 +310,7 @@ def test_what_needs_ids_is_refused_with_where_to_do_it(client: VllmClient) -> No
 # --- what comes back --------------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_the_connectors_with_what_only_the_client_knows(client: VllmClient, script: Script) -> None:
+def test_the_report_is_the_connectors_with_what_only_the_client_knows(client, script):
     script.answer = ["Kin", "port"]
     script.report = BlendReport(
         "blend",
@@ -341,9 +337,7 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(client: Vl
 
 
 @pytest.mark.parametrize(("said", "first", "whole"), [(["Kinport"], True, True), (["Kinport", " or"], True, False)])
-def test_shadowed_requests_are_asked_again_in_full_and_counted(
-    url: str, script: Script, said: list[str], first: bool, whole: bool
-) -> None:
+def test_shadowed_requests_are_asked_again_in_full_and_counted(url, script, said, first, whole):
     script.answer, script.full_answer = ["Kinport"], said
     script.report = BlendReport("blend", "random", 0.3, num_chunks=2, chunks=[HIT, HIT])
     with load_engine("demo", backend=url, on_miss="inline", shadow=1.0) as engine:
@@ -352,7 +346,6 @@ def test_shadowed_requests_are_asked_again_in_full_and_counted(
         engine.generate(PROMPT, mode="full", max_tokens=9)
         engine.flush_shadow()
         counters = engine.shadow
-    assert report.shadow is not None
     assert (report.shadow.first_token_agrees, report.shadow.answers_identical) == (first, whole)
     assert report.shadow.first_token_kl is None
     assert (counters.num_requests, counters.num_shadowed, counters.num_answers_same) == (1, 1, int(whole))
@@ -361,7 +354,7 @@ def test_shadowed_requests_are_asked_again_in_full_and_counted(
     assert modes == ["blend", "blend", "full", "full"]
 
 
-def test_pieces_come_as_they_are_made_and_closing_hangs_up(client: VllmClient, script: Script) -> None:
+def test_pieces_come_as_they_are_made_and_closing_hangs_up(client, script):
     script.answer = ["Kinport"] * 400
     script.gate = threading.Event()
     stream = client.stream(PROMPT)
@@ -372,7 +365,7 @@ def test_pieces_come_as_they_are_made_and_closing_hangs_up(client: VllmClient, s
     assert (stream.result.text, stream.result.finish_reason) == ("Kinport", "cancelled")
 
 
-def test_events_skip_comments_and_other_fields() -> None:
+def test_events_skip_comments_and_other_fields():
     lines = [": ping", "event: x", 'data: {"a": 1}', "", 'data:{"a": 2}', "data: [DONE]", 'data: {"a": 3}']
     assert list(sse_events(lines)) == [{"a": 1}, {"a": 2}]
 
@@ -380,9 +373,7 @@ def test_events_skip_comments_and_other_fields() -> None:
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_the_command_line_exits_5_and_says_how_to_start_a_server_when_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_line_exits_5_and_says_how_to_start_a_server_when_there_is_none(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("ragblend.engine.vllm.client.MAX_RETRIES", 0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["ragblend", "ask", "who?", "--backend", "http://127.0.0.1:9"])
@@ -393,14 +384,14 @@ def test_the_command_line_exits_5_and_says_how_to_start_a_server_when_there_is_n
 
 
 @pytest.mark.parametrize("backend", ["http://", "http://host:port", "ftp://host", "llama"])
-def test_a_backend_that_is_none_is_a_usage_error(backend: str) -> None:
+def test_a_backend_that_is_none_is_a_usage_error(backend):
     with pytest.raises(UsageError, match="http://HOST:PORT"):
         load_engine("demo", backend=backend)
     with pytest.raises(UsageError):
         Connection(backend)
 
 
-def test_a_wrong_api_key_says_where_it_goes(url: str, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_api_key_says_where_it_goes(url, script, monkeypatch):
     script.api_key = "right"
     monkeypatch.delenv("RAGBLEND_API_KEY", raising=False)
     for wrong in ({}, {"api_key": "wrong"}):
@@ -421,9 +412,7 @@ def test_a_wrong_api_key_says_where_it_goes(url: str, script: Script, monkeypatc
         (500, "worker died", RagblendError, "worker died"),
     ],
 )
-def test_an_error_is_raised_once_with_what_the_server_said(
-    client: VllmClient, script: Script, status: int, said: str, error: type[RagblendError], shown: str
-) -> None:
+def test_an_error_is_raised_once_with_what_the_server_said(client, script, status, said, error, shown):
     script.statuses = [(status, said)]
     script.answer = ["Kinport"]
     with pytest.raises(error, match=shown):
@@ -431,7 +420,7 @@ def test_an_error_is_raised_once_with_what_the_server_said(
     assert len(script.bodies) == 1
 
 
-def test_a_busy_server_is_asked_again_and_then_given_up(client: VllmClient, script: Script) -> None:
+def test_a_busy_server_is_asked_again_and_then_given_up(client, script):
     script.answer = ["Kinport"]
     script.statuses = [(503, "starting"), (429, "busy")]
     assert client.generate(PROMPT).text == "Kinport"
@@ -442,9 +431,7 @@ def test_a_busy_server_is_asked_again_and_then_given_up(client: VllmClient, scri
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_server_that_dies_mid_stream_is_an_error_not_a_short_answer(
-    client: VllmClient, script: Script, after: int
-) -> None:
+def test_a_server_that_dies_mid_stream_is_an_error_not_a_short_answer(client, script, after):
     script.answer = list("abcd")
     script.hang_up_after = after
     stream = client.stream(PROMPT)
@@ -456,40 +443,40 @@ def test_a_server_that_dies_mid_stream_is_an_error_not_a_short_answer(
     assert client.generate(PROMPT).text == "abcd"
 
 
-def test_a_stream_without_its_end_mark_is_an_error() -> None:
+def test_a_stream_without_its_end_mark_is_an_error():
     with pytest.raises(BackendUnreachableError, match="ended the answer early"):
         list(sse_events(['data: {"a": 1}']))
     with pytest.raises(BackendUnreachableError, match="instead of JSON"):
         list(sse_events(["data: <html>"]))
 
 
-def test_an_error_inside_a_stream_is_raised(client: VllmClient, script: Script) -> None:
+def test_an_error_inside_a_stream_is_raised(client, script):
     script.answer = ["Kinport"]
     script.extra_events = ['data: {"error": {"message": "out of blocks"}}\n\n']
     with pytest.raises(RagblendError, match="out of blocks"):
         client.generate(PROMPT)
 
 
-def test_a_chat_model_without_a_name_is_the_servers(url: str) -> None:
+def test_a_chat_model_without_a_name_is_the_servers(url):
     chat = ChatBlend(backend=url)
     assert chat.model == chat.engine.name == "demo"
     chat.engine.close()
 
 
-def test_a_model_the_server_does_not_run_is_refused(url: str) -> None:
+def test_a_model_the_server_does_not_run_is_refused(url):
     with pytest.raises(StoreMismatchError, match="`model='demo'`"):
         load_engine("some/where/else", backend=url)
 
 
-def test_a_store_object_cannot_be_sent(url: str) -> None:
+def test_a_store_object_cannot_be_sent(url):
     with pytest.raises(UsageError, match="leave `store` out"):
-        load_engine("demo", object(), backend=url)  # type: ignore[call-overload]
+        load_engine("demo", object(), backend=url)
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_a_document_of_its_own(client: VllmClient, script: Script) -> None:
+def test_a_chunk_is_a_document_of_its_own(client, script):
     assert not client.is_stored(A)
     assert client.precompute(A) == 700
     (body,) = script.sent
@@ -504,7 +491,7 @@ def test_a_chunk_is_a_document_of_its_own(client: VllmClient, script: Script) ->
         client.precompute(B)
 
 
-def test_documents_are_sent_as_texts_and_waited_for(client: VllmClient, script: Script) -> None:
+def test_documents_are_sent_as_texts_and_waited_for(client, script):
     script.states = ["waiting", "unknown", "waiting"]  # "unknown": by another replica behind a balancer
     seen: list[tuple[str, int, int | None]] = []
     report = precompute_documents([A, B, A], client, lambda *args: seen.append(args), ids=["a", "b", "a"])
@@ -518,7 +505,7 @@ def test_documents_are_sent_as_texts_and_waited_for(client: VllmClient, script: 
     assert script.removed == [{"collection": "langchain", "ids": ["a"]}]
 
 
-def test_what_a_server_cannot_store_is_in_the_report(client: VllmClient, script: Script) -> None:
+def test_what_a_server_cannot_store_is_in_the_report(client, script):
     script.reasons = [
         {"id": "a", "status": "failed", "reason": "it is too long"},
         {"id": "b", "status": "stored", "reason": "it has no visible text"},
@@ -529,7 +516,7 @@ def test_what_a_server_cannot_store_is_in_the_report(client: VllmClient, script:
     assert report.skipped == [("b", "it has no visible text")]
 
 
-def test_an_index_sends_its_documents_with_their_vectors(client: VllmClient, script: Script, tmp_path: Path) -> None:
+def test_an_index_sends_its_documents_with_their_vectors(client, script, tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()
     for name, text in (("a", A), ("b", B)):
@@ -553,9 +540,7 @@ def test_an_index_sends_its_documents_with_their_vectors(client: VllmClient, scr
     assert len(script.removed) == 1
 
 
-def test_chunks_that_the_server_lacks_are_sent_once_and_again_after_a_failure(
-    url: str, script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_chunks_that_the_server_lacks_are_sent_once_and_again_after_a_failure(url, script, monkeypatch, caplog):
     monkeypatch.setattr("ragblend.engine.vllm.client._LOST_S", 0.1)
     script.report = BlendReport("blend", "ask", 0.05, chunks=[HIT, MISS], num_chunks=2, num_chunk_hits=1)
     script.states = ["unknown"] * 2  # the first batch is lost
@@ -569,18 +554,14 @@ def test_chunks_that_the_server_lacks_are_sent_once_and_again_after_a_failure(
     assert all({each["chunks"][0] for each in body["documents"]} == {A, B} for body in script.sent)
 
 
-def test_documents_that_a_server_has_lost_are_an_error(
-    client: VllmClient, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_that_a_server_has_lost_are_an_error(client, script, monkeypatch):
     monkeypatch.setattr("ragblend.engine.vllm.client._LOST_S", 0.3)
     script.states = ["unknown"] * 100
     with pytest.raises(BackendUnreachableError, match="no longer reports documents that it accepted"):
         precompute_documents([A], client)
 
 
-def test_many_documents_go_in_several_requests(
-    client: VllmClient, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_documents_go_in_several_requests(client, script, monkeypatch):
     monkeypatch.setattr("ragblend.engine.vllm.client._BATCH_CHARS", 1000)
     texts = [f"{number}. {A}" for number in range(50)]
     assert precompute_documents(texts, client).num_chunks == 50
@@ -588,13 +569,13 @@ def test_many_documents_go_in_several_requests(
     assert [document["chunks"][0] for body in script.sent for document in body["documents"]] == texts
 
 
-def test_a_namespace_goes_with_every_request(url: str, script: Script) -> None:
+def test_a_namespace_goes_with_every_request(url, script):
     with load_engine("demo", backend=url, namespace="ann") as engine:
         engine.generate(PROMPT)
     assert parse_params(script.bodies[0]["kv_transfer_params"][PARAMS_KEY]).namespace == "ann"
 
 
-def test_models_of_one_server_share_an_engine_until_it_is_closed(url: str, script: Script) -> None:
+def test_models_of_one_server_share_an_engine_until_it_is_closed(url, script):
     script.answer = ["Kinport"]
     chat = ChatBlend(model="demo", backend=url, engine_options={"on_miss": "inline"}, api_key="k")
     assert isinstance(chat.invoke("who?"), AIMessage)
@@ -610,7 +591,7 @@ def test_models_of_one_server_share_an_engine_until_it_is_closed(url: str, scrip
 
 
 @pytest.mark.parametrize(("hits", "is_right"), [([True, True], True), ([True, False], False), ([], False)])
-def test_strict_is_checked_by_the_report(url: str, script: Script, hits: list[bool], is_right: bool) -> None:
+def test_strict_is_checked_by_the_report(url, script, hits, is_right):
     script.answer = ["Kinport"]
     chunks = [HIT if hit else MISS for hit in hits]
     script.report = BlendReport("blend", num_chunks=len(hits), num_chunk_hits=sum(hits), chunks=chunks)
@@ -622,9 +603,7 @@ def test_strict_is_checked_by_the_report(url: str, script: Script, hits: list[bo
 # --- logs and closing ------------------------------------------------------------------------------------
 
 
-def test_a_server_that_has_none_of_the_chunks_is_said_once_after_three_requests(
-    url: str, script: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_has_none_of_the_chunks_is_said_once_after_three_requests(url, script, caplog):
     script.answer, script.report = ["Kinport"], BlendReport("blend", chunks=[MISS, MISS])
     with load_engine("demo", backend=url, on_miss="inline") as engine:
         for number in range(5):
@@ -636,7 +615,7 @@ def test_a_server_that_has_none_of_the_chunks_is_said_once_after_three_requests(
 
 
 @pytest.mark.timeout(60)
-def test_a_stream_whose_engine_is_closed_ends_quietly(url: str, script: Script) -> None:
+def test_a_stream_whose_engine_is_closed_ends_quietly(url, script):
     """Read to its middle, by a thread that waits for the server, and not begun."""
     script.answer = ["Kinport"] * 4
     script.gate = threading.Event()  # the server holds back all but the first token
@@ -663,9 +642,7 @@ def test_a_stream_whose_engine_is_closed_ends_quietly(url: str, script: Script) 
 # --- a vLLM without ragblend ------------------------------------------------------------------------------------------
 
 
-def test_plain_vllm_answers_and_says_that_it_reuses_nothing(
-    url: str, script: Script, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plain_vllm_answers_and_says_that_it_reuses_nothing(url, script, caplog):
     script.blends = False
     script.answer = ["Kinport"]
     with load_engine("demo", backend=url) as engine:
@@ -682,7 +659,7 @@ def test_plain_vllm_answers_and_says_that_it_reuses_nothing(
 # --- around it --------------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_sends_the_whole_conversation_each_time(client: VllmClient, script: Script) -> None:
+def test_a_chat_sends_the_whole_conversation_each_time(client, script):
     script.answer = ["Kinport"]
     session = ChatSession(client)
     list(session.stream([A], "Where?"))
@@ -693,19 +670,19 @@ def test_a_chat_sends_the_whole_conversation_each_time(client: VllmClient, scrip
 
 
 @pytest.mark.parametrize(("blends", "shown"), [(True, "blends demo"), (False, "without ragblend")])
-def test_doctor_looks_at_the_server(url: str, script: Script, blends: bool, shown: str) -> None:
+def test_doctor_looks_at_the_server(url, script, blends, shown):
     script.blends = blends
     (check,) = run_vllm_diagnostics(Settings(backend=url))
     assert check.ok is blends
     assert shown in check.finding
 
 
-def test_a_client_is_an_engine(client: VllmClient) -> None:
+def test_a_client_is_an_engine(client):
     engine: Engine = client  # mypy looks at its methods
     assert (engine.name, engine.context_length, engine.bytes_per_token) == ("demo", 512, 100)
 
 
-def test_settings_of_the_servers_store_are_refused_with_the_way_to_set_them(script: Script, url: str) -> None:
+def test_settings_of_the_servers_store_are_refused_with_the_way_to_set_them(script, url):
     defaults = {"memory_gib": 2.0, "disk_gib": "auto", "remote": None, "kv_dtype": "auto"}
     load_engine("demo", backend=url, **defaults).close()  # what the command line passes when nothing is set
     for setting in ({"remote": "redis://cache:6379/0"}, {"disk_gib": 5.0}, {"disk_gib": 0}, {"memory_gib": 0.0}):

@@ -101,7 +101,7 @@ class Source:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+def source(tmp_path_factory):
     place = tmp_path_factory.mktemp("wheel")
     command = [
         sys.executable,
@@ -123,13 +123,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
     wheels[0].unlink()  # 340 MB
 
 
-def test_every_import_is_there(source: Source) -> None:
+def test_every_import_is_there(source):
     used = {(module, name) for module, name, _ in _imports()}
     assert len(used) > 20
     assert [each for each in sorted(used) if not source.has_name(*each)] == []
 
 
-def test_every_keyword_is_a_parameter(source: Source) -> None:
+def test_every_keyword_is_a_parameter(source):
     checked = 0
     for module, name, keywords in _calls():
         accepted, takes_any = _parameters(source.definition(module, name))
@@ -138,7 +138,7 @@ def test_every_keyword_is_a_parameter(source: Source) -> None:
     assert checked > 20
 
 
-def test_the_connector_has_what_the_base_class_demands_and_overrides_with_its_parameters(source: Source) -> None:
+def test_the_connector_has_what_the_base_class_demands_and_overrides_with_its_parameters(source):
     base = source.definition(CONNECTOR_BASE, "KVConnectorBase_V1")
     assert isinstance(base, ast.ClassDef)
     theirs = _methods(base)
@@ -154,7 +154,7 @@ def test_the_connector_has_what_the_base_class_demands_and_overrides_with_its_pa
 
 
 @pytest.mark.parametrize(("module", "name"), ATTRIBUTES, ids=[name for _, name in ATTRIBUTES])
-def test_every_attribute_is_there(source: Source, module: str, name: str) -> None:
+def test_every_attribute_is_there(source, module, name):
     assert [each for each in ATTRIBUTES[module, name] if each not in _attributes(source, module, name)] == []
 
 

@@ -21,7 +21,7 @@ MACHINE = MachineProfile("tiny", {}, 30, NBYTES // 20, ((1000.0, 1.0),), bytes_p
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> DiskStore:
+def disk(tmp_path_factory):
     disk = DiskStore(tmp_path_factory.mktemp("kv"), fsync=False)
     for kv in KVS:
         disk.put(kv)
@@ -34,7 +34,7 @@ def spans(count: int) -> tuple[StoredSpan, ...]:
     )
 
 
-def test_a_profile_of_vllm_is_another_than_one_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_of_vllm_is_another_than_one_of_transformers(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     one = vllm_machine_facts(None)
@@ -48,7 +48,7 @@ def test_a_profile_of_vllm_is_another_than_one_of_transformers(monkeypatch: pyte
     assert vllm_machine_facts("a GPU") == {**one, "gpu": "a GPU", "threads": None}
 
 
-def test_the_worker_tells_what_came_and_what_went_and_only_then(disk: DiskStore) -> None:
+def test_the_worker_tells_what_came_and_what_went_and_only_then(disk):
     memory = MemoryStore(2 * NBYTES)
     watch = MemoryTierTracker(TieredStore(memory, disk))
     assert watch.take_delta(False) is None
@@ -56,7 +56,6 @@ def test_the_worker_tells_what_came_and_what_went_and_only_then(disk: DiskStore)
     for kv in KVS[:3]:  # the third pushes out the first
         memory.put(kv)
     change = watch.take_delta(False)
-    assert change is not None
     assert (set(change.added), change.removed) == (set(KEYS[1:3]), ())
     assert watch.take_delta(False) is None
     memory.delete(KEYS[1])
@@ -67,7 +66,7 @@ def test_the_worker_tells_what_came_and_what_went_and_only_then(disk: DiskStore)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "delete"]), st.integers(0, 5)), max_size=30), st.integers(0, 3))
-def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[str, int]], every: int) -> None:
+def test_what_is_told_adds_up_to_what_is_there(steps, every):
     memory = MemoryStore(3 * NBYTES)
     watch, loading = MemoryTierTracker(TieredStore(memory)), LoadingController(MACHINE)
     for number, (what, index) in enumerate(steps):
@@ -79,7 +78,7 @@ def test_what_is_told_adds_up_to_what_is_there(steps: list[tuple[str, int]], eve
 
 
 @pytest.mark.parametrize("in_memory", [0, 1, 3])
-def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory: int) -> None:
+def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory):
     loading = LoadingController(MACHINE)
     loading.apply_delta(MemoryTierDelta(tuple(KEYS[:in_memory])))
     found = loading.decide(0.15, 75, 5, spans(3))
@@ -88,7 +87,7 @@ def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory: int) -> None:
     assert (found.ratio > 0.15) == (in_memory < 3)
 
 
-def test_after_a_rest_the_workers_are_asked_once() -> None:
+def test_after_a_rest_the_workers_are_asked_once():
     loading = LoadingController(MACHINE)
     loading.on_request_added("a")
     assert loading.needs_refresh
@@ -106,7 +105,7 @@ def test_after_a_rest_the_workers_are_asked_once() -> None:
     assert not LoadingController(None).needs_refresh
 
 
-def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_is_fused() -> None:
+def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_is_fused():
     loading, ahead = LoadingController(None), ReadAheadQueue(100 * NBYTES)
     ahead.on_request_queued("a", spans(2))
     assert ahead.take_keys(loading) == []  # it may have its turn with the next step
@@ -120,7 +119,7 @@ def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_
     assert ahead.take_keys(loading) == KEYS[2:4]
 
 
-def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead() -> None:
+def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead():
     loading, ahead = LoadingController(MACHINE), ReadAheadQueue(100 * NBYTES)
     ahead.on_request_queued("a", spans(2))
     assert [ahead.take_keys(loading) for _ in range(3)] == [[], [], []]
@@ -128,7 +127,7 @@ def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead() -> None:
     assert [ahead.take_keys(loading) for _ in range(2)] == [[], KEYS[:2]]
 
 
-def test_what_is_read_ahead_fits_into_memory() -> None:
+def test_what_is_read_ahead_fits_into_memory():
     loading, ahead = LoadingController(None), ReadAheadQueue(4 * NBYTES)
     every = spans(5)
     for name, stored in (("large", every[:3]), ("first", every[:2]), ("second", every[2:4]), ("gone", every[4:])):

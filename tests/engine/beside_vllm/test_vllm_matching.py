@@ -1,8 +1,5 @@
 """Salts by which later turns of a conversation find its blended KV in vLLM's prefix cache. Needs no vLLM."""
 
-from __future__ import annotations
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +38,7 @@ def test_nobody_can_tell_a_salt_from_its_prompt():
     assert first != second
 
 
-def test_only_the_latest_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch):
+def test_only_the_latest_prompts_are_remembered(monkeypatch):
     monkeypatch.setattr(matching, "_PROMPTS_KEPT", 3)
     salts = ConversationSalts(TAIL)
     made = {length: salts.salt_for([length] * 9, SETTINGS) for length in range(5)}

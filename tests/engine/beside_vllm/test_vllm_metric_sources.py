@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -17,15 +16,12 @@ def listed(metrics: TierMetrics) -> dict[str, float]:
     """The series that change with the next listing of the disk."""
     metrics._due_s = 0.0
     found = metrics.take_changes()
-    assert metrics._listing is not None
     metrics._listing.join()
     return found | metrics.take_changes()
 
 
 @pytest.mark.parametrize("has_notes", [False, True])
-def test_a_store_that_is_deleted_under_the_server_is_logged_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_notes: bool
-) -> None:
+def test_a_store_that_is_deleted_under_the_server_is_logged_and_counted(tmp_path, caplog, has_notes):
     disk = DiskStore(tmp_path / "kv", fsync=False)
     if has_notes:
         disk.put_model("fingerprint", {"model": "m"})

@@ -1,7 +1,5 @@
 """What a vLLM request and its answer carry. Needs no vLLM."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

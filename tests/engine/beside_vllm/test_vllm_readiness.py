@@ -33,7 +33,7 @@ async def statuses_of(readiness: Readiness, app: Any) -> list[int]:
     return [message["status"] for message in sent if "status" in message]
 
 
-async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refused() -> None:
+async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refused():
     client, may_end, has_begun = EngineClient(), asyncio.Event(), asyncio.Event()
     readiness = Readiness(client, [])
 
@@ -58,9 +58,7 @@ async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refu
 
 
 @pytest.mark.parametrize(("timeout", "passed_on"), [(0.2, 10.0), (0, 0), (None, None)])
-async def test_an_answer_that_takes_too_long_does_not_hold_up_the_stop(
-    timeout: float | None, passed_on: float | None
-) -> None:
+async def test_an_answer_that_takes_too_long_does_not_hold_up_the_stop(timeout, passed_on):
     """Ten seconds remain for writes to the remote tier; without time to drain, vLLM stops as before."""
     client = EngineClient()
     readiness = Readiness(client, [])

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from servers import RedisServer, TcpProxy
+from servers import TcpProxy
 from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -33,7 +30,7 @@ def wait_for(arrival: PendingFetch) -> None:
 
 
 @pytest.fixture
-def made() -> Iterator[list[RemoteFetcher]]:
+def made():
     """Closes what a test puts in."""
     made: list[RemoteFetcher] = []
     yield made
@@ -41,9 +38,7 @@ def made() -> Iterator[list[RemoteFetcher]]:
         fetch.close()
 
 
-def test_what_the_remote_has_comes_to_the_disk_bit_for_bit(
-    redis_server: RedisServer, tmp_path: Path, made: list[RemoteFetcher]
-) -> None:
+def test_what_the_remote_has_comes_to_the_disk_bit_for_bit(redis_server, tmp_path, made):
     remote, disk = open_remote(redis_server.url), DiskStore(tmp_path)
     for kv in KVS[:10]:
         remote.put(kv)
@@ -56,11 +51,11 @@ def test_what_the_remote_has_comes_to_the_disk_bit_for_bit(
     assert remote.counters.num_hits == 10
 
 
-def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path: Path, made: list[RemoteFetcher]) -> None:
+def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path, made):
     values, gate = DictValues(), threading.Event()
     values.data = {kv.header.key: encode_chunk(kv) for kv in KVS}
     ask = values.get
-    values.get = lambda name: (gate.wait(60), ask(name))[1]  # type: ignore[method-assign]
+    values.get = lambda name: (gate.wait(60), ask(name))[1]
     made.append(RemoteFetcher(TieredStore(DiskStore(tmp_path), RemoteStore(values, timeout_s=60)), timeout_s=60))
     arrivals = [made[0].start(KEYS[:3]) for _ in range(20)]
     assert not any(arrival.is_over for arrival in arrivals)
@@ -70,9 +65,7 @@ def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path: Path, made: l
     assert values.calls == ["get"] * 3
 
 
-def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(
-    redis_server: RedisServer, tmp_path: Path, made: list[RemoteFetcher]
-) -> None:
+def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(redis_server, tmp_path, made):
     proxy = TcpProxy(redis_server.port)
     proxy.mode = "hang"
     remote = open_remote(f"redis://127.0.0.1:{proxy.port}/0", timeout_s=0.3)
@@ -84,13 +77,13 @@ def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(
     proxy.close()
 
 
-def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made: list[RemoteFetcher]) -> None:
+def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path, made):
     """64 chunks from a server that takes 1 s for each, 8 at a time: those sent within 1.8 s are on the disk, the
     rest is not requested afterwards."""
     values, kvs = DictValues(), [make_kv(seed) for seed in range(64)]
     values.data = {kv.header.key: encode_chunk(kv) for kv in kvs}
     ask = values.get
-    values.get = lambda name: (time.sleep(1.0), ask(name))[1]  # type: ignore[func-returns-value, method-assign]
+    values.get = lambda name: (time.sleep(1.0), ask(name))[1]
     disk = DiskStore(tmp_path)
     made.append(RemoteFetcher(TieredStore(disk, RemoteStore(values, timeout_s=1.8)), timeout_s=1.8))
     wait_for(made[0].start([kv.header.key for kv in kvs]))
@@ -100,9 +93,7 @@ def test_a_slow_remote_is_not_asked_on_after_the_time_limit(tmp_path: Path, made
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_what_was_forgotten_while_it_was_on_its_way_does_not_stay(
-    forgets: bool, tmp_path: Path, made: list[RemoteFetcher]
-) -> None:
+def test_what_was_forgotten_while_it_was_on_its_way_does_not_stay(forgets, tmp_path, made):
     """Another replica forgets the chunk after the remote tier has sent it, and before it is on this disk."""
     values, disk = DictValues(), DiskStore(tmp_path)
     values.data = {KEYS[0]: encode_chunk(KVS[0])}
@@ -115,16 +106,14 @@ def test_what_was_forgotten_while_it_was_on_its_way_does_not_stay(
             store.apply_deletions()
         return data
 
-    values.get = answer  # type: ignore[method-assign]
+    values.get = answer
     made.append(RemoteFetcher(store, timeout_s=60))
     wait_for(made[0].start(KEYS[:1]))
     assert list(disk.keys()) == ([] if forgets else KEYS[:1])
 
 
 @pytest.mark.parametrize("trouble", ["down", "damaged"])
-def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
-    trouble: str, tmp_path: Path, made: list[RemoteFetcher]
-) -> None:
+def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(trouble, tmp_path, made):
     values, disk = DictValues(), DiskStore(tmp_path)
     values.data = {key: encode_chunk(KVS[0]) for key in KEYS}  # right for the first key only
     values.is_down = trouble == "down"
@@ -141,7 +130,7 @@ def test_a_remote_that_is_down_or_lies_costs_the_chunk_alone(
     assert len(values.calls) == num_asked  # is stored, or is not requested again
 
 
-def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path: Path, made: list[RemoteFetcher]) -> None:
+def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path, made):
     values = DictValues()
     values.data = {KEYS[0]: encode_chunk(KVS[0])}
     made.append(RemoteFetcher(TieredStore(MemoryStore(10), RemoteStore(values)), timeout_s=60))
@@ -149,9 +138,7 @@ def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path: Path, made: l
     wait_for(made[0].start(KEYS[:1]))
 
 
-def test_settings_come_from_the_environment_where_none_are_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_come_from_the_environment_where_none_are_given(tmp_path, monkeypatch):
     environment = {"REMOTE": "redis://:secret@cache:6379/0", "DISK_GIB": "3", "KV_DTYPE": "int8", "RATIO": "0.9"}
     for name, value in environment.items():
         monkeypatch.setenv(f"RAGBLEND_{name}", value)
@@ -160,7 +147,6 @@ def test_settings_come_from_the_environment_where_none_are_given(
     assert config.ratio == ConnectorConfig().ratio  # only the tiers' settings
     assert ConnectorConfig.from_extra_config({"remote": None}).remote is None
     disk = config.open_tiers().disk_tier
-    assert disk is not None
     assert disk.capacity_bytes == 2 << 30
     assert [type(tier) for tier in config.open_tiers().tiers] == [DiskStore, RemoteStore]
     assert [type(tier) for tier in config.open_tiers(memory=True).tiers] == [MemoryStore, DiskStore, RemoteStore]
@@ -170,6 +156,6 @@ def test_settings_come_from_the_environment_where_none_are_given(
 
 
 @pytest.mark.parametrize("extra", [{"remote": "nowhere"}, {"remote": "redis://x", "remote_timeout_s": 0}])
-def test_a_remote_that_is_none_is_refused(extra: dict[str, Any], tmp_path: Path) -> None:
+def test_a_remote_that_is_none_is_refused(extra, tmp_path):
     with pytest.raises(UsageError, match="remote"):
         ConnectorConfig.from_extra_config({"store": str(tmp_path), **extra}).open_tiers()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ PROMPT = [1, *CHUNKS[0].header.token_ids, *CHUNKS[1].header.token_ids]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(make_tokenizer: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(make_tokenizer, tmp_path_factory):
     """A model's tokenizer on disk."""
     path = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer().save_pretrained(path)
@@ -73,9 +72,7 @@ def num_matched_tokens(
 
 
 @pytest.mark.parametrize(("namespace", "expected"), [("acme", 161), ("known", 0), ("", 0), ("other", 0)])
-def test_only_chunks_of_the_requests_namespace_are_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path, namespace: str, expected: int
-) -> None:
+def test_only_chunks_of_the_requests_namespace_are_found(monkeypatch, tmp_path, tokenizer, namespace, expected):
     asked, peek = set(), DiskStore.peek
 
     def recording(disk: DiskStore, key: str) -> Any:
@@ -89,8 +86,6 @@ def test_only_chunks_of_the_requests_namespace_are_found(
     assert bool(asked) == (namespace in ("acme", "known"))
 
 
-def test_of_a_prompt_that_ends_with_a_chunk_the_last_token_is_computed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: Path
-) -> None:
+def test_of_a_prompt_that_ends_with_a_chunk_the_last_token_is_computed(monkeypatch, tmp_path, tokenizer):
     """vLLM samples the first token from the computed end of the prompt."""
     assert num_matched_tokens(monkeypatch, tmp_path, tokenizer, PROMPT, "acme") == 160

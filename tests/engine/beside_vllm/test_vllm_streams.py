@@ -52,7 +52,7 @@ def sent_by_a_server(last: dict[str, Any] | None, is_chat: bool) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
-def test_a_stream_has_one_report(last: dict[str, Any] | None, is_chat: bool) -> None:
+def test_a_stream_has_one_report(last, is_chat):
     events = sent_by_a_server(last, is_chat)
     parsed = [json.loads(event.removeprefix("data: ")) for event in events if event != DONE]
     assert [each["kv_transfer_params"] for each in parsed if each.get("kv_transfer_params")] == [REPORT]

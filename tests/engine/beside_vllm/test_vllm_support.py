@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,14 +166,14 @@ def plan_with(builder: Any) -> None:
     [OneWrapper(), OneBuffer(), OneBuffer(lambda view: {"a": [view.numpy()]})],
     ids=["wrapper", "buffer", "numpy"],
 )
-def test_a_backend_that_plans_all_calls_in_one_place_is_refused_with_the_flag(builder: Any) -> None:
+def test_a_backend_that_plans_all_calls_in_one_place_is_refused_with_the_flag(builder):
     with pytest.raises(UnsupportedModelError, match=f"{type(builder).__name__}.*--attention-backend FLASH_ATTN"):
         plan_with(builder)
     plan_with(OwnPlans())
 
 
 @pytest.mark.parametrize(("shape", "ratio"), [((10, 2, 64, 32), 1), ((20, 2, 32, 32), 2), ((2, 40, 2, 16, 32), 4)])
-def test_the_shape_of_the_paged_cache_gives_the_kernels_blocks(shape: tuple[int, ...], ratio: int) -> None:
+def test_the_shape_of_the_paged_cache_gives_the_kernels_blocks(shape, ratio):
     assert kernel_blocks_per_block(shape, num_blocks=10, block_size=64) == ratio
     with pytest.raises(UnsupportedModelError, match=r"\(25, 2, 64\).* 10 blocks of 64 tokens.*--block-size"):
         kernel_blocks_per_block((25, 2, 64), num_blocks=10, block_size=64)
@@ -200,7 +199,7 @@ REPO = "someone/tiny"
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch):
     """A cache of Hugging Face, without network, that holds two revisions of one repo; the folder of their snapshots."""
     repo = tmp_path / "models--someone--tiny"
     (repo / "refs").mkdir(parents=True)
@@ -225,7 +224,7 @@ def served(model: str, **facts: Any) -> Any:
     return SimpleNamespace(model=model, dtype=torch.float32, **{**defaults, "trust_remote_code": False, **facts})
 
 
-def test_two_revisions_of_a_model_share_no_kv(hub: Path) -> None:
+def test_two_revisions_of_a_model_share_no_kv(hub):
     of_main, of_v2 = (model_fingerprint(served(REPO, revision=revision)) for revision in (None, "v2"))
     assert of_main != of_v2
     for revision, fingerprint in ((None, of_main), ("main", of_main), ("v2", of_v2)):
@@ -240,7 +239,7 @@ def test_two_revisions_of_a_model_share_no_kv(hub: Path) -> None:
     assert model_fingerprint(served(str(hub / ("0" * 40)), hf_config_path=str(hub / ("1" * 40)))) != of_main
 
 
-def test_a_server_reports_the_fingerprint_of_its_revision(hub: Path, tmp_path: Path) -> None:
+def test_a_server_reports_the_fingerprint_of_its_revision(hub, tmp_path):
     model = served(REPO, revision="v2", max_model_len=64, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 32)
     model.hf_text_config = model.hf_config
     transfer = SimpleNamespace(kv_connector_extra_config={"store": str(tmp_path / "kv")})

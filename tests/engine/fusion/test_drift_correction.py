@@ -39,9 +39,7 @@ def change(correction: DriftCorrection, moved: Tensor) -> Tensor:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(2, 200), st.integers(1, 90), st.integers(1, 6), st.integers(0, 2**31))
-def test_it_is_the_mean_of_the_process_that_the_reference_solves(
-    tokens: int, num_recomputed: int, chunks: int, seed: int
-):
+def test_it_is_the_mean_of_the_process_that_the_reference_solves(tokens, num_recomputed, chunks, seed):
     torch.manual_seed(seed)
     values, recomputed = torch.randn(HEADS, tokens, DIM), torch.zeros(tokens, dtype=torch.bool)
     recomputed[torch.randperm(tokens)[: min(num_recomputed, tokens - 1)]] = True
@@ -59,7 +57,7 @@ def test_it_is_the_mean_of_the_process_that_the_reference_solves(
     assert not found[:, -2:].any()
 
 
-def test_ranks_with_some_of_the_heads_move_them_as_one_with_all_does() -> None:
+def test_ranks_with_some_of_the_heads_move_them_as_one_with_all_does():
     values, recomputed = torch.randn(HEADS, 60, DIM), torch.arange(60) % 7 == 3
     (whole,) = fit(values, torch.arange(60) // 20, recomputed)
     moved = torch.randn(HEADS, int(recomputed.sum()), DIM)
@@ -71,7 +69,7 @@ def test_ranks_with_some_of_the_heads_move_them_as_one_with_all_does() -> None:
     torch.testing.assert_close(torch.cat(parts), change(whole, moved), atol=1e-5, rtol=1e-4)
 
 
-def test_equal_tokens_move_by_equal_amounts() -> None:
+def test_equal_tokens_move_by_equal_amounts():
     """No spread to standardise by, as in a chunk of one word repeated."""
     (correction,) = fit(torch.ones(HEADS, 30, DIM), torch.zeros(30), torch.arange(30) < 3)
     moved = change(correction, torch.full((HEADS, 3, DIM), 2.0))[:, 13:40]
@@ -79,7 +77,7 @@ def test_equal_tokens_move_by_equal_amounts() -> None:
     assert 1.0 < float(moved.mean()) < 2.0
 
 
-def test_landmarks_bound_the_cost_of_a_long_prompt() -> None:
+def test_landmarks_bound_the_cost_of_a_long_prompt():
     recomputed = torch.arange(5000) % 10 == 0
     (correction,) = fit(torch.randn(HEADS, 5000, DIM), torch.arange(5000) // 500, recomputed)
     assert correction.shares.shape == (5012, LANDMARKS)

@@ -45,13 +45,13 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 has windows, and scores that no kernel computes
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_twice_the_layers_take_no_more_host_reads(rule: str, family: str) -> None:
+def test_twice_the_layers_take_no_more_host_reads(rule, family):
     few, many = looks(family, rule, 6), looks(family, rule, 12)
     assert few == many
     assert sum(few.values()) > 0  # choosing itself is a look
 
 
-def test_a_host_read_is_counted_once_per_tensor() -> None:
+def test_a_host_read_is_counted_once_per_tensor():
     rows = torch.arange(5)
     with DeviceLooks() as seen:
         positions_on_host(rows)

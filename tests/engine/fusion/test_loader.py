@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,7 +108,7 @@ def test_each_layer_is_placed_at_the_rows_of_its_chunk():
         assert fused.keys(layer)[:, 12:].isnan().all()
 
 
-def test_the_reader_thread_gives_what_inline_loading_gives(tmp_path: Path):
+def test_the_reader_thread_gives_what_inline_loading_gives(tmp_path):
     store = DiskStore(tmp_path, fsync=False)
     kvs = [make_kv(seed) for seed in range(2)]
     for kv in kvs:
@@ -131,7 +130,7 @@ def test_chunks_placed_together_have_the_rows_of_chunks_placed_one_by_one(starts
     assert_same_kv(together, alone)
 
 
-def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_run(monkeypatch: pytest.MonkeyPatch):
+def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_run(monkeypatch):
     fused, placed, written = destination(), [], []
     write = fused.write
     monkeypatch.setattr(
@@ -155,7 +154,7 @@ def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_ru
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 def test_eight_bits_in_memory_are_made_whole_by_the_reader_thread_and_placed_as_what_they_mean(
-    kv_dtype, together, monkeypatch: pytest.MonkeyPatch
+    kv_dtype, together, monkeypatch
 ):
     packed = convert_kv_dtype(make_chunk(0, 12, LAYERS), kv_dtype)
     whole = MemoryKV(dataclasses.replace(packed.header, kv_dtype=None), tuple(map(packed.layer, range(LAYERS))))
@@ -272,7 +271,7 @@ def test_layer_0_is_there_before_anything_was_read(together):
     assert [event.layer for event in timeline.load] == list(range(LAYERS))
 
 
-def test_every_layer_of_a_stored_chunk_is_read_and_the_chunk_is_promoted(tmp_path: Path):
+def test_every_layer_of_a_stored_chunk_is_read_and_the_chunk_is_promoted(tmp_path):
     """The computed layer is read last, and leaving waits for it."""
     slow = SlowKV(make_kv(), delay_s=0.005)
     load_all([Placement(slow, 0, exact=False)], depth=1, first_layer=first_layer)

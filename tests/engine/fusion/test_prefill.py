@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -62,9 +62,7 @@ def assert_packed_as_alone(layers: Any, counts: Sequence[int], seed: int, atol: 
 
 
 @pytest.mark.parametrize("counts", [(5,), (20, 3, 41), (64, 65, 66)])
-def test_packed_chunks_have_the_kv_of_chunks_prefilled_alone(
-    tiny_layers: Callable[[str], Any], family: str, counts: tuple[int, ...]
-) -> None:
+def test_packed_chunks_have_the_kv_of_chunks_prefilled_alone(tiny_layers, family, counts):
     assert_packed_as_alone(tiny_layers(family), counts, seed=3, atol=1e-5)
 
 
@@ -72,15 +70,13 @@ def test_packed_chunks_have_the_kv_of_chunks_prefilled_alone(
 @given(st.lists(st.one_of(st.integers(1, 40), st.integers(480, 640)), min_size=1, max_size=5), st.integers(0, 1 << 16))
 @example([600, 5], 0)
 @example([520, 3, 640], 0)
-def test_chunks_packed_in_any_order_and_length_have_the_kv_of_chunks_prefilled_alone(
-    tiny_model: Callable[[str], Any], counts: list[int], seed: int
-) -> None:
+def test_chunks_packed_in_any_order_and_length_have_the_kv_of_chunks_prefilled_alone(tiny_model, counts, seed):
     """Long before short too; each time in a model that has not yet seen long positions."""
     assert_packed_as_alone(TransformersLayers(tiny_model("llama")), counts, seed, atol=1e-4)
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))
-def test_passes_hold_every_chunk_once_in_order_within_the_limit(counts: list[int], limit: int) -> None:
+def test_passes_hold_every_chunk_once_in_order_within_the_limit(counts, limit):
     chunks = [(number,) * count for number, count in enumerate(counts)]
     made = list(batch_by_tokens(chunks, limit))
     assert [chunk for together in made for chunk in together] == chunks
@@ -118,7 +114,7 @@ CHUNKS = [(number,) * 4 for number in range(10)]
 NBYTES = 4 * 2 * 2 * 6 * 4
 
 
-def test_every_chunk_is_answered_in_order_and_stored_once_known_ones_with_0_bytes() -> None:
+def test_every_chunk_is_answered_in_order_and_stored_once_known_ones_with_0_bytes():
     store, known = Store(), {CHUNKS[1], CHUNKS[4]}
     chunks = [*CHUNKS[:6], CHUNKS[5]]
     nbytes = list(
@@ -128,7 +124,7 @@ def test_every_chunk_is_answered_in_order_and_stored_once_known_ones_with_0_byte
     assert list(dict.fromkeys(store.stored)) == [CHUNKS[0], CHUNKS[2], CHUNKS[3], CHUNKS[5]]
 
 
-def test_the_model_goes_on_while_the_store_writes() -> None:
+def test_the_model_goes_on_while_the_store_writes():
     store, prefilled = Store(), threading.Event()
     store.hold.clear()
     seen: list[int] = []
@@ -150,7 +146,7 @@ def test_the_model_goes_on_while_the_store_writes() -> None:
     assert store.stored == CHUNKS
 
 
-def test_the_model_waits_when_too_much_is_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_waits_when_too_much_is_unwritten(monkeypatch):
     monkeypatch.setattr(ingestion, "UNWRITTEN_BYTES", 2 * NBYTES)
     store, seen = Store(), []
 
@@ -162,7 +158,7 @@ def test_the_model_waits_when_too_much_is_unwritten(monkeypatch: pytest.MonkeyPa
     assert all(number - stored <= 2 for number, stored in enumerate(seen))
 
 
-def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays() -> None:
+def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays():
     store, stored = Store(refuse_from=3), []
     with pytest.raises(StoreFullError):
         stored.extend(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, made_kv, store.put, 4))
@@ -171,7 +167,7 @@ def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays() -> None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ragblend-ingest")]
 
 
-def test_an_interrupted_run_stores_what_it_had_prefilled() -> None:
+def test_an_interrupted_run_stores_what_it_had_prefilled():
     store = Store()
 
     def prefill(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
@@ -184,16 +180,16 @@ def test_an_interrupted_run_stores_what_it_had_prefilled() -> None:
     assert store.stored == CHUNKS[:5]
 
 
-def test_a_reader_that_leaves_early_leaves_no_thread_and_loses_nothing() -> None:
+def test_a_reader_that_leaves_early_leaves_no_thread_and_loses_nothing():
     store = Store()
     run = prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, made_kv, store.put, 4)
     next(run)
-    run.close()  # type: ignore[attr-defined]
+    run.close()
     assert store.stored == CHUNKS[: len(store.stored)]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ragblend-ingest")]
 
 
-def test_precompute_all_stores_what_precompute_would(tiny_engine: Callable[..., Any]) -> None:
+def test_precompute_all_stores_what_precompute_would(tiny_engine):
     one, many = tiny_engine(), tiny_engine()
     chunks = ["the first chunk of the theory", "another chunk", "that is the question: what is that?", "another chunk"]
     alone = [one.precompute(chunk) for chunk in chunks]

@@ -131,7 +131,7 @@ def test_longrope_is_exact_up_to_its_original_length():
 
 
 @pytest.mark.parametrize(("scaling", "rotary"), [(1.0, 8), (1.0, 4), (1.3, 8)])
-def test_what_was_rotated_is_had_back_attention_scaling_included(scaling: float, rotary: int) -> None:
+def test_what_was_rotated_is_had_back_attention_scaling_included(scaling, rotary):
     keys, rows = torch.randn(2, 9, 8), torch.arange(5, 14)
     cos, sin = rotary_tables(torch.rand(rotary // 2), rows, scaling)
     torch.testing.assert_close(rotate(rotate(keys, cos, sin), *inverse_tables(cos, sin)), keys, atol=1e-5, rtol=0)
@@ -139,7 +139,7 @@ def test_what_was_rotated_is_had_back_attention_scaling_included(scaling: float,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotary", [4, 8])
-def test_to_add_before_or_after_rotating_is_the_same(rotary: int, dtype: torch.dtype) -> None:
+def test_to_add_before_or_after_rotating_is_the_same(rotary, dtype):
     keys, by = torch.randn(2, 9, 8), torch.randn(2, 9, 8)
     cos, sin = rotary_tables(torch.rand(rotary // 2), torch.arange(5, 14), 0.7)
     expected = rotate(keys + by, cos, sin)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -31,9 +29,7 @@ def make_kv(index: int) -> MemoryKV:
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("tier", ["memory", "page-locked memory", "disk"])
-def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(
-    tier: str, together: bool, kv_dtype: str, tmp_path: Path
-):
+def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(tier, together, kv_dtype, tmp_path):
     kvs = [convert_kv_dtype(make_kv(index), kv_dtype) for index in range(3)]
     if tier != "memory":
         store = DiskStore(tmp_path, fsync=False) if tier == "disk" else MemoryStore(1 << 40)
@@ -63,7 +59,7 @@ def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(
 
 
 @on_gpu
-def test_the_embedded_model_answers_on_a_gpu_as_on_the_cpu(tmp_path: Path):
+def test_the_embedded_model_answers_on_a_gpu_as_on_the_cpu(tmp_path):
     chunks = [" The Lorvane station was opened in 1921 .", " Its builder was Mara Ilsen , born in Toval ."]
     prompt = Prompt(chunks, "Who built the Lorvane station?")
     with load_engine("demo", tmp_path / "kv", dtype="float32", device="cpu", on_miss="inline") as cpu:

@@ -21,7 +21,7 @@ def opened(clock: Clock, **options: float) -> CircuitBreaker:
     return breaker
 
 
-def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
+def test_failures_in_a_row_open_it_and_a_success_between_them_does_not():
     breaker = CircuitBreaker(threshold=2)
     for _ in range(5):
         breaker.record_failure()
@@ -30,7 +30,7 @@ def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None
     opened(Clock())
 
 
-def test_one_probe_is_sent_per_pause() -> None:
+def test_one_probe_is_sent_per_pause():
     clock = Clock()
     breaker = opened(clock)
     assert not breaker.claim_probe()
@@ -42,7 +42,7 @@ def test_one_probe_is_sent_per_pause() -> None:
     assert breaker.is_closed
 
 
-def test_the_pause_doubles_until_a_request_succeeds() -> None:
+def test_the_pause_doubles_until_a_request_succeeds():
     clock = Clock()
     breaker = opened(clock)
     pauses = [breaker.wait_s()]
@@ -63,7 +63,7 @@ def test_the_pause_doubles_until_a_request_succeeds() -> None:
     assert breaker.wait_s() == 1.0
 
 
-def test_late_news_of_old_requests_change_nothing() -> None:
+def test_late_news_of_old_requests_change_nothing():
     breaker = opened(Clock())
     breaker.record_failure()
     breaker.record_success()

@@ -91,7 +91,6 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
-    assert got is not None
     assert got.header == expected.header
     assert got.nbytes == expected.nbytes
     for index, wanted in enumerate(expected.layers):
@@ -146,7 +145,7 @@ def read(path: Path, kv: MemoryKV, reports: list[str] | None = None) -> DiskKV:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "chunk.safetensors"
 
 
@@ -154,7 +153,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", GOLDEN_SHA256)
-def test_the_format_of_each_version_is_stable(path: Path, kind: str) -> None:
+def test_the_format_of_each_version_is_stable(path, kind):
     """Version 1, version 2 of each kind of code, and version 1 of a chunk behind similar ones."""
     kv = golden_quantized_kv(kind) if kind in CODE_DTYPES else golden_kv()
     if kind == "similar":
@@ -170,9 +169,7 @@ def test_the_format_of_each_version_is_stable(path: Path, kind: str) -> None:
         ("CODE_DTYPES", {"int8": torch.int8}, "with fp8, this ragblend reads"),
     ],
 )
-def test_versions_and_codes_of_tomorrow_are_left_alone(
-    path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object, said: str
-) -> None:
+def test_versions_and_codes_of_tomorrow_are_left_alone(path, monkeypatch, name, value, said):
     kv = golden_quantized_kv("fp8")
     write(path, kv)
     monkeypatch.setattr(chunk_file, name, value)  # the reader of yesterday
@@ -183,7 +180,7 @@ def test_versions_and_codes_of_tomorrow_are_left_alone(
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "dim"), [(512, 64), (9, 8), (33, 3)])
-def test_eight_bits_come_back_as_they_were_stored(path: Path, dtype: str, kv_dtype: str, tokens: int, dim: int) -> None:
+def test_eight_bits_come_back_as_they_were_stored(path, dtype, kv_dtype, tokens, dim):
     kv = convert_kv_dtype(make_usual_kv(tokens=tokens, dim=dim, dtype=dtype), kv_dtype)
     assert kv.header.stored_dtype == kv_dtype
     assert_same(read(write(path, kv), kv), kv)
@@ -197,7 +194,7 @@ def test_eight_bits_come_back_as_they_were_stored(path: Path, dtype: str, kv_dty
 
 
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
-def test_every_byte_of_a_version_2_file_is_under_a_checksum(path: Path, kv_dtype: str) -> None:
+def test_every_byte_of_a_version_2_file_is_under_a_checksum(path, kv_dtype):
     data = write(path, kv := golden_quantized_kv(kv_dtype)).read_bytes()
     for position in range(len(data)):
         damaged = bytearray(data)
@@ -207,7 +204,7 @@ def test_every_byte_of_a_version_2_file_is_under_a_checksum(path: Path, kv_dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_file_is_what_the_safetensors_library_writes(path: Path, dtype: str) -> None:
+def test_a_file_is_what_the_safetensors_library_writes(path, dtype):
     kv = make_kv(num_layers=12, dtype=dtype)
     assert write(path, kv).stat().st_size == header_nbytes(kv) + kv.nbytes
     with safetensors.safe_open(path, framework="pt") as opened:
@@ -221,14 +218,14 @@ def test_a_file_is_what_the_safetensors_library_writes(path: Path, dtype: str) -
     assert json.loads(metadata["ragblend"])["token_ids"] == list(kv.header.token_ids)
 
 
-def test_slices_and_transposed_tensors_are_stored_by_value(path: Path) -> None:
+def test_slices_and_transposed_tensors_are_stored_by_value(path):
     whole = torch.arange(2 * 9 * 4, dtype=torch.float32).view(2, 9, 4)
     layer = LayerKV(whole[:, 3:6], whole.transpose(1, 2).transpose(1, 2)[:, ::3])
     kv = MemoryKV(KVHeader(chunk_key("m", (), (1, 2, 3)), "m", (), (1, 2, 3), 1, "float32"), (layer,))
     assert_same(read(write(path, kv), kv), kv)
 
 
-def test_reading_and_writing_work_under_inference_mode(path: Path) -> None:
+def test_reading_and_writing_work_under_inference_mode(path):
     with torch.inference_mode():
         kv = make_kv()
         found = read(write(path, kv), kv)
@@ -247,7 +244,7 @@ def similar_kv() -> MemoryKV:
     return MemoryKV(header, whole.layers)
 
 
-def test_a_similar_version_has_its_context_in_its_header_and_not_in_its_key(path: Path) -> None:
+def test_a_similar_version_has_its_context_in_its_header_and_not_in_its_key(path):
     kv = similar_kv()
     assert_same(read(write(path, kv), kv), kv)
     behind_others = replace(kv.header, prefix_ids=(1, 2, 5, 5), context=(2,))
@@ -263,7 +260,7 @@ def test_a_similar_version_has_its_context_in_its_header_and_not_in_its_key(path
     "context",
     [[], [2], [3, 1], [2, 1, 1], [5, 1], [3, 0], [4, -1], [True, 2], [2.0, 1], ["2", 1], [[2], 1], "21", 3, None],
 )
-def test_context_lengths_that_do_not_make_the_key_are_refused(path: Path, context: object) -> None:
+def test_context_lengths_that_do_not_make_the_key_are_refused(path, context):
 
     kv = similar_kv()
     path.write_bytes(edited(encode_chunk(kv), context=context))
@@ -276,7 +273,7 @@ def test_context_lengths_that_do_not_make_the_key_are_refused(path: Path, contex
 # --- layer by layer ---
 
 
-def test_reading_one_layer_reads_that_layer_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_one_layer_reads_that_layer_alone(path, monkeypatch):
     kv = make_kv(num_layers=4, tokens=64, dim=64)
     write(path, kv)
     reads = note_reads(monkeypatch)
@@ -287,7 +284,7 @@ def test_reading_one_layer_reads_that_layer_alone(path: Path, monkeypatch: pytes
     assert reads == [(path.stat().st_size - kv.nbytes + 2 * kv.layer(0).nbytes, kv.layer(2).nbytes)]
 
 
-def test_short_reads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_are_continued(path, monkeypatch):
     kv = make_kv()
     write(path, kv)
     preadv = os.preadv
@@ -295,7 +292,7 @@ def test_short_reads_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert_same(read(path, kv), kv)
 
 
-def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(path: Path) -> None:
+def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(path):
     kv = make_kv()
     found = read(write(path, kv), kv)
     os.truncate(path, path.stat().st_size - 1)
@@ -307,9 +304,7 @@ def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(path: Path) -> None
 # --- readers that hold a file ---
 
 
-def test_an_entry_whose_file_may_not_stay_open_opens_it_again_and_only_its_own(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_whose_file_may_not_stay_open_opens_it_again_and_only_its_own(path, monkeypatch):
     kv = make_kv()
     reports: list[str] = []
     other = MemoryKV(kv.header, make_kv(9).layers)
@@ -325,7 +320,7 @@ def test_an_entry_whose_file_may_not_stay_open_opens_it_again_and_only_its_own(
     assert reports == [], "a file that another writer replaced is not damaged"
 
 
-def test_files_are_closed_when_entries_are_forgotten(path: Path) -> None:
+def test_files_are_closed_when_entries_are_forgotten(path):
     kv = make_kv()
     write(path, kv)
     gc.collect()
@@ -337,7 +332,7 @@ def test_files_are_closed_when_entries_are_forgotten(path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_more_entries_than_descriptors_can_be_held(path: Path) -> None:
+def test_more_entries_than_descriptors_can_be_held(path):
     kv = make_kv()
     write(path, kv)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -350,7 +345,7 @@ def test_more_entries_than_descriptors_can_be_held(path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_threads_can_share_one_entry(path: Path) -> None:
+def test_threads_can_share_one_entry(path):
     kv = make_kv(num_layers=8)
     held = read(write(path, kv), kv)
     run_threads(8, lambda _: assert_same(held, kv))

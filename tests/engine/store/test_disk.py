@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,12 +54,12 @@ def answer(store: DiskStore, kv: MemoryKV) -> str:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DiskStore:
+def store(tmp_path):
     return DiskStore(tmp_path / "kv", fsync=False)
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
+def small(tmp_path):
     """A real file system of 300 KiB."""
     with small_disk(tmp_path / "small", "300k") as folder:
         yield folder
@@ -78,9 +77,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     dim=st.integers(1, 33),
     dtype=st.sampled_from(sorted(DTYPES)),
 )
-def test_get_returns_bit_for_bit_what_put_took(
-    store: DiskStore, seed: int, num_layers: int, heads: int, tokens: int, dim: int, dtype: str
-) -> None:
+def test_get_returns_bit_for_bit_what_put_took(store, seed, num_layers, heads, tokens, dim, dtype):
     kv = make_kv(seed, num_layers, heads, tokens, dim, dtype)
     store.put(kv)
     assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
@@ -89,7 +86,7 @@ def test_get_returns_bit_for_bit_what_put_took(
 # --- damage ---
 
 
-def test_damage_in_one_layer_leaves_the_others_readable(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_in_one_layer_leaves_the_others_readable(store, caplog):
     kv = make_kv(num_layers=3)
     store.put(kv)
     flip(path_of(store.root, kv.header.key), -kv.layer(2).nbytes - 1)  # the last byte of layer 1
@@ -104,7 +101,7 @@ def test_damage_in_one_layer_leaves_the_others_readable(store: DiskStore, caplog
     assert store.get(kv.header.key) is None, "a damaged file is not met again"
 
 
-def test_every_flipped_byte_is_noticed(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_flipped_byte_is_noticed(store, caplog):
     caplog.set_level(logging.CRITICAL)
     kv = make_kv()
     store.put(kv)
@@ -123,7 +120,7 @@ def test_every_flipped_byte_is_noticed(store: DiskStore, caplog: pytest.LogCaptu
     assert answer(store, kv) == "answer"
 
 
-def test_every_truncation_and_trailing_bytes_are_a_miss(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_truncation_and_trailing_bytes_are_a_miss(store, caplog):
     caplog.set_level(logging.CRITICAL)
     kv = make_kv()
     store.put(kv)
@@ -138,7 +135,7 @@ def test_every_truncation_and_trailing_bytes_are_a_miss(store: DiskStore, caplog
     assert store.counters.num_damaged == len(good) + 2
 
 
-def test_another_keys_file_under_this_name_is_a_miss(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_keys_file_under_this_name_is_a_miss(store, caplog):
     mine, other = make_kv(1), make_kv(2)
     store.put(mine)
     store.put(other)
@@ -150,7 +147,7 @@ def test_another_keys_file_under_this_name_is_a_miss(store: DiskStore, caplog: p
     assert_same(store.get(other.header.key), other)
 
 
-def test_other_token_ids_are_a_miss_and_the_entry_stays(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_token_ids_are_a_miss_and_the_entry_stays(store, caplog):
     kv = make_kv()
     store.put(kv)
     wrong = [*kv.header.token_ids[:-1], kv.header.token_ids[-1] + 1]
@@ -170,7 +167,7 @@ def test_other_token_ids_are_a_miss_and_the_entry_stays(store: DiskStore, caplog
     ],
     ids=["safetensors", "metadata", "text", "empty"],
 )
-def test_a_foreign_file_is_a_miss(store: DiskStore, content: bytes) -> None:
+def test_a_foreign_file_is_a_miss(store, content):
     kv = make_kv()
     path = path_of(store.root, kv.header.key)
     path.parent.mkdir(parents=True)
@@ -183,7 +180,7 @@ def test_a_foreign_file_is_a_miss(store: DiskStore, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["FORMAT_VERSION", "LAYOUT_VERSION"])
-def test_another_version_is_a_miss_and_stays(store: DiskStore, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_another_version_is_a_miss_and_stays(store, monkeypatch, name):
     kv = make_kv()
     store.put(kv)
     monkeypatch.setattr(chunk_file, name, 2)  # the reader of tomorrow
@@ -195,7 +192,7 @@ def test_another_version_is_a_miss_and_stays(store: DiskStore, monkeypatch: pyte
     assert_same(store.get(kv.header.key), kv)
 
 
-def test_put_heals_a_damaged_entry(store: DiskStore) -> None:
+def test_put_heals_a_damaged_entry(store):
     kv = make_kv()
     store.put(kv)
     flip(path_of(store.root, kv.header.key), 0, 0xFF)
@@ -207,7 +204,7 @@ def test_put_heals_a_damaged_entry(store: DiskStore) -> None:
     assert_same(store.get(kv.header.key), kv)
 
 
-def test_quarantine_spares_a_file_that_another_writer_has_just_repaired(store: DiskStore) -> None:
+def test_quarantine_spares_a_file_that_another_writer_has_just_repaired(store):
     kv = make_kv()
     store.put(kv)
     flip(path_of(store.root, kv.header.key), -1)
@@ -220,7 +217,7 @@ def test_quarantine_spares_a_file_that_another_writer_has_just_repaired(store: D
 
 
 @pytest.mark.parametrize("key", ["", "a", "../../etc/passwd", "aa/bb", ".hidden", "a" * 200, "nul\0byte"])
-def test_a_name_that_is_not_a_key_never_becomes_a_path(store: DiskStore, key: str) -> None:
+def test_a_name_that_is_not_a_key_never_becomes_a_path(store, key):
     header = KVHeader(key, "m", (), (1,), 1, "float32")
     with pytest.raises(UsageError, match="cannot name a file"):
         store.put(MemoryKV(header, (LayerKV(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)),)))
@@ -232,7 +229,7 @@ def test_a_name_that_is_not_a_key_never_becomes_a_path(store: DiskStore, key: st
 # --- readers that hold an entry ---
 
 
-def test_a_held_entry_survives_replacement_deletion_and_gc(store: DiskStore) -> None:
+def test_a_held_entry_survives_replacement_deletion_and_gc(store):
     kv = make_kv()
     other = MemoryKV(kv.header, tuple(LayerKV(k + 1, v + 1) for k, v in make_kv(9).layers))
     store.put(kv)
@@ -250,9 +247,7 @@ def test_a_held_entry_survives_replacement_deletion_and_gc(store: DiskStore) -> 
     assert_same(collected, kv)
 
 
-def test_no_descriptor_left_is_a_miss_not_a_crash_and_is_counted(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_descriptor_left_is_a_miss_not_a_crash_and_is_counted(store, monkeypatch):
     kv = make_kv()
     store.put(kv)
 
@@ -271,7 +266,7 @@ def test_no_descriptor_left_is_a_miss_not_a_crash_and_is_counted(
 # --- writers ---
 
 
-def test_threads_writing_and_reading_one_key_never_meet_half_an_entry(store: DiskStore) -> None:
+def test_threads_writing_and_reading_one_key_never_meet_half_an_entry(store):
     kv = make_kv(tokens=50)
     store.put(kv)
 
@@ -325,9 +320,7 @@ print(json.dumps({"num_kills": num_kills, "num_leftovers": num_leftovers, "num_v
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(
-    tmp_path: Path, counted: Callable[[str], None]
-) -> None:
+def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(tmp_path, counted):
     num_kills = 100 if os.environ.get("RAGBLEND_FAULTS") == "full" else 8
     here = Path(__file__)
     command = [sys.executable, "-c", KILL_WRITERS, here.parent, here.parents[2], tmp_path, str(num_kills)]
@@ -339,7 +332,7 @@ def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(
     counted(f"{outcome['num_kills']} kill -9 of a writer: {found}")
 
 
-def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:
+def test_clean_spares_writers_that_may_be_alive(store):
     kv = make_kv()
     store.put(kv)
     directory = path_of(store.root, kv.header.key).parent
@@ -363,9 +356,7 @@ def test_clean_spares_writers_that_may_be_alive(store: DiskStore) -> None:
 # --- disks that refuse ---
 
 
-def test_a_disk_that_fills_up_says_so_without_a_trace_and_keeps_every_entry_it_took(
-    small: Path, counted: Callable[[str], None]
-) -> None:
+def test_a_disk_that_fills_up_says_so_without_a_trace_and_keeps_every_entry_it_took(small, counted):
     store, taken = DiskStore(small), []
 
     def fill() -> None:
@@ -384,7 +375,7 @@ def test_a_disk_that_fills_up_says_so_without_a_trace_and_keeps_every_entry_it_t
     counted(f"a disk that fills up: {len(taken)} entries taken, all whole, the next refused")
 
 
-def test_a_read_only_disk_still_answers_and_says_what_to_do(small: Path) -> None:
+def test_a_read_only_disk_still_answers_and_says_what_to_do(small):
     store, kv = DiskStore(small), make_kv()
     store.put(kv)
     os.utime(path_of(store.root, kv.header.key), (0, 0))
@@ -396,9 +387,7 @@ def test_a_read_only_disk_still_answers_and_says_what_to_do(small: Path) -> None
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("step", ["fsync", "replace", "open"])
-def test_every_failing_step_of_a_put_is_a_clear_error_without_a_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, step: str
-) -> None:
+def test_every_failing_step_of_a_put_is_a_clear_error_without_a_trace(tmp_path, monkeypatch, code, step):
     store, kv = DiskStore(tmp_path / "kv"), make_kv()
     store.put(make_kv(1))
 
@@ -417,7 +406,7 @@ def test_every_failing_step_of_a_put_is_a_clear_error_without_a_trace(
     assert_same(store.get(kv.header.key), kv)
 
 
-def test_a_put_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_is_on_disk_before_it_is_visible(tmp_path, monkeypatch):
     store = DiskStore(tmp_path)
     steps: list[str] = []
     fsync, replace = os.fsync, Path.replace
@@ -439,7 +428,7 @@ def test_a_put_is_on_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pyte
     assert steps == ["fsync file", "replace", "fsync directory"]
 
 
-def test_an_interrupted_put_leaves_no_trace(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_put_leaves_no_trace(store, monkeypatch):
     def interrupt(*_: object) -> str:
         raise KeyboardInterrupt
 
@@ -449,7 +438,7 @@ def test_an_interrupted_put_leaves_no_trace(store: DiskStore, monkeypatch: pytes
     assert not [path for path in store.root.rglob("*") if path.is_file()]
 
 
-def test_a_missing_root_is_created_or_named(tmp_path: Path) -> None:
+def test_a_missing_root_is_created_or_named(tmp_path):
     with pytest.raises(NotFoundError, match=r"ragblend ingest DOCS --store .*deep"):
         DiskStore(tmp_path / "a" / "deep", create=False)
     assert list(DiskStore(tmp_path / "a" / "deep").keys()) == []
@@ -461,7 +450,7 @@ def test_a_missing_root_is_created_or_named(tmp_path: Path) -> None:
 # --- housekeeping ---
 
 
-def test_listing_counts_entries_and_ignores_what_is_not_one(store: DiskStore) -> None:
+def test_listing_counts_entries_and_ignores_what_is_not_one(store):
     kvs = [make_kv(seed) for seed in range(3)]
     for kv in kvs:
         store.put(kv)
@@ -476,9 +465,7 @@ def test_listing_counts_entries_and_ignores_what_is_not_one(store: DiskStore) ->
     assert store.header("f" * 32) is None
 
 
-def test_last_use_is_noted_once_a_minute_and_never_off_by_more(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_use_is_noted_once_a_minute_and_never_off_by_more(store, monkeypatch):
     kv = make_kv()
     store.put(kv)
     path = path_of(store.root, kv.header.key)
@@ -501,7 +488,7 @@ def test_last_use_is_noted_once_a_minute_and_never_off_by_more(
     store.touch(kv.header.key)
 
 
-def test_verify_reads_every_byte_and_sets_damage_aside(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reads_every_byte_and_sets_damage_aside(store, monkeypatch):
     kvs = [make_kv(seed, num_layers=3) for seed in range(3)]
     for kv in kvs:
         store.put(kv)
@@ -516,7 +503,7 @@ def test_verify_reads_every_byte_and_sets_damage_aside(store: DiskStore, monkeyp
     assert [result.ok for result in store.verify()] == [True, True]
 
 
-def test_models_are_noted_by_fingerprint(store: DiskStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_are_noted_by_fingerprint(store, caplog):
     facts = {"name": "demo", "dtype": "float32", "num_layers": 6}
     store.put_model("ab" * 16, facts)
     store.put_model("ab" * 16, facts)
@@ -536,16 +523,14 @@ def test_models_are_noted_by_fingerprint(store: DiskStore, caplog: pytest.LogCap
     share=st.floats(0, 1.2),
     unwanted=st.sets(st.integers(0, 7)),
 )
-def test_gc_keeps_the_most_recently_used_within_the_budget(
-    tokens: list[int], order: object, share: float, unwanted: set[int]
-) -> None:
+def test_gc_keeps_the_most_recently_used_within_the_budget(tokens, order, share, unwanted):
     with tempfile.TemporaryDirectory() as root:
         store = DiskStore(root, fsync=False)
         kvs = [make_kv(seed, tokens=count) for seed, count in enumerate(tokens)]
         for kv in kvs:
             store.put(kv)
         ages = list(range(len(kvs)))
-        order.shuffle(ages)  # type: ignore[attr-defined]
+        order.shuffle(ages)
         for kv, age in zip(kvs, ages, strict=True):
             os.utime(path_of(store.root, kv.header.key), (0, 1_000_000 - age))
         sizes = {entry.key: entry.nbytes for entry in store.entries()}
@@ -571,7 +556,7 @@ def test_gc_keeps_the_most_recently_used_within_the_budget(
         assert store.counters.num_evicted == len(result.evicted) == len(sizes) - len(kept)
 
 
-def test_gc_removes_damaged_files_and_leftovers(store: DiskStore) -> None:
+def test_gc_removes_damaged_files_and_leftovers(store):
     kv = make_kv()
     store.put(kv)
     path = path_of(store.root, kv.header.key)
@@ -604,7 +589,7 @@ def test_a_prefix_is_kept_under_a_name_of_its_ids(tmp_path):
     assert store.read_prefix(prefix_name(ids)) == ids
 
 
-def test_the_size_of_a_store_follows_what_others_write_and_outlives_its_folder(tmp_path: Path) -> None:
+def test_the_size_of_a_store_follows_what_others_write_and_outlives_its_folder(tmp_path):
     """Also where no budget is kept: folders that did not change are not listed again."""
     store, other = DiskStore(tmp_path / "kv"), DiskStore(tmp_path / "kv", capacity_bytes=1 << 30)
     for number in range(3):

@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ def file_bytes(kv: MemoryKV, tmp_path: Path) -> int:
 # --- disk ---
 
 
-def test_the_disk_budget_holds_after_every_put(tmp_path: Path) -> None:
+def test_the_disk_budget_holds_after_every_put(tmp_path):
     """60 puts of mixed sizes into room for about 8."""
     room = 8 * file_bytes(make_kv(tokens=60), tmp_path)
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room)
@@ -49,7 +49,7 @@ def test_the_disk_budget_holds_after_every_put(tmp_path: Path) -> None:
         store.put(make_kv(tokens=5000))
 
 
-def test_damaged_files_leave_before_any_entry_does(tmp_path: Path) -> None:
+def test_damaged_files_leave_before_any_entry_does(tmp_path):
     kvs = [make_kv(seed) for seed in range(4)]
     size = file_bytes(kvs[0], tmp_path)
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=3 * size + size // 2)
@@ -63,7 +63,7 @@ def test_damaged_files_leave_before_any_entry_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_disk_evicts_the_least_recently_used(tmp_path: Path, again: bool) -> None:
+def test_disk_evicts_the_least_recently_used(tmp_path, again):
     """`again`: by another process. Both know from the times on disk what a memory tier answered."""
     kvs = [make_kv(seed) for seed in range(5)]
     room = 4 * file_bytes(kvs[0], tmp_path) + 100
@@ -78,7 +78,7 @@ def test_disk_evicts_the_least_recently_used(tmp_path: Path, again: bool) -> Non
     assert [store.contains(kv.header.key) for kv in kvs] == [True, False, True, True, True]
 
 
-def test_what_another_process_uses_is_not_evicted_by_one_that_did_not_see_it(tmp_path: Path) -> None:
+def test_what_another_process_uses_is_not_evicted_by_one_that_did_not_see_it(tmp_path):
     kvs = [make_kv(seed) for seed in range(5)]
     room = 4 * file_bytes(kvs[0], tmp_path) + 100
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room)
@@ -113,13 +113,13 @@ class Looks:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
+def looks(monkeypatch):
     counted = Looks(monkeypatch)
     yield counted
     counted.is_on = False
 
 
-def test_a_put_under_a_budget_looks_at_no_other_entry(tmp_path: Path, looks: Looks) -> None:
+def test_a_put_under_a_budget_looks_at_no_other_entry(tmp_path, looks):
     """The k-th put costs what the first one did: of 200, only a sixteenth of the budget's bytes later is it looked."""
     size = file_bytes(make_kv(namespace="0"), tmp_path) + 64
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=10_000 * size)
@@ -137,7 +137,7 @@ def test_a_put_under_a_budget_looks_at_no_other_entry(tmp_path: Path, looks: Loo
     assert looks.headers == []
 
 
-def test_two_processes_keep_a_budget_up_to_a_sixteenth(tmp_path: Path) -> None:
+def test_two_processes_keep_a_budget_up_to_a_sixteenth(tmp_path):
     size = file_bytes(make_kv(namespace="mine"), tmp_path) + 64
     one, two = (DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=32 * size) for _ in range(2))
     for seed in range(0, 200, 2):
@@ -147,7 +147,7 @@ def test_two_processes_keep_a_budget_up_to_a_sixteenth(tmp_path: Path) -> None:
     assert len(list(one.keys())) >= 24
 
 
-def test_a_store_that_others_change_is_followed(tmp_path: Path) -> None:
+def test_a_store_that_others_change_is_followed(tmp_path):
     """Entries deleted and added by others, and a `gc`, while this one goes on writing under its budget."""
     rng, size = random.Random(0), file_bytes(make_kv(), tmp_path)
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=20 * size + 100)
@@ -166,7 +166,7 @@ def test_a_store_that_others_change_is_followed(tmp_path: Path) -> None:
     assert len(list(store.keys())) == 20
 
 
-def test_pins_survive_restarts_and_hold_against_budget_and_gc(tmp_path: Path) -> None:
+def test_pins_survive_restarts_and_hold_against_budget_and_gc(tmp_path):
     kvs = [make_kv(seed) for seed in range(12)]
     size = file_bytes(kvs[0], tmp_path)
     first = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=4 * size + size // 2)
@@ -192,7 +192,7 @@ def test_pins_survive_restarts_and_hold_against_budget_and_gc(tmp_path: Path) ->
     assert len(list(again.keys())) == 4
 
 
-def test_a_clock_that_went_back_costs_no_entry_and_no_answer(tmp_path: Path, counted: Callable[[str], None]) -> None:
+def test_a_clock_that_went_back_costs_no_entry_and_no_answer(tmp_path, counted):
     """Entries stamped a day ahead neither stay for ever nor push out what is written now."""
     kvs = [make_kv(seed) for seed in range(8)]
     size = file_bytes(kvs[0], tmp_path)
@@ -210,14 +210,13 @@ def test_a_clock_that_went_back_costs_no_entry_and_no_answer(tmp_path: Path, cou
     counted("a clock that went back a day: 4 entries stamped ahead, no answer lost, the budget kept")
 
 
-def test_a_reader_keeps_what_is_evicted_under_it(tmp_path: Path, counted: Callable[[str], None]) -> None:
+def test_a_reader_keeps_what_is_evicted_under_it(tmp_path, counted):
     """50 times: an entry is opened, pushed out by others, and read to its end."""
     size = file_bytes(make_kv(num_layers=3), tmp_path)
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=2 * size + size // 2)
     for seed in range(50):
         store.put(kv := make_kv(seed, num_layers=3))
         held = store.get(kv.header.key)
-        assert held is not None
         held.layer(0)
         for other in (1000 + seed, 2000 + seed, 3000 + seed):
             store.put(make_kv(other, num_layers=3))
@@ -226,7 +225,7 @@ def test_a_reader_keeps_what_is_evicted_under_it(tmp_path: Path, counted: Callab
     counted("50 entries pushed out while a reader held them: all read to their end")
 
 
-def test_threads_that_write_at_once_stay_within_the_budget(tmp_path: Path) -> None:
+def test_threads_that_write_at_once_stay_within_the_budget(tmp_path):
     size = file_bytes(make_kv(), tmp_path)
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=5 * size + size // 2)
 
@@ -237,10 +236,10 @@ def test_threads_that_write_at_once_stay_within_the_budget(tmp_path: Path) -> No
                 assert_same(found, kv)
 
     run_threads(4, work)
-    assert store.nbytes() <= store.capacity_bytes  # type: ignore[operator]
+    assert store.nbytes() <= store.capacity_bytes
 
 
-def test_of_two_threads_that_write_one_waits_and_they_do_not_take_the_same_room(tmp_path: Path) -> None:
+def test_of_two_threads_that_write_one_waits_and_they_do_not_take_the_same_room(tmp_path):
     evictor = DiskEvictor(tmp_path, 1000, pinned=frozenset, evicted=lambda key: None)
     has_room = threading.Event()
 
@@ -271,14 +270,14 @@ def free(path: Path) -> int:
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
+def small(tmp_path):
     """A file system of 8 MiB."""
     with small_disk(tmp_path / "small", "8m") as folder:
         yield folder
 
 
 @pytest.fixture
-def fill(small: Path) -> Callable[[int], Path]:
+def fill(small):
     """What others write: a file that leaves so many bytes free."""
 
     def write(free_bytes: int) -> Path:
@@ -303,14 +302,14 @@ def put_until(store: DiskStore, is_enough: Callable[[], bool], first: int = 0) -
     raise AssertionError("it grows without end")
 
 
-def test_a_store_grows_until_it_holds_as_much_as_it_leaves_free(small: Path) -> None:
+def test_a_store_grows_until_it_holds_as_much_as_it_leaves_free(small):
     store, size = auto(small), kv_of(0).nbytes + 2 * 4096
     put_until(store, lambda: store.counters.num_evicted >= 20)
     assert free(small) - 2 * size < store.nbytes() <= free(small) + size
     assert store.limit_bytes() == pytest.approx(store.nbytes(), abs=2 * size)
 
 
-def test_a_store_that_is_larger_than_its_limit_would_be_loses_only_the_room_of_what_comes(small: Path) -> None:
+def test_a_store_that_is_larger_than_its_limit_would_be_loses_only_the_room_of_what_comes(small):
     """A store from before there was a limit: three quarters of the disk."""
     before = DiskStore(small / "kv", fsync=False)
     number = put_until(before, lambda: before.nbytes() >= 6 * MIB)
@@ -327,9 +326,7 @@ def test_a_store_that_is_larger_than_its_limit_would_be_loses_only_the_room_of_w
     assert store.nbytes() <= before.nbytes() <= 6 * MIB + kv_of(0).nbytes + 4096
 
 
-def test_others_who_fill_the_disk_end_its_growth_and_take_nothing_of_it(
-    small: Path, fill: Callable[[int], Path]
-) -> None:
+def test_others_who_fill_the_disk_end_its_growth_and_take_nothing_of_it(small, fill):
     store = auto(small)
     number = put_until(store, lambda: store.nbytes() >= 2 * MIB)
     held = len(list(store.keys()))
@@ -345,7 +342,7 @@ def test_others_who_fill_the_disk_end_its_growth_and_take_nothing_of_it(
     assert store.counters.num_evicted == evicted
 
 
-def test_two_stores_on_one_disk_leave_each_other_room(small: Path) -> None:
+def test_two_stores_on_one_disk_leave_each_other_room(small):
     one, two = (DiskStore(small / name, fsync=False, capacity_bytes="auto") for name in "ab")
     put_until(one, lambda: one.counters.num_evicted > 0)
     put_until(two, lambda: two.counters.num_evicted > 0)
@@ -353,7 +350,7 @@ def test_two_stores_on_one_disk_leave_each_other_room(small: Path) -> None:
     assert free(small) >= MIB
 
 
-def test_a_number_wins_and_zero_is_no_limit(small: Path) -> None:
+def test_a_number_wins_and_zero_is_no_limit(small):
     chosen = open_store(small / "kv", memory_gib=0, disk_gib=1 / 1024, fsync=False)
     disk = chosen.disk_tier
     assert disk is not None
@@ -365,17 +362,16 @@ def test_a_number_wins_and_zero_is_no_limit(small: Path) -> None:
         put_until(unlimited, lambda: False, 1000)
     assert (unlimited.limit_bytes(), unlimited.counters.num_evicted) == (None, 0)
     default = open_store(small / "kv").disk_tier
-    assert default is not None
     assert default.capacity_bytes == "auto"
 
 
-def test_an_entry_larger_than_the_limit_is_refused_with_the_way_out(small: Path, fill: Callable[[int], Path]) -> None:
+def test_an_entry_larger_than_the_limit_is_refused_with_the_way_out(small, fill):
     fill(kv_of(0).nbytes)
     with pytest.raises(StoreFullError, match=r"as much as it leaves free.*raise disk_gib"):
         auto(small).put(kv_of(0))
 
 
-def test_a_file_system_that_tells_no_size_sets_no_limit(tmp_path: Path) -> None:
+def test_a_file_system_that_tells_no_size_sets_no_limit(tmp_path):
     assert shutil.disk_usage("/proc").total == 0, "another example is needed"
     assert auto_limit(Path("/proc"), 5) == math.inf == auto_limit(tmp_path / "no" / "where", 5)
 
@@ -391,9 +387,7 @@ STEPS = st.lists(
 )
 
 
-def test_a_put_takes_no_more_than_its_own_room_and_grows_only_into_the_free_half(
-    small: Path, fill: Callable[[int], Path]
-) -> None:
+def test_a_put_takes_no_more_than_its_own_room_and_grows_only_into_the_free_half(small, fill):
     @settings(deadline=None, max_examples=40)
     @given(steps=STEPS)
     def hold(steps: list[tuple[str, int]]) -> None:
@@ -423,7 +417,7 @@ def test_a_put_takes_no_more_than_its_own_room_and_grows_only_into_the_free_half
     hold()
 
 
-def test_a_root_that_is_removed_under_a_store_is_made_again(tmp_path: Path) -> None:
+def test_a_root_that_is_removed_under_a_store_is_made_again(tmp_path):
     store, kv = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes="auto"), make_kv(1)
     store.put(kv)
     shutil.rmtree(tmp_path / "kv")

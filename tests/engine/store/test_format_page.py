@@ -24,7 +24,7 @@ TEXT = "Zenco sells lamps. The company has its main office in Wesstad."
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     """The file of one chunk, as an engine stored it."""
     store = tmp_path_factory.mktemp("store")
     with load_engine("demo", store=store) as engine:
@@ -47,7 +47,7 @@ def part(content: bytes) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
-def test_a_file_is_read_by_the_page_alone(path: Path) -> None:
+def test_a_file_is_read_by_the_page_alone(path):
     raw = path.read_bytes()
     metadata, tensors, start = facts_of(path)
     facts = json.loads(metadata["ragblend"])
@@ -83,7 +83,7 @@ def test_a_file_is_read_by_the_page_alone(path: Path) -> None:
             assert torch.equal(ours, torch.from_numpy(theirs.copy()))
 
 
-def test_it_is_ten_lines_and_names_every_field_that_a_file_has(path: Path) -> None:
+def test_it_is_ten_lines_and_names_every_field_that_a_file_has(path):
     page = PAGE.read_text(encoding="utf-8")
     assert re.findall(r"^(\d+)\. ", page, re.MULTILINE) == [str(number) for number in range(1, 11)]
     facts = json.loads(facts_of(path)[0]["ragblend"])

@@ -25,20 +25,18 @@ PARTS = st.one_of(
 
 
 @given(PARTS, PARTS)
-def test_keys_are_equal_exactly_when_all_parts_are(
-    first: tuple[str, list[int], list[int], str], second: tuple[str, list[int], list[int], str]
-) -> None:
+def test_keys_are_equal_exactly_when_all_parts_are(first, second):
     assert (chunk_key(*first) == chunk_key(*second)) == (first == second)
 
 
 @given(ids=IDS, cuts=st.tuples(st.integers(0, 6), st.integers(0, 6)))
-def test_moving_tokens_between_prefix_and_chunk_changes_the_key(ids: list[int], cuts: tuple[int, int]) -> None:
+def test_moving_tokens_between_prefix_and_chunk_changes_the_key(ids, cuts):
     one, other = (chunk_key("model", ids[:cut], ids[cut:]) for cut in cuts)
     same_split = min(cuts[0], len(ids)) == min(cuts[1], len(ids))
     assert (one == other) == same_split
 
 
-def test_any_sequence_of_ids_gives_the_key_of_equal_ints_and_fractions_are_refused() -> None:
+def test_any_sequence_of_ids_gives_the_key_of_equal_ints_and_fractions_are_refused():
     assert re.fullmatch("[0-9a-f]{32}", chunk_key("model", (1,), range(5)))
     assert chunk_key("model", (1,), range(5)) == chunk_key("model", [1], [0, 1, 2, 3, 4])
     for dtype in (np.int32, np.uint32, np.int64):
@@ -49,23 +47,23 @@ def test_any_sequence_of_ids_gives_the_key_of_equal_ints_and_fractions_are_refus
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_an_id_that_does_not_fit_is_refused(token: int) -> None:
+def test_an_id_that_does_not_fit_is_refused(token):
     with pytest.raises(OverflowError):
         chunk_key("model", [], [1, token])
 
 
-def test_keys_are_stable_between_releases() -> None:
+def test_keys_are_stable_between_releases():
     # A change here orphans every stored chunk in the world: raise LAYOUT_VERSION and say so in the changelog.
     assert chunk_key("model", [1, 2], [3, 128_000], "team") == GOLDEN_KEY
 
 
-def test_the_layout_version_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_version_is_part_of_the_key(monkeypatch):
     before = chunk_key("model", [1], [2])
     monkeypatch.setattr(keys, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
     assert chunk_key("model", [1], [2]) != before
 
 
-def test_a_fingerprint_follows_weights_config_and_dtype_but_not_key_order() -> None:
+def test_a_fingerprint_follows_weights_config_and_dtype_but_not_key_order():
     base = fingerprint("w", {"rope_theta": 10_000.0, "layers": 2}, "float32")
     assert base == fingerprint("w", {"layers": 2, "rope_theta": 10_000.0}, "float32")
     others = [
@@ -83,7 +81,7 @@ def write(path: Path, data: bytes, mtime_ns: int) -> Path:
     return path
 
 
-def test_a_file_digest_follows_names_and_bytes_not_directories(tmp_path: Path) -> None:
+def test_a_file_digest_follows_names_and_bytes_not_directories(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     here = [write(tmp_path / "one" / name, name.encode(), 1) for name in ("a.bin", "b.bin")]
@@ -93,14 +91,14 @@ def test_a_file_digest_follows_names_and_bytes_not_directories(tmp_path: Path) -
     assert digest_files(here) != digest_files(there)
 
 
-def test_files_of_one_name_are_digested_in_any_order(tmp_path: Path) -> None:
+def test_files_of_one_name_are_digested_in_any_order(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     paths = [write(tmp_path / name / "model.safetensors", name.encode(), 1) for name in ("one", "two")]
     assert digest_files(paths) == digest_files(reversed(paths)) != digest_files(paths[:1] * 2)
 
 
-def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_files_are_not_read_again(tmp_path, monkeypatch):
     path, cache = write(tmp_path / "weights.bin", b"weights", 1), tmp_path / "cache" / "weights.json"
     first = digest_files([path], cache)
     monkeypatch.setattr(keys, "_digest_file", lambda _: pytest.fail("read again"))
@@ -108,7 +106,7 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("data", "mtime_ns"), [(b"WEIGHTS", 2), (b"longer weights", 1)])
-def test_a_changed_time_or_size_is_read_again(tmp_path: Path, data: bytes, mtime_ns: int) -> None:
+def test_a_changed_time_or_size_is_read_again(tmp_path, data, mtime_ns):
     path, cache = write(tmp_path / "weights.bin", b"weights", 1), tmp_path / "weights.json"
     first = digest_files([path], cache)
     write(path, data, mtime_ns)
@@ -116,19 +114,19 @@ def test_a_changed_time_or_size_is_read_again(tmp_path: Path, data: bytes, mtime
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null", "\udcff"])
-def test_a_broken_cache_costs_one_read_only(tmp_path: Path, content: str) -> None:
+def test_a_broken_cache_costs_one_read_only(tmp_path, content):
     path, cache = write(tmp_path / "weights.bin", b"weights", 1), tmp_path / "weights.json"
     cache.write_bytes(content.encode(errors="surrogateescape"))
     assert digest_files([path], cache) == digest_files([path])
     assert str(path.resolve()) in cache.read_text()
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path):
     path = write(tmp_path / "weights.bin", b"weights", 1)
     assert digest_files([path], path / "below-a-file" / "weights.json") == digest_files([path])
 
 
-def test_the_default_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_cache_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert keys.default_digest_cache() == tmp_path / "ragblend" / "weights.json"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,12 +38,12 @@ def layer(tokens: int = 3, dtype: torch.dtype = torch.float32) -> LayerKV:
     ],
     ids=["too few layers", "other tokens", "other dtype", "other rank"],
 )
-def test_tensors_that_contradict_the_header_are_refused(layers: tuple[LayerKV, ...], problem: str) -> None:
+def test_tensors_that_contradict_the_header_are_refused(layers, problem):
     with pytest.raises(ValueError, match=problem):
         MemoryKV(HEADER, layers)
 
 
-def test_a_dtype_that_cannot_be_stored_names_those_that_can() -> None:
+def test_a_dtype_that_cannot_be_stored_names_those_that_can():
     said = r"int8'? cannot be stored; choose one of float32, bfloat16, float16"
     with pytest.raises(ValueError, match=said):
         MemoryKV(dataclasses.replace(HEADER, dtype="int8"), (layer(), layer()))
@@ -53,7 +52,7 @@ def test_a_dtype_that_cannot_be_stored_names_those_that_can() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", *CODE_DTYPES])
-def test_rows_of_a_chunk_are_those_of_its_layers(kv_dtype: str, tmp_path: Path) -> None:
+def test_rows_of_a_chunk_are_those_of_its_layers(kv_dtype, tmp_path):
     """Bit for bit, from memory and from disk; with tokens at the front, which are never rounded, and without."""
     held = convert_kv_dtype(make_kv(tokens=24, dim=16), kv_dtype)
     assert held.header.stored_dtype == ("float32" if kv_dtype == "auto" else kv_dtype)

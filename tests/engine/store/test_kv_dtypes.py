@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +33,7 @@ def as_file(kv: ChunkKV | None) -> bytes:
 
 
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
-def test_every_tier_holds_the_same_eight_bits_and_hands_them_up(tmp_path: Path, kv_dtype: str) -> None:
+def test_every_tier_holds_the_same_eight_bits_and_hands_them_up(tmp_path, kv_dtype):
     values, kv = DictValues(), make_kv(tokens=24, num_layers=3)
     first = TieredStore(
         MemoryStore(1 << 20), DiskStore(tmp_path / "a", fsync=False), RemoteStore(values), kv_dtype=kv_dtype
@@ -58,14 +56,13 @@ def test_every_tier_holds_the_same_eight_bits_and_hands_them_up(tmp_path: Path, 
         store.close()
 
 
-def test_a_store_may_hold_all_dtypes_and_reads_what_it_finds(tmp_path: Path) -> None:
+def test_a_store_may_hold_all_dtypes_and_reads_what_it_finds(tmp_path):
     kvs = {kv_dtype: make_kv(seed, tokens=24) for seed, kv_dtype in enumerate(KV_DTYPES)}
     for kv_dtype, kv in kvs.items():
         open_store(tmp_path, kv_dtype=kv_dtype).put(kv)
     store = open_store(tmp_path, memory_gib=0)
     for kv_dtype, kv in kvs.items():
         found = store.get(kv.header.key, kv.header.token_ids)
-        assert found is not None
         assert found.header.stored_dtype == (kv_dtype if kv_dtype != "auto" else "float32")
         for index in range(kv.header.num_layers):
             for exact, read in zip(kv.layer(index), found.layer(index), strict=True):
@@ -73,7 +70,7 @@ def test_a_store_may_hold_all_dtypes_and_reads_what_it_finds(tmp_path: Path) -> 
                 assert (read - exact).abs().max() <= {"auto": 0.0, "int8": 0.02, "fp8": 0.3}[kv_dtype]
 
 
-def test_a_memory_budget_holds_three_times_as_many_chunks_of_float32() -> None:
+def test_a_memory_budget_holds_three_times_as_many_chunks_of_float32():
     kvs = [make_kv(seed, tokens=128, dim=64) for seed in range(20)]
     held = {}
     for kv_dtype in ("auto", "int8"):
@@ -85,7 +82,7 @@ def test_a_memory_budget_holds_three_times_as_many_chunks_of_float32() -> None:
     assert held["int8"] >= 17
 
 
-def test_another_dtype_replaces_what_a_remote_tier_has_too(tmp_path: Path) -> None:
+def test_another_dtype_replaces_what_a_remote_tier_has_too(tmp_path):
     values, kv = DictValues(), make_kv(tokens=24, num_layers=3)
     store = TieredStore(DiskStore(tmp_path, fsync=False), RemoteStore(values))
     store.put(kv)
@@ -105,7 +102,7 @@ def test_another_dtype_replaces_what_a_remote_tier_has_too(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def engines(tiny_engine: Callable[..., TransformersEngine]) -> dict[str, TransformersEngine]:
+def engines(tiny_engine):
     """A tiny Llama over a store of each dtype that holds CHUNKS."""
     made = {}
     for kv_dtype in KV_DTYPES:
@@ -121,7 +118,7 @@ def logits(engine: TransformersEngine, ratio: float, mode: Any = "blend", rule: 
 
 @pytest.mark.parametrize("rule", ["cacheblend", *SLOW_RULES])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_ratio_one_is_full_prefill_from_any_store(engines: Any, kv_dtype: str, rule: str) -> None:
+def test_ratio_one_is_full_prefill_from_any_store(engines, kv_dtype, rule):
     """The chunk behind its own prefix is recomputed too, where rounding moved it."""
     engine = engines[kv_dtype]
     full = logits(engine, 1.0, "full")
@@ -132,7 +129,7 @@ def test_ratio_one_is_full_prefill_from_any_store(engines: Any, kv_dtype: str, r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
-def test_below_ratio_one_the_chunk_behind_its_prefix_stays_and_is_not_called_exact(engines: Any, kv_dtype: str) -> None:
+def test_below_ratio_one_the_chunk_behind_its_prefix_stays_and_is_not_called_exact(engines, kv_dtype):
     engine = engines[kv_dtype]
     report = engine.generate(PROMPT, rule="random", recompute_ratio=0.5, max_tokens=1).report
     first, *others = report.chunks
@@ -147,7 +144,7 @@ def test_below_ratio_one_the_chunk_behind_its_prefix_stays_and_is_not_called_exa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
-def test_prefix_mode_reuses_nothing_that_was_rounded(engines: Any, kv_dtype: str) -> None:
+def test_prefix_mode_reuses_nothing_that_was_rounded(engines, kv_dtype):
     """Mode `prefix` is exact: a chunk in eight bits is computed there."""
     engine = engines[kv_dtype]
     assert (logits(engine, 0.0, "prefix") - logits(engine, 1.0, "full")).abs().max() <= 1e-4
@@ -159,9 +156,7 @@ def test_prefix_mode_reuses_nothing_that_was_rounded(engines: Any, kv_dtype: str
 @pytest.mark.slow
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 0.05), ("fp8", 0.3)])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.7])
-def test_eight_bits_move_the_logits_little_beside_reuse_itself(
-    engines: Any, kv_dtype: str, bound: float, ratio: float
-) -> None:
+def test_eight_bits_move_the_logits_little_beside_reuse_itself(engines, kv_dtype, bound, ratio):
     """The same tokens are recomputed (rule random), so that what differs is the rounding alone."""
     plain = logits(engines["auto"], ratio, rule="random")
     moved = (logits(engines[kv_dtype], ratio, rule="random") - plain).abs().max()
@@ -171,9 +166,7 @@ def test_eight_bits_move_the_logits_little_beside_reuse_itself(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
-def test_damage_in_eight_bits_is_a_miss_and_the_answer_full_prefills(
-    tiny_engine: Any, tmp_path: Path, kv_dtype: str
-) -> None:
+def test_damage_in_eight_bits_is_a_miss_and_the_answer_full_prefills(tiny_engine, tmp_path, kv_dtype):
     """Every layer of the first chunk in turn; at ratio 1, where the answer is known."""
     engine = tiny_engine("llama", store=open_store(tmp_path, memory_gib=0, kv_dtype=kv_dtype))
     full = logits(engine, 1.0, "full")
@@ -188,7 +181,7 @@ def test_damage_in_eight_bits_is_a_miss_and_the_answer_full_prefills(
 
 
 @pytest.mark.slow
-def test_known_is_known_whatever_the_dtype(tiny_engine: Any, tmp_path: Path) -> None:
+def test_known_is_known_whatever_the_dtype(tiny_engine, tmp_path):
     kept = {}
     for first, second in (("int8", "auto"), ("auto", "int8"), ("fp8", "int8")):
         place = tmp_path / f"{first}-{second}"
@@ -200,13 +193,13 @@ def test_known_is_known_whatever_the_dtype(tiny_engine: Any, tmp_path: Path) -> 
     assert kept == {"int8": "int8", "auto": "float32", "fp8": "fp8"}
 
 
-def test_bytes_stored_are_counted_as_stored(tiny_engine: Any) -> None:
+def test_bytes_stored_are_counted_as_stored(tiny_engine):
     engine = tiny_engine("llama", store=TieredStore(MemoryStore(1 << 26), kv_dtype="int8"))
     assert engine.precompute(CHUNKS[0]) == engine.store.nbytes()
     assert isinstance(engine.store.get(engine.key(CHUNKS[0])).stored_layer(0), QuantizedLayer)
 
 
-def test_a_store_that_is_passed_has_a_dtype_of_its_own() -> None:
+def test_a_store_that_is_passed_has_a_dtype_of_its_own():
     from ragblend import load_engine
 
     with pytest.raises(UsageError, match=r"TieredStore.*kv_dtype='int8'"):

@@ -39,7 +39,7 @@ def test_exact_means_a_chunks_beginning_behind_nothing_but_its_prefix(policy, ow
 
 
 def first_logits(engine: TransformersEngine, prompt: Prompt, **options: object) -> torch.Tensor:
-    return engine.prefill(engine.request(prompt, **options)).logits  # type: ignore[arg-type]
+    return engine.prefill(engine.request(prompt, **options)).logits
 
 
 SIMILAR = Chunk(C.text, C.source, context="similar", context_texts=(A.text, B.text))

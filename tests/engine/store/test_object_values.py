@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ DENIED = b"<?xml version='1.0'?>\n<Error><Code>InvalidAccessKeyId</Code><Message
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
+def s3(monkeypatch):
     """moto behind a proxy, with the bucket `objects`, because moto servers of one process share their objects."""
     import boto3
 
@@ -53,9 +53,7 @@ CALLS: dict[str, Callable[[ByteStore], object]] = {
 
 
 @pytest.mark.parametrize("mode", ["hang", "drip"])
-def test_every_read_ends_at_its_time_limit_however_the_bytes_come(
-    s3: TcpProxy, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_read_ends_at_its_time_limit_however_the_bytes_come(s3, mode, monkeypatch):
     """8 calls against a silent server and one that sends a byte every 20 ms."""
     monkeypatch.setattr("ragblend.engine.store.remote.object_values.WRITE_TIMEOUT_S", 0.5)
     values = open_remote("s3://objects/kv", timeout_s=0.5).values
@@ -70,9 +68,7 @@ def test_every_read_ends_at_its_time_limit_however_the_bytes_come(
     assert values.get("a" * 32) == bytes(10_000)
 
 
-def test_rejected_credentials_are_named_by_the_servers_words_and_the_secret_is_nowhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rejected_credentials_are_named_by_the_servers_words_and_the_secret_is_nowhere(monkeypatch):
     answer = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b"
     server = TalkingServer(lambda words: [answer % (len(DENIED), DENIED)], is_http=True)
     point_s3_at(server.port, monkeypatch)
@@ -91,15 +87,13 @@ def test_rejected_credentials_are_named_by_the_servers_words_and_the_secret_is_n
 @pytest.mark.parametrize(
     "url", [f"s3://{KEY}:{SECRET}@tests/kv", f"s3://tests/kv?secret_access_key={SECRET}", f"gs://u:{SECRET}@tests"]
 )
-def test_credentials_in_the_url_of_a_bucket_are_rejected_without_being_shown(url: str) -> None:
+def test_credentials_in_the_url_of_a_bucket_are_rejected_without_being_shown(url):
     with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY") as caught:
         open_remote(url)
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-def test_requests_are_signed_with_the_profile_that_the_user_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_signed_with_the_profile_that_the_user_chose(tmp_path, monkeypatch):
     signatures: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -128,12 +122,12 @@ def test_requests_are_signed_with_the_profile_that_the_user_chose(
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/kv", "az://container/kv"])
-def test_google_and_azure_are_opened_by_what_s3_brings(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_google_and_azure_are_opened_by_what_s3_brings(url, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     assert open_remote(url).values.url == url
 
 
-def test_an_object_is_written_by_one_request_so_a_killed_writer_leaves_no_parts(s3: TcpProxy) -> None:
+def test_an_object_is_written_by_one_request_so_a_killed_writer_leaves_no_parts(s3):
     import boto3
 
     values = open_remote("s3://objects/kv", timeout_s=60).values
@@ -150,7 +144,7 @@ def write_again_and_again(url: str, started: Path) -> None:
         started.touch()
 
 
-def test_a_writer_killed_in_the_middle_of_a_put_leaves_a_whole_object_and_nothing_else(tmp_path: Path) -> None:
+def test_a_writer_killed_in_the_middle_of_a_put_leaves_a_whole_object_and_nothing_else(tmp_path):
     """10 kill -9 of a process that writes 4 MiB into a folder again and again."""
     url = f"file://{tmp_path}/shared"
     values = open_remote(url, timeout_s=60).values
@@ -165,14 +159,13 @@ def test_a_writer_killed_in_the_middle_of_a_put_leaves_a_whole_object_and_nothin
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         data = values.get("a" * 32)
-        assert data is not None
         assert data == data[:1] * (4 << 20)
         assert list(values.sizes()) == [("a" * 32, 4 << 20)]
     values.delete_temporary_files()
     assert [path.name for path in (tmp_path / "shared").rglob("*") if path.is_file()] == [f"{'a' * 32}.safetensors"]
 
 
-def test_a_forked_process_is_told_so_instead_of_hanging(s3: TcpProxy) -> None:
+def test_a_forked_process_is_told_so_instead_of_hanging(s3):
     store = open_remote("s3://objects/kv", timeout_s=5.0)
     store.values.ping()
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -191,7 +184,7 @@ def test_a_forked_process_is_told_so_instead_of_hanging(s3: TcpProxy) -> None:
         child.join()
 
 
-def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+def test_a_folder_may_have_any_name(tmp_path):
     folder = tmp_path / "50% of it #1 ü"
     values = open_remote(f"file://{folder}", timeout_s=60).values
     values.ping()

@@ -55,9 +55,7 @@ def rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @settings(max_examples=200, deadline=None)
 @given(pair=pairs())
-def test_eight_bits_are_off_by_a_part_of_a_scale_that_is_no_larger_than_it_must_be(
-    pair: tuple[torch.Tensor, torch.Tensor], kv_dtype: str
-) -> None:
+def test_eight_bits_are_off_by_a_part_of_a_scale_that_is_no_larger_than_it_must_be(pair, kv_dtype):
     """int8: half a scale; fp8: a sixteenth of the number or a 1024th of the scale. Scales are of one channel of the
     keys and of one token of the values, without the first tokens: a sink or a large channel costs others nothing."""
     quantized = quantize(*pair, kv_dtype)
@@ -79,11 +77,10 @@ def test_eight_bits_are_off_by_a_part_of_a_scale_that_is_no_larger_than_it_must_
         assert (scale <= (largest / largest_code * (1 + 2**-22)).clamp(min=2.0**-126)).all()
 
 
-def test_fp8_codes_are_read_as_torch_reads_them() -> None:
+def test_fp8_codes_are_read_as_torch_reads_them():
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn).view(1, -1, 1)  # all but the two NaNs
     layer = quantize(torch.ones(1, NUM_FIRST + codes.shape[1], 1), torch.ones(1, NUM_FIRST + codes.shape[1], 1), "fp8")
-    assert layer is not None
     keys, _ = dequantize(layer._replace(key_codes=codes, key_scales=torch.ones(1, 1, 1)))
     assert torch.equal(keys[:, NUM_FIRST:], codes.float())
 
@@ -94,9 +91,7 @@ def test_fp8_codes_are_read_as_torch_reads_them() -> None:
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan"), 3e38])
 @pytest.mark.parametrize("which", ["keys", "values"])
-def test_values_without_an_eight_bit_form_are_stored_as_computed_or_not_at_all(
-    kv_dtype: str, bad: float, which: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_without_an_eight_bit_form_are_stored_as_computed_or_not_at_all(kv_dtype, bad, which, caplog):
     kv = make_kv(tokens=12)
     getattr(kv.layer(1), which)[1, 7, 3] = bad
     store = TieredStore(MemoryStore(1 << 20), kv_dtype=kv_dtype)
@@ -106,7 +101,6 @@ def test_values_without_an_eight_bit_form_are_stored_as_computed_or_not_at_all(
         assert found is None
         assert "holds infinity or NaN" in caplog.text
         return
-    assert found is not None
     assert found.header.is_lossless
     kept = getattr(found.layer(1), which)
     assert torch.equal(kept.view(torch.int32), getattr(kv.layer(1), which).view(torch.int32)), "bit for bit"
@@ -114,12 +108,12 @@ def test_values_without_an_eight_bit_form_are_stored_as_computed_or_not_at_all(
 
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("tokens", range(1, NUM_FIRST + 2))
-def test_a_chunk_too_short_to_gain_anything_stays_as_computed(kv_dtype: str, tokens: int) -> None:
+def test_a_chunk_too_short_to_gain_anything_stays_as_computed(kv_dtype, tokens):
     kv = make_kv(tokens=tokens, dtype="bfloat16")
     assert convert_kv_dtype(kv, kv_dtype) is kv
 
 
-def test_nothing_is_rounded_twice() -> None:
+def test_nothing_is_rounded_twice():
     kv = make_kv(tokens=12)
     once = convert_kv_dtype(kv, "int8")
     assert once.header == dataclasses.replace(kv.header, kv_dtype="int8")
@@ -128,12 +122,12 @@ def test_nothing_is_rounded_twice() -> None:
     assert convert_kv_dtype(kv, "auto") is kv
 
 
-def test_an_unknown_dtype_is_refused_with_the_choices() -> None:
+def test_an_unknown_dtype_is_refused_with_the_choices():
     with pytest.raises(UsageError, match=r"kv_dtype is 'int4'; choose one of auto, int8, fp8"):
         TieredStore(MemoryStore(0), kv_dtype="int4")
 
 
-def test_codes_under_a_header_that_says_otherwise_are_refused() -> None:
+def test_codes_under_a_header_that_says_otherwise_are_refused():
     kv = make_kv(tokens=12)
     packed = convert_kv_dtype(kv, "int8")
     with pytest.raises(ValueError, match=r"keys are .* torch.int8; expected .* torch.float8_e4m3fn"):
@@ -147,7 +141,7 @@ def test_codes_under_a_header_that_says_otherwise_are_refused() -> None:
 
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.53), ("float16", 0.53), ("float32", 0.27)])
-def test_512_tokens_of_head_dimension_64_take_about_half_of_16_bits(kv_dtype: str, dtype: str, share: float) -> None:
+def test_512_tokens_of_head_dimension_64_take_about_half_of_16_bits(kv_dtype, dtype, share):
     kv = make_kv(tokens=512, dim=64, dtype=dtype)
     packed = convert_kv_dtype(kv, kv_dtype)
     assert len(encode_chunk(packed)) <= share * len(encode_chunk(kv))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import redis
@@ -44,7 +42,7 @@ def put_all(store: RemoteStore, *kvs: MemoryKV) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisNodes]:
+def cluster(tmp_path_factory):
     nodes = RedisNodes(tmp_path_factory.mktemp("cluster"))
     nodes.start()
     yield nodes
@@ -52,7 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisNodes]:
 
 
 @pytest.fixture
-def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
+def s3(s3_port, monkeypatch):
     """moto behind a proxy, where the environment says that S3 is, with a fresh bucket `tests`."""
     proxy = TcpProxy(s3_port)
     point_s3_at(proxy.port, monkeypatch)
@@ -68,7 +66,7 @@ def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[TcpProxy]:
 
 
 @pytest.fixture(params=["redis", pytest.param("cluster", marks=pytest.mark.slow), "s3", "file", "dict"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], RemoteStore]]:
+def place(request, tmp_path):
     """Opens a RemoteStore over the same place again and again: what one process after the other would do."""
     values = DictValues()
     if request.param == "redis":
@@ -96,7 +94,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
 # --- every backend ---
 
 
-def test_what_was_put_comes_back_bit_for_bit_until_it_is_deleted(place: Callable[[], RemoteStore]) -> None:
+def test_what_was_put_comes_back_bit_for_bit_until_it_is_deleted(place):
     store, kvs = place(), [make_kv(seed, tokens=1 + 40 * seed) for seed in range(3)]
     put_all(store, *kvs)
     other = place()
@@ -117,7 +115,7 @@ def test_what_was_put_comes_back_bit_for_bit_until_it_is_deleted(place: Callable
     assert not store.delete(kvs[0].header.key)
 
 
-def test_many_are_asked_for_as_each_would_be(place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_are_asked_for_as_each_would_be(place, monkeypatch):
     monkeypatch.setattr(remote, "CONTAINS_BATCH", 7)
     store, kvs = place(), [make_kv(seed) for seed in range(12)]
     put_all(store, *kvs)
@@ -131,9 +129,7 @@ def test_many_are_asked_for_as_each_would_be(place: Callable[[], RemoteStore], m
     assert other.contains_many(keys, until_s=time.monotonic() - 1) == [False] * 12
 
 
-def test_damaged_truncated_and_foreign_values_are_misses_until_written_anew(
-    place: Callable[[], RemoteStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_truncated_and_foreign_values_are_misses_until_written_anew(place, monkeypatch):
     """12 bad values: 8 flipped bytes, 2 truncations, another key's entry, a forged header; all counted."""
     monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     store, kv, other = place(), make_kv(1, num_layers=3), make_kv(2)
@@ -156,7 +152,7 @@ def test_damaged_truncated_and_foreign_values_are_misses_until_written_anew(
 # --- slow, down, lying ---
 
 
-def test_a_remote_that_is_down_costs_misses_then_nothing_then_comes_back() -> None:
+def test_a_remote_that_is_down_costs_misses_then_nothing_then_comes_back():
     values, kv = DictValues(), make_kv()
     store = RemoteStore(values, breaker=quick_breaker())
     values.data[kv.header.key] = encode_chunk(kv)
@@ -170,7 +166,7 @@ def test_a_remote_that_is_down_costs_misses_then_nothing_then_comes_back() -> No
     assert values.calls.count("ping") >= 1
 
 
-def test_many_are_asked_for_in_few_round_trips_and_no_more_once_it_is_down() -> None:
+def test_many_are_asked_for_in_few_round_trips_and_no_more_once_it_is_down():
     values = DictValues()
     store = RemoteStore(values, breaker=quick_breaker(threshold=1))
     keys = [f"{number:032x}" for number in range(1000)]
@@ -184,7 +180,7 @@ def test_many_are_asked_for_in_few_round_trips_and_no_more_once_it_is_down() -> 
 
 
 @pytest.mark.slow
-def test_a_cluster_whose_node_dies_answers_from_its_replica(tmp_path: Path) -> None:
+def test_a_cluster_whose_node_dies_answers_from_its_replica(tmp_path):
     nodes = RedisNodes(tmp_path)
     nodes.start()
     try:
@@ -209,7 +205,7 @@ def test_a_cluster_whose_node_dies_answers_from_its_replica(tmp_path: Path) -> N
         nodes.kill()
 
 
-def test_a_redis_with_other_types_at_its_keys_says_what_is_there(redis_server: RedisServer) -> None:
+def test_a_redis_with_other_types_at_its_keys_says_what_is_there(redis_server):
     values = RedisValues(redis_server.url.replace("/0", "/5"), 5.0)
     values.put("there", b"bytes")
     values._writer.lpush(PREFIX + "list", b"not ours")
@@ -217,14 +213,14 @@ def test_a_redis_with_other_types_at_its_keys_says_what_is_there(redis_server: R
     values.close()
 
 
-def test_the_probe_is_sent_in_the_background() -> None:
+def test_the_probe_is_sent_in_the_background():
     values = DictValues()
     store = RemoteStore(values, breaker=CircuitBreaker(threshold=1, pause_s=0.01))
     values.is_down = True
     store.get("a" * 32)
     values.is_down = False
     pinged = threading.Event()
-    values.ping = lambda: pinged.wait(10) and None  # type: ignore[method-assign, func-returns-value]
+    values.ping = lambda: pinged.wait(10) and None
     time.sleep(0.02)
     assert store.get("b" * 32) is None
     assert store.breaker.state == "half-open", "the probe has ended, so somebody waited for it"
@@ -234,7 +230,7 @@ def test_the_probe_is_sent_in_the_background() -> None:
 
 
 @pytest.mark.parametrize("threshold", [1, 3])
-def test_writes_wait_out_an_outage_and_arrive(threshold: int) -> None:
+def test_writes_wait_out_an_outage_and_arrive(threshold):
     values = DictValues()
     store = RemoteStore(values, breaker=quick_breaker(threshold))
     values.is_down = True
@@ -250,7 +246,7 @@ def test_writes_wait_out_an_outage_and_arrive(threshold: int) -> None:
     assert store.counters.num_dropped == 0
 
 
-def test_a_delete_that_reaches_nobody_is_an_error() -> None:
+def test_a_delete_that_reaches_nobody_is_an_error():
     values = DictValues()
     values.is_down = True
     with pytest.raises(BackendUnreachableError):
@@ -258,9 +254,7 @@ def test_a_delete_that_reaches_nobody_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hang", "drip", "refuse", "cut"])
-def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_get(
-    redis_server: RedisServer, mode: str
-) -> None:
+def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_get(redis_server, mode):
     """8 gets, side by side, of 4 KiB values over a broken line; then the line is mended."""
     proxy = TcpProxy(redis_server.port)
     url, limit_s = f"redis://127.0.0.1:{proxy.port}/2", 1.0
@@ -287,7 +281,7 @@ def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_ge
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["error", "cut", "hang", "refuse"])
-def test_an_s3_that_misbehaves_is_a_miss_and_a_count(s3: TcpProxy, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_s3_that_misbehaves_is_a_miss_and_a_count(s3, mode, monkeypatch):
     """500 to everything, bodies cut short, silence, closed connections: 6 gets each, then the line is mended."""
     kvs = [make_kv(seed, tokens=100) for seed in range(6)]
     writer = open_remote("s3://tests/kv", timeout_s=60)
@@ -307,7 +301,7 @@ def test_an_s3_that_misbehaves_is_a_miss_and_a_count(s3: TcpProxy, mode: str, mo
         part.close()
 
 
-def test_a_bucket_that_is_not_there_is_unreachable_and_harmless(s3: TcpProxy, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bucket_that_is_not_there_is_unreachable_and_harmless(s3, caplog):
     store = open_remote("s3://nobody/kv")
     status = store.status()
     assert not status.reachable
@@ -319,7 +313,7 @@ def test_a_bucket_that_is_not_there_is_unreachable_and_harmless(s3: TcpProxy, ca
     assert "ragblend push --remote s3://nobody/kv" in caplog.text
 
 
-def test_a_full_redis_drops_writes_and_goes_on_answering(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_redis_drops_writes_and_goes_on_answering(tmp_path, caplog):
     server = RedisServer(tmp_path)
     server.start("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     store = open_remote(server.url)
@@ -336,7 +330,7 @@ def test_a_full_redis_drops_writes_and_goes_on_answering(tmp_path: Path, caplog:
 # --- one fetch for all, several at once ---
 
 
-def test_requests_that_share_a_chunk_fetch_it_once() -> None:
+def test_requests_that_share_a_chunk_fetch_it_once():
     values, kv = SlowValues(), make_kv()
     values.data[kv.header.key] = encode_chunk(kv)
     store = RemoteStore(values)
@@ -347,7 +341,7 @@ def test_requests_that_share_a_chunk_fetch_it_once() -> None:
     store.close()
 
 
-def test_a_requests_chunks_come_side_by_side() -> None:
+def test_a_requests_chunks_come_side_by_side():
     values, kvs = SlowValues(), [make_kv(seed) for seed in range(6)]
     values.data.update({kv.header.key: encode_chunk(kv) for kv in kvs})
     store = RemoteStore(values)
@@ -369,12 +363,12 @@ def test_a_requests_chunks_come_side_by_side() -> None:
         *((url, r"redis\+cluster://HOST:PORT") for url in ("redis+cluster://h:7000/3", "rediss+cluster://h:abc")),
     ],
 )
-def test_what_is_no_url_is_named_with_what_to_type(url: str, said: str) -> None:
+def test_what_is_no_url_is_named_with_what_to_type(url, said):
     with pytest.raises(UsageError, match=said):
         open_remote(url)
 
 
-def test_passwords_stay_out_of_messages_and_nothing_is_asked_before_it_is_needed() -> None:
+def test_passwords_stay_out_of_messages_and_nothing_is_asked_before_it_is_needed():
     url = f"redis://user:geheim@127.0.0.1:{free_port()}/0?socket_timeout=1"
     assert redact(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
     store = open_remote(url)
@@ -384,7 +378,7 @@ def test_passwords_stay_out_of_messages_and_nothing_is_asked_before_it_is_needed
     assert "geheim" not in str(status)
 
 
-def test_foreign_values_in_the_same_database_are_left_alone(redis_server: RedisServer) -> None:
+def test_foreign_values_in_the_same_database_are_left_alone(redis_server):
     client = redis.Redis.from_url(redis_server.url.replace("/0", "/3"))
     client.set("session:1", "somebody's")
     store, kv = open_remote(redis_server.url.replace("/0", "/3")), make_kv()
@@ -396,7 +390,7 @@ def test_foreign_values_in_the_same_database_are_left_alone(redis_server: RedisS
     store.close()
 
 
-def test_a_missing_package_says_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_says_its_install_line(monkeypatch):
     import sys
 
     monkeypatch.delitem(sys.modules, "ragblend.engine.store.remote.redis_values", raising=False)

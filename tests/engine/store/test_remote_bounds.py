@@ -6,10 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from servers import RedisServer, TalkingServer, TcpProxy
+from servers import TalkingServer, TcpProxy
 from tier_support import DictValues, SlowValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -31,14 +30,14 @@ LATE_S = 0.6  # a busy machine may be late by this much
 
 
 @pytest.fixture
-def proxy(redis_server: RedisServer) -> Iterator[TcpProxy]:
+def proxy(redis_server):
     proxy = TcpProxy(redis_server.port)
     yield proxy
     proxy.close()
 
 
 @pytest.fixture
-def talking() -> Iterator[Callable[..., int]]:
+def talking():
     """`talking(reply, **options)`: the port of a TalkingServer."""
     servers: list[TalkingServer] = []
 
@@ -64,7 +63,7 @@ def within(seconds: float, memory_bytes: int | None = None) -> Iterator[None]:
 # --- time ---
 
 
-def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_they_come() -> None:
+def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_they_come():
     """40 chunks from a server that takes 0.2 s for each, 8 at a time: what has come after 0.5 s is used, the rest not
     asked for again."""
     values, kvs = SlowValues(), [make_kv(seed) for seed in range(40)]
@@ -83,7 +82,7 @@ def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_t
     store.close()
 
 
-def test_what_arrived_lately_is_let_go_by_a_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_arrived_lately_is_let_go_by_a_later_request(monkeypatch):
     store = RemoteStore(DictValues())
     for seed in range(50):
         assert store.get(f"{seed:032x}") is None
@@ -94,7 +93,7 @@ def test_what_arrived_lately_is_let_go_by_a_later_request(monkeypatch: pytest.Mo
     store.close()
 
 
-def test_a_second_remote_tier_has_only_what_time_the_first_has_left() -> None:
+def test_a_second_remote_tier_has_only_what_time_the_first_has_left():
     first, second = SlowValues(), SlowValues()
     first.wait_s = second.wait_s = 5.0
     store = TieredStore(RemoteStore(first, timeout_s=1.0), RemoteStore(second, timeout_s=1.0))
@@ -103,7 +102,7 @@ def test_a_second_remote_tier_has_only_what_time_the_first_has_left() -> None:
     store.close()
 
 
-def test_a_server_that_always_answers_but_too_late_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_always_answers_but_too_late_is_left_alone(monkeypatch):
     """Its late answers are no successes: three of them, and requests stop asking, though writes go well meanwhile."""
     monkeypatch.setattr(remote, "RESULT_TTL_S", 0.0)
     values = SlowValues()
@@ -122,9 +121,7 @@ def test_a_server_that_always_answers_but_too_late_is_left_alone(monkeypatch: py
 
 
 @pytest.mark.parametrize("mode", ["delay", "drip", "hang"])
-def test_one_call_of_redis_ends_at_its_time_limit_however_the_bytes_come(
-    redis_server: RedisServer, proxy: TcpProxy, mode: str
-) -> None:
+def test_one_call_of_redis_ends_at_its_time_limit_however_the_bytes_come(redis_server, proxy, mode):
     """A socket's own time limit begins anew with every byte."""
     kv = make_kv(1, tokens=40)
     writer = RedisValues(redis_server.url, 5.0)
@@ -139,13 +136,13 @@ def test_one_call_of_redis_ends_at_its_time_limit_however_the_bytes_come(
     assert values.get(kv.header.key) == encode_chunk(kv)
 
 
-def test_one_get_that_hangs_does_not_cost_the_others() -> None:
+def test_one_get_that_hangs_does_not_cost_the_others():
     """Their connections are their own, and are not cut with that of the one that is given up."""
     kvs = [make_kv(seed) for seed in range(4)]
     values = DictValues()
     values.data.update({kv.header.key: encode_chunk(kv) for kv in kvs})
     ask, gate = values.get, threading.Event()
-    values.get = lambda name: (name == kvs[0].header.key and gate.wait(2), ask(name))[1]  # type: ignore[method-assign]
+    values.get = lambda name: (name == kvs[0].header.key and gate.wait(2), ask(name))[1]
     store = RemoteStore(values, timeout_s=0.3)
     assert sorted(store.fetch_many([kv.header.key for kv in kvs])) == sorted(kv.header.key for kv in kvs[1:])
     gate.set()
@@ -161,9 +158,7 @@ def endless(head: bytes) -> Iterator[bytes]:
         yield bytes(1 << 20)
 
 
-def test_a_value_of_redis_without_an_end_is_given_up_at_the_size_of_the_largest(
-    talking: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_of_redis_without_an_end_is_given_up_at_the_size_of_the_largest(talking, monkeypatch):
     monkeypatch.setattr(remote_redis, "_MAX_REPLY_BYTES", 4 << 20)
 
     def reply(words: list[bytes]) -> Iterable[bytes]:
@@ -177,7 +172,7 @@ def test_a_value_of_redis_without_an_end_is_given_up_at_the_size_of_the_largest(
     store.close()
 
 
-def test_a_large_value_of_redis_arrives_whole(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_value_of_redis_arrives_whole(redis_server, monkeypatch):
     monkeypatch.setattr(remote_redis, "_MAX_REPLY_BYTES", 4 << 20)
     values = RedisValues(redis_server.url, 5.0)
     values.put("large", bytes(3 << 20))
@@ -188,16 +183,14 @@ def test_a_large_value_of_redis_arrives_whole(redis_server: RedisServer, monkeyp
 @pytest.mark.parametrize(
     "said", [b"*999999999\r\n", b"+" + b"x" * 100_000, b"$" + b"9" * 5000 + b"\r\n", b"$x\r\n", b"\r\n"]
 )
-def test_other_lies_about_sizes_are_failures_too(said: bytes, talking: Callable[..., int]) -> None:
+def test_other_lies_about_sizes_are_failures_too(said, talking):
     port = talking(lambda words: [said if words[0] == b"GET" else b"+OK\r\n"])
     values = RedisValues(f"redis://127.0.0.1:{port}/0", 0.5)
     with pytest.raises(BackendUnreachableError):
         values.get("a" * 32)
 
 
-def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_read(
-    talking: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_read(talking, monkeypatch):
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % TERABYTE
     port = talking(lambda words: endless(head), is_http=True)
@@ -209,7 +202,7 @@ def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_rea
         values.get("a" * 32)
 
 
-def test_a_file_that_is_larger_than_any_value_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_file_that_is_larger_than_any_value_is_refused_before_it_is_read(tmp_path):
     values = ObjectValues(f"file://{tmp_path}", 5.0)
     values.put("ab", b"x")
     values.max_value_bytes = 10
@@ -223,9 +216,7 @@ def test_a_file_that_is_larger_than_any_value_is_refused_before_it_is_read(tmp_p
 
 
 @pytest.mark.parametrize("cursors", ["go round", "never end"])
-def test_a_walk_over_a_server_that_never_says_it_is_done_ends(
-    cursors: str, talking: Callable[..., int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_walk_over_a_server_that_never_says_it_is_done_ends(cursors, talking, monkeypatch):
     monkeypatch.setattr(remote_redis, "WALK_TIMEOUT_S", 1.0)
     num_scans = 0
 
@@ -249,5 +240,5 @@ def test_a_walk_over_a_server_that_never_says_it_is_done_ends(
 
 
 @pytest.mark.parametrize(("call_s", "connect_s"), [(0.2, 0.2), (5.0, 1.0), (60.0, 6.0)])
-def test_whoever_allows_a_call_minutes_allows_a_connection_more_than_a_second(call_s: float, connect_s: float) -> None:
+def test_whoever_allows_a_call_minutes_allows_a_connection_more_than_a_second(call_s, connect_s):
     assert connect_timeout_s(call_s) == connect_s

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> DiskStore:
+def disk(tmp_path):
     return DiskStore(tmp_path / "kv", fsync=False)
 
 
@@ -59,9 +59,7 @@ def disk(tmp_path: Path) -> DiskStore:
         max_size=40,
     ),
 )
-def test_memory_behaves_like_a_list_ordered_by_use_in_which_pins_stay(
-    capacity: int, steps: list[tuple[str, int]]
-) -> None:
+def test_memory_behaves_like_a_list_ordered_by_use_in_which_pins_stay(capacity, steps):
     kvs = [make_kv(seed, tokens=1 + seed % 3) for seed in range(6)]
     unit = make_kv(tokens=1).nbytes
     store, num_evicted = MemoryStore(capacity * unit), 0
@@ -103,7 +101,7 @@ def test_memory_behaves_like_a_list_ordered_by_use_in_which_pins_stay(
     assert store.counters.num_evicted == num_evicted
 
 
-def test_memory_returns_what_was_put_and_refuses_other_token_ids(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_returns_what_was_put_and_refuses_other_token_ids(caplog):
     store, kv = MemoryStore(10_000), make_kv()
     store.put(kv)
     assert store.get("f" * 32) is None
@@ -114,13 +112,12 @@ def test_memory_returns_what_was_put_and_refuses_other_token_ids(caplog: pytest.
     assert (counters.num_hits, counters.num_misses, counters.num_puts, counters.num_damaged) == (1, 2, 1, 1)
 
 
-def test_memory_does_not_keep_what_a_slice_was_cut_from() -> None:
+def test_memory_does_not_keep_what_a_slice_was_cut_from():
     whole = torch.randn(2, 1000, 4)
     cut = LayerKV(whole[:, :3], whole[:, 3:6])
     store = MemoryStore(10_000)
     store.put(MemoryKV(KVHeader("a" * 32, "m", (), (1, 2, 3), 1, "float32"), (cut,)))
     found = store.get("a" * 32)
-    assert found is not None
     assert [tensor.untyped_storage().nbytes() for tensor in found.layer(0)] == [96, 96]
     expected = cut.keys.clone()
     whole.zero_()  # the cache the chunk was cut from goes on living
@@ -129,9 +126,7 @@ def test_memory_does_not_keep_what_a_slice_was_cut_from() -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("num_tokens", [1, 7, 300, 512])
-def test_page_locked_memory_returns_what_was_put_and_wastes_little(
-    num_tokens: int, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_locked_memory_returns_what_was_put_and_wastes_little(num_tokens, kv_dtype, monkeypatch):
     """Without a GPU there is no page-locked memory; ordinary memory stands in for it, and its blocks are counted."""
     real, blocks = torch.empty, list[int]()
 
@@ -159,7 +154,7 @@ def test_page_locked_memory_returns_what_was_put_and_wastes_little(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_without_page_locked_memory_entries_are_in_ordinary_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_page_locked_memory_entries_are_in_ordinary_memory(caplog):
     store, kv = MemoryStore(10_000), make_kv()
     store.page_locked = True
     store.put(kv)
@@ -170,9 +165,7 @@ def test_without_page_locked_memory_entries_are_in_ordinary_memory(caplog: pytes
 
 @pytest.mark.parametrize("under_inference", [False, True])
 @pytest.mark.parametrize("from_disk", [False, True])
-def test_a_written_into_entry_is_dropped_never_answered(
-    disk: DiskStore, caplog: pytest.LogCaptureFixture, under_inference: bool, from_disk: bool
-) -> None:
+def test_a_written_into_entry_is_dropped_never_answered(disk, caplog, under_inference, from_disk):
     memory = MemoryStore(10_000)
     with torch.inference_mode(under_inference):
         kv: ChunkKV = make_kv()
@@ -181,14 +174,13 @@ def test_a_written_into_entry_is_dropped_never_answered(
             kv = disk.get(kv.header.key) or pytest.fail("a miss")
         memory.put(kv)
         found = memory.get(kv.header.key)
-        assert found is not None
         found.layer(1).keys[0, 2:].mul_(2)  # what a rotation in place would do
     assert memory.get(kv.header.key) is None
     assert "read-only" in caplog.text
     assert (memory.counters.num_damaged, memory.nbytes()) == (1, 0)
 
 
-def test_memory_is_safe_to_share_between_threads() -> None:
+def test_memory_is_safe_to_share_between_threads():
     kvs = [make_kv(seed) for seed in range(6)]
     store = MemoryStore(3 * kvs[0].nbytes)
 
@@ -210,7 +202,7 @@ def test_memory_is_safe_to_share_between_threads() -> None:
 # --- tiers ---
 
 
-def test_a_chunk_too_large_for_memory_is_stored_below_and_stays_there(disk: DiskStore) -> None:
+def test_a_chunk_too_large_for_memory_is_stored_below_and_stays_there(disk):
     memory, kv = MemoryStore(10), make_kv()
     tiers = TieredStore(memory, disk)
     tiers.put(kv)
@@ -220,7 +212,7 @@ def test_a_chunk_too_large_for_memory_is_stored_below_and_stays_there(disk: Disk
     assert list(memory.keys()) == []
 
 
-def test_an_entry_moves_up_once_all_its_layers_were_read(disk: DiskStore) -> None:
+def test_an_entry_moves_up_once_all_its_layers_were_read(disk):
     memory, kv = MemoryStore(10_000), make_kv(num_layers=3)
     disk.put(kv)
     tiers = TieredStore(memory, disk)
@@ -236,17 +228,16 @@ def test_an_entry_moves_up_once_all_its_layers_were_read(disk: DiskStore) -> Non
     assert (tiers.counters.num_hits, tiers.counters.num_misses) == (2, 0)
 
 
-def test_an_entry_written_into_while_it_was_streamed_does_not_move_up(disk: DiskStore) -> None:
+def test_an_entry_written_into_while_it_was_streamed_does_not_move_up(disk):
     memory, kv = MemoryStore(10_000), make_kv()
     disk.put(kv)
     found = TieredStore(memory, disk).get(kv.header.key)
-    assert found is not None
     found.layer(0).keys.zero_()
     found.layer(1)
     assert not memory.contains(kv.header.key)
 
 
-def test_an_entry_deleted_while_it_is_read_does_not_come_back(disk: DiskStore) -> None:
+def test_an_entry_deleted_while_it_is_read_does_not_come_back(disk):
     memory, kv = MemoryStore(10_000), make_kv()
     tiers = TieredStore(memory, disk)
     disk.put(kv)
@@ -258,16 +249,13 @@ def test_an_entry_deleted_while_it_is_read_does_not_come_back(disk: DiskStore) -
 
 
 @pytest.mark.parametrize("is_archived", [False, True])
-def test_damage_is_an_error_then_a_miss_or_healed_from_the_tier_below_and_never_moves_up(
-    disk: DiskStore, tmp_path: Path, is_archived: bool
-) -> None:
+def test_damage_is_an_error_then_a_miss_or_healed_from_the_tier_below_and_never_moves_up(disk, tmp_path, is_archived):
     memory, archive, kv = MemoryStore(10_000), DiskStore(tmp_path / "archive", fsync=False), make_kv()
     tiers = TieredStore(memory, disk, archive) if is_archived else TieredStore(memory, disk)
     for tier in tiers.tiers[1:]:
         tier.put(kv)
     flip(path_of(disk.root, kv.header.key), -1)
     found = tiers.get(kv.header.key)
-    assert found is not None
     found.layer(0)
     with pytest.raises(DamagedEntryError):
         found.layer(1)
@@ -282,9 +270,7 @@ def test_damage_is_an_error_then_a_miss_or_healed_from_the_tier_below_and_never_
         assert_same(tier.get(kv.header.key), kv)
 
 
-def test_a_full_disk_is_reported_after_the_other_tiers_were_written(
-    disk: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported_after_the_other_tiers_were_written(disk, monkeypatch):
     memory, kv = MemoryStore(10_000), make_kv()
 
     def full(_: ChunkKV) -> None:
@@ -296,7 +282,7 @@ def test_a_full_disk_is_reported_after_the_other_tiers_were_written(
     assert_same(memory.get(kv.header.key), kv)
 
 
-def test_a_faster_tier_that_refuses_costs_no_answer(disk: DiskStore, tmp_path: Path) -> None:
+def test_a_faster_tier_that_refuses_costs_no_answer(disk, tmp_path):
     kv = make_kv()
     archive = DiskStore(tmp_path / "archive", fsync=False)
     archive.put(kv)
@@ -306,7 +292,7 @@ def test_a_faster_tier_that_refuses_costs_no_answer(disk: DiskStore, tmp_path: P
     assert_same(found, kv)
 
 
-def test_a_hit_in_memory_counts_as_a_use_on_disk(disk: DiskStore) -> None:
+def test_a_hit_in_memory_counts_as_a_use_on_disk(disk):
     memory, hot, cold = MemoryStore(10_000), make_kv(1), make_kv(2)
     tiers = TieredStore(memory, disk)
     for kv in (hot, cold):
@@ -316,7 +302,7 @@ def test_a_hit_in_memory_counts_as_a_use_on_disk(disk: DiskStore) -> None:
     assert disk.gc(max_bytes=disk.nbytes() - 1).evicted == (cold.header.key,)
 
 
-def test_no_tier_and_a_negative_capacity_are_usage_errors() -> None:
+def test_no_tier_and_a_negative_capacity_are_usage_errors():
     with pytest.raises(UsageError, match="at least one"):
         TieredStore()
     with pytest.raises(UsageError, match="capacity_bytes is -1"):
@@ -338,7 +324,7 @@ class Tiers:
 
 
 @pytest.fixture
-def tiers(tmp_path: Path) -> Tiers:
+def tiers(tmp_path):
     return Tiers(tmp_path / "kv")
 
 
@@ -353,7 +339,7 @@ OPERATIONS = ["put", "get", "get", "drop memory", "drop disk", "delete", "swap o
         st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 3), st.sampled_from(["red", "blue"])), max_size=40
     )
 )
-def test_no_request_in_one_namespace_ever_reads_anothers_entry(steps: list[tuple[str, int, str]]) -> None:
+def test_no_request_in_one_namespace_ever_reads_anothers_entry(steps):
     """Random traffic of two tenants over the same texts, on tiers that lose entries and get them swapped."""
     remote.RESULT_TTL_S, linger_s = 0.0, remote.RESULT_TTL_S
     with tempfile.TemporaryDirectory() as root:
@@ -398,7 +384,7 @@ def test_no_request_in_one_namespace_ever_reads_anothers_entry(steps: list[tuple
 # --- reading ---
 
 
-def test_an_entry_of_the_remote_moves_into_memory_at_once_and_onto_disk_behind_the_readers_back(tiers: Tiers) -> None:
+def test_an_entry_of_the_remote_moves_into_memory_at_once_and_onto_disk_behind_the_readers_back(tiers):
     kv = make_kv(num_layers=3)
     writer = RemoteStore(tiers.values)
     writer.put(kv)
@@ -410,7 +396,7 @@ def test_an_entry_of_the_remote_moves_into_memory_at_once_and_onto_disk_behind_t
         slow.wait(10)
         put(chunk)
 
-    tiers.disk.put = slow_put  # type: ignore[method-assign]
+    tiers.disk.put = slow_put
     store = TieredStore(tiers.memory, tiers.disk, tiers.remote)
     assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
     assert tiers.memory.contains(kv.header.key)
@@ -423,9 +409,7 @@ def test_an_entry_of_the_remote_moves_into_memory_at_once_and_onto_disk_behind_t
     assert_same(tiers.disk.get(kv.header.key), kv)
 
 
-def test_an_entry_deleted_while_the_remote_sends_it_does_not_come_back(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_deleted_while_the_remote_sends_it_does_not_come_back(tiers, monkeypatch):
     kv, ask = make_kv(), tiers.values.get
     tiers.values.data[kv.header.key] = encode_chunk(kv)
 
@@ -440,7 +424,7 @@ def test_an_entry_deleted_while_the_remote_sends_it_does_not_come_back(
     assert not tiers.store.contains(kv.header.key)
 
 
-def test_an_entry_that_the_catalogue_cannot_record_is_in_no_tier(tmp_path: Path) -> None:
+def test_an_entry_that_the_catalogue_cannot_record_is_in_no_tier(tmp_path):
     """A removal looks for entries in the catalogue: it would not find this one."""
     values, disk = DictValues(), DiskStore(tmp_path, fsync=False)
     store = TieredStore(MemoryStore(1 << 20), disk, RemoteStore(values))
@@ -460,7 +444,7 @@ def test_an_entry_that_the_catalogue_cannot_record_is_in_no_tier(tmp_path: Path)
     assert [list(tier.keys()) for tier in store.tiers] == [[kv.header.key]] * 3
 
 
-def test_put_writes_through_and_a_second_machine_finds_it(tiers: Tiers, tmp_path: Path) -> None:
+def test_put_writes_through_and_a_second_machine_finds_it(tiers, tmp_path):
     kvs = [make_kv(seed) for seed in range(5)]
     for kv in kvs:
         tiers.store.put(kv)
@@ -493,7 +477,7 @@ class CountingKV:
         return dequantized(self.stored_layer(index))
 
 
-def test_requests_that_share_a_chunk_read_each_layer_once(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_share_a_chunk_read_each_layer_once(tiers, monkeypatch):
     """6 readers at once, 5 layers on disk."""
     kv = make_kv(num_layers=5)
     counting = CountingKV(kv)
@@ -506,7 +490,7 @@ def test_requests_that_share_a_chunk_read_each_layer_once(tiers: Tiers, monkeypa
     assert tiers.memory.contains(kv.header.key)
 
 
-def test_a_layer_one_reader_wrote_into_is_read_again_for_the_next(tiers: Tiers) -> None:
+def test_a_layer_one_reader_wrote_into_is_read_again_for_the_next(tiers):
     kv = make_kv(num_layers=2)
     tiers.disk.put(kv)
     first, second = (tiers.store.get(kv.header.key) for _ in range(2))
@@ -516,7 +500,7 @@ def test_a_layer_one_reader_wrote_into_is_read_again_for_the_next(tiers: Tiers) 
     assert_same(second, kv)
 
 
-def test_prefetch_brings_entries_into_memory_from_every_tier(tiers: Tiers) -> None:
+def test_prefetch_brings_entries_into_memory_from_every_tier(tiers):
     on_disk, far = make_kv(1), make_kv(2)
     tiers.disk.put(on_disk)
     tiers.remote.put(far)
@@ -528,7 +512,7 @@ def test_prefetch_brings_entries_into_memory_from_every_tier(tiers: Tiers) -> No
     assert_same(tiers.store.get(far.header.key), far)
 
 
-def test_fetch_ahead_asks_the_remote_only_for_what_is_not_here(tiers: Tiers) -> None:
+def test_fetch_ahead_asks_the_remote_only_for_what_is_not_here(tiers):
     here, near, far = make_kv(1), make_kv(2), make_kv(3)
     for store, kv in ((tiers.memory, here), (tiers.disk, near), (tiers.remote, far)):
         store.put(kv)
@@ -543,7 +527,7 @@ def test_fetch_ahead_asks_the_remote_only_for_what_is_not_here(tiers: Tiers) -> 
 # --- a remote that is down ---
 
 
-def test_without_the_remote_the_local_tiers_go_on(tiers: Tiers) -> None:
+def test_without_the_remote_the_local_tiers_go_on(tiers):
     """200 requests while it is down: every stored chunk is found, nothing raises, the breaker keeps it out."""
     kvs = [make_kv(seed) for seed in range(10)]
     tiers.values.is_down = True
@@ -561,7 +545,7 @@ def test_without_the_remote_the_local_tiers_go_on(tiers: Tiers) -> None:
     assert tiers.store.counters.num_dropped == 10
 
 
-def test_a_delete_reaches_the_local_tiers_and_says_that_the_remote_keeps_it(tiers: Tiers) -> None:
+def test_a_delete_reaches_the_local_tiers_and_says_that_the_remote_keeps_it(tiers):
     kv = make_kv()
     tiers.store.put(kv)
     assert tiers.store.flush(10)
@@ -572,7 +556,7 @@ def test_a_delete_reaches_the_local_tiers_and_says_that_the_remote_keeps_it(tier
     assert not tiers.disk.contains(kv.header.key)
 
 
-def test_a_chunk_pinned_out_of_memory_still_goes_below(tiers: Tiers) -> None:
+def test_a_chunk_pinned_out_of_memory_still_goes_below(tiers):
     first, second = make_kv(1), make_kv(2)
     tiers.memory.capacity_bytes = first.nbytes
     tiers.store.put(first)
@@ -587,17 +571,17 @@ def test_a_chunk_pinned_out_of_memory_still_goes_below(tiers: Tiers) -> None:
 # --- composition ---
 
 
-def test_open_store_makes_the_tiers_that_are_asked_for(tmp_path: Path) -> None:
+def test_open_store_makes_the_tiers_that_are_asked_for(tmp_path):
     url = f"redis://127.0.0.1:{free_port()}/0"
     store = open_store(tmp_path, memory_gib=1, disk_gib=2, remote=url)
     assert [type(tier) for tier in store.tiers] == [MemoryStore, DiskStore, RemoteStore]
-    assert store.tiers[1].capacity_bytes == 2 << 30  # type: ignore[attr-defined]
+    assert store.tiers[1].capacity_bytes == 2 << 30
     assert [type(tier) for tier in open_store(None, remote=url).tiers] == [MemoryStore, RemoteStore]
     with pytest.raises(UsageError, match="open_remote"):
         load_engine("demo", MemoryStore(10), remote=url)
 
 
-def test_pins_of_an_earlier_run_hold_in_memory_too(tmp_path: Path) -> None:
+def test_pins_of_an_earlier_run_hold_in_memory_too(tmp_path):
     kv = make_kv()
     DiskStore(tmp_path).pin("doc", [kv.header.key])
     memory = open_store(tmp_path).tiers[0]
@@ -639,7 +623,7 @@ class OwnStore(KVStore):
 
 
 @pytest.mark.parametrize("place", ["alone", "below memory"])
-def test_a_store_of_ones_own_needs_the_abstract_methods_only(place: str, tiny_engine) -> None:  # type: ignore[no-untyped-def]
+def test_a_store_of_ones_own_needs_the_abstract_methods_only(place, tiny_engine):
     own = OwnStore()
     store = own if place == "alone" else TieredStore(MemoryStore(1 << 28), own)
     engine, chunks = (
@@ -662,7 +646,7 @@ def test_a_store_of_ones_own_needs_the_abstract_methods_only(place: str, tiny_en
     assert store.close()
 
 
-def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, tmp_path):
     """One machine ingests, another that has only the remote tier answers at ratio 1.0."""
     values = DictValues()
     first = tiny_engine(store=TieredStore(MemoryStore(1 << 26), RemoteStore(values)))
@@ -703,18 +687,18 @@ def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, t
         ("0", 0),
     ],
 )
-def test_sizes_are_read(text: str | int, nbytes: int) -> None:
+def test_sizes_are_read(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 gigs", "1e9", "1,5GB", "8GiB/s", "nan"])
-def test_what_is_not_a_size_is_named(text: str) -> None:
+def test_what_is_not_a_size_is_named(text):
     with pytest.raises(UsageError, match=r"is not a size.*8GiB"):
         parse_bytes(text)
 
 
 @given(st.integers(0, 2**59))
-def test_a_formatted_size_reads_back_within_its_precision(nbytes: int) -> None:
+def test_a_formatted_size_reads_back_within_its_precision(nbytes):
     text = format_bytes(nbytes)
     assert abs(parse_bytes(text) - nbytes) <= 0.051 * max(nbytes, 1)
     assert not text.startswith("1024")

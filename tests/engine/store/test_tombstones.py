@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,10 @@ from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import BackendUnreachableError, StoreFullError
 
 KVS = [make_kv(seed, namespace="ab"[seed % 2]) for seed in range(6)]
-Remotes = Callable[[], RemoteStore]
 
 
 @pytest.fixture(params=["redis", "folder"])
-def remotes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Remotes]:
+def remotes(request, tmp_path):
     """Opens the one remote tier as another machine would."""
     server = None
     if request.param == "redis":
@@ -57,18 +55,14 @@ def keys_of(*numbers: int) -> list[str]:
 
 
 def on_disk(store: TieredStore) -> set[str]:
-    assert store.disk_tier is not None
     return set(store.disk_tier.keys())
 
 
 def in_memory(store: TieredStore) -> set[str]:
-    assert store.memory_tier is not None
     return set(store.memory_tier.keys())
 
 
-def test_every_machine_deletes_what_one_deletes_and_one_that_was_down_does_at_its_start(
-    remotes: Remotes, tmp_path: Path
-) -> None:
+def test_every_machine_deletes_what_one_deletes_and_one_that_was_down_does_at_its_start(remotes, tmp_path):
     one, up, down = (machine(tmp_path / name, remotes()) for name in ("one", "up", "down"))
     for store in (one, up, down):
         for kv in KVS:
@@ -87,7 +81,7 @@ def test_every_machine_deletes_what_one_deletes_and_one_that_was_down_does_at_it
     again.close()
 
 
-def test_what_is_stored_again_after_a_deletion_stays(remotes: Remotes, tmp_path: Path) -> None:
+def test_what_is_stored_again_after_a_deletion_stays(remotes, tmp_path):
     """Here and there, in each process over the disk, and in the remote tier."""
     one, two, other_process = (machine(tmp_path / name, remotes()) for name in ("one", "two", "two"))
     for store in (one, two, other_process):
@@ -107,7 +101,7 @@ def test_what_is_stored_again_after_a_deletion_stays(remotes: Remotes, tmp_path:
     assert {*remotes().keys()} == {*keys_of(0)}
 
 
-def test_two_processes_over_one_disk_both_clear_their_memory(remotes: Remotes, tmp_path: Path) -> None:
+def test_two_processes_over_one_disk_both_clear_their_memory(remotes, tmp_path):
     one, two = (machine(tmp_path / "shared", remotes()) for _ in range(2))
     for store in (one, two):
         store.apply_deletions()
@@ -120,7 +114,7 @@ def test_two_processes_over_one_disk_both_clear_their_memory(remotes: Remotes, t
     assert on_disk(one) == set()
 
 
-def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path: Path) -> None:
+def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path):
     """An entry that waits for the remote tier, and one that is fetched, while another machine deletes it."""
     values = DictValues()
     one, two = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two"))
@@ -133,7 +127,7 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path: Path) -> N
         assert may_send.wait(60)
         put(name, data)
 
-    values.put = put_late  # type: ignore[method-assign]
+    values.put = put_late
     two.put(KVS[0])
     assert sent.wait(60)
     two.apply_deletions()
@@ -143,7 +137,7 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path: Path) -> N
     assert keys_of(0) == [*values.data]
     two.apply_deletions()
     assert (on_disk(two), values.data) == (set(), {})
-    values.put = put  # type: ignore[method-assign]
+    values.put = put
     one.put(KVS[1])
     assert one.flush(10)
     fetched = RemoteStore(values).fetch_many(keys_of(1))
@@ -156,7 +150,7 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path: Path) -> N
     assert on_disk(two) == in_memory(two) == set()
 
 
-def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path: Path) -> None:
+def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path):
     """A remote tier keeps results of fetches for other requests. One of two processes leaves the disk to the other."""
     values = DictValues()
     one, two, worker = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two", "two"))
@@ -176,7 +170,7 @@ def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path: Path) -> 
         store.close()
 
 
-def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(tmp_path: Path) -> None:
+def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(tmp_path):
     """Redis without persistence, killed: a machine that was down the whole time still learns of it."""
     server = RedisServer(tmp_path)
     server.start()
@@ -199,7 +193,7 @@ def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(tmp
         server.kill()
 
 
-def test_old_tombstones_go_here_and_there(remotes: Remotes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_tombstones_go_here_and_there(remotes, tmp_path, monkeypatch):
     remote = remotes()
     store, folder = machine(tmp_path / "one", remote), tmp_path / "one" / "forgotten"
     machine(tmp_path / "two", remotes()).delete_everywhere(keys_of(0))
@@ -210,7 +204,7 @@ def test_old_tombstones_go_here_and_there(remotes: Remotes, tmp_path: Path, monk
     assert (remote.values.list_metadata(), list(folder.iterdir())) == ([], [])
 
 
-def test_many_keys_are_one_tombstone_and_very_many_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_keys_are_one_tombstone_and_very_many_are_few(tmp_path, monkeypatch):
     values = DictValues()
     one, two = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two"))
     for kv in KVS:
@@ -225,7 +219,7 @@ def test_many_keys_are_one_tombstone_and_very_many_are_few(tmp_path: Path, monke
     assert on_disk(two) == set()
 
 
-def test_without_an_answer_of_the_remote_tier_the_entries_are_deleted_here(tmp_path: Path) -> None:
+def test_without_an_answer_of_the_remote_tier_the_entries_are_deleted_here(tmp_path):
     values = DictValues()
     store = machine(tmp_path, RemoteStore(values))
     for kv in KVS[:2]:
@@ -241,7 +235,7 @@ def test_without_an_answer_of_the_remote_tier_the_entries_are_deleted_here(tmp_p
     assert (values.data, len(values.noted)) == ({}, 1)
 
 
-def test_on_a_full_disk_entries_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_entries_are_deleted(tmp_path, monkeypatch):
     values = DictValues()
     one, two = (machine(tmp_path / name, RemoteStore(values)) for name in ("one", "two"))
     for store in (one, two):
@@ -259,9 +253,7 @@ def test_on_a_full_disk_entries_are_deleted(tmp_path: Path, monkeypatch: pytest.
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.binary(max_size=200), flip=st.integers(0, 400))
-def test_a_damaged_forged_or_foreign_tombstone_deletes_nothing(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes, flip: int
-) -> None:
+def test_a_damaged_forged_or_foreign_tombstone_deletes_nothing(tmp_path_factory, data, flip):
     values = DictValues()
     remote = RemoteStore(values, store_key=StoreKey(b"k" * 32))
     store = TieredStore(DiskStore(tmp_path_factory.mktemp("kv"), fsync=False, store_key=None), remote)
@@ -278,7 +270,7 @@ def test_a_damaged_forged_or_foreign_tombstone_deletes_nothing(
     assert store.tiers[0].contains(*keys_of(0))
 
 
-def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path, monkeypatch):
     """Its own time limit is the requests' affair, and may be long; its tombstones are applied once it answers."""
     monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
     server = RedisServer(tmp_path)
@@ -289,7 +281,6 @@ def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, m
     store = machine(tmp_path / "here", silent)
     again = machine(tmp_path / "here", far)
     try:
-        assert store.disk_tier is not None
         store.disk_tier.put(KVS[0])
         TieredStore(far).delete_everywhere(keys_of(0))
         proxy.mode = "hang"
@@ -307,7 +298,7 @@ def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path: Path, m
         server.kill()
 
 
-def test_the_thread_that_watches_ends_with_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_that_watches_ends_with_its_store(tmp_path, monkeypatch):
     monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.05)
     closed, dropped = (machine(tmp_path / name, RemoteStore(DictValues())) for name in ("closed", "dropped"))
 

@@ -44,7 +44,7 @@ class Gate:
         return self.written
 
 
-def test_what_is_queued_is_written_once_in_order_and_seen_meanwhile() -> None:
+def test_what_is_queued_is_written_once_in_order_and_seen_meanwhile():
     gate, kvs = Gate(), [make_kv(seed) for seed in range(3)]
     queue = WriteQueue(gate, 10_000, "test")
     assert all(queue.put(kv) for kv in kvs)
@@ -58,7 +58,7 @@ def test_what_is_queued_is_written_once_in_order_and_seen_meanwhile() -> None:
     assert (queue.nbytes, queue.num_dropped, queue.peek(kvs[0].header.key)) == (0, 0, None)
 
 
-def test_a_full_queue_drops_and_counts_without_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_queue_drops_and_counts_without_waiting(caplog):
     gate = Gate()
     queue = WriteQueue(gate, 2 * make_kv().nbytes, "test")
     assert [queue.put(make_kv(seed)) for seed in range(10)] == [True, True, *[False] * 8]
@@ -67,7 +67,7 @@ def test_a_full_queue_drops_and_counts_without_waiting(caplog: pytest.LogCapture
     assert len(gate.let_through(queue)) == 2
 
 
-def test_what_a_target_refuses_is_not_owed() -> None:
+def test_what_a_target_refuses_is_not_owed():
     gate = Gate(lambda: StoreFullError("full"))
     queue = WriteQueue(gate, 10_000, "test")
     queue.put(make_kv())
@@ -75,7 +75,7 @@ def test_what_a_target_refuses_is_not_owed() -> None:
     assert (queue.num_dropped, queue.nbytes) == (1, 0)
 
 
-def test_a_chunk_that_never_arrives_is_not_in_the_way_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_never_arrives_is_not_in_the_way_of_the_others(monkeypatch):
     monkeypatch.setattr(write_queue, "RETRY_S", 0.001)
     kvs, written = [make_kv(seed) for seed in range(4)], []
 
@@ -93,7 +93,7 @@ def test_a_chunk_that_never_arrives_is_not_in_the_way_of_the_others(monkeypatch:
     assert (queue.num_waiting, queue.num_dropped, queue.nbytes) == (0, 1, 0)
 
 
-def test_after_a_failure_the_target_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_the_target_is_left_alone_for_a_while(monkeypatch):
     monkeypatch.setattr(write_queue, "RETRY_S", 1000.0)
     calls: list[MemoryKV] = []
 
@@ -109,7 +109,7 @@ def test_after_a_failure_the_target_is_left_alone_for_a_while(monkeypatch: pytes
     queue.close(0.0)
 
 
-def test_what_finds_no_room_is_read_back_at_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_finds_no_room_is_read_back_at_its_turn(caplog):
     """10 chunks, room for 2: each is written once, in order; one that is gone by then is counted."""
     gate, kvs = Gate(), [make_kv(seed) for seed in range(10)]
     stored = {kv.header.key: kv for kv in kvs if kv is not kvs[7]}
@@ -122,7 +122,7 @@ def test_what_finds_no_room_is_read_back_at_its_turn(caplog: pytest.LogCaptureFi
     assert "no longer stored here; push it" in caplog.text
 
 
-def test_the_number_of_chunks_that_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_chunks_that_wait_is_bounded(monkeypatch):
     monkeypatch.setattr(write_queue, "MAX_WAITING", 3)
     gate, kvs = Gate(), [make_kv(seed) for seed in range(6)]
     queue = WriteQueue(gate, kvs[0].nbytes, "test")
@@ -140,7 +140,7 @@ def test_the_number_of_chunks_that_wait_is_bounded(monkeypatch: pytest.MonkeyPat
     failures=lists(booleans(), max_size=25),
     room=integers(0, 3),
 )
-def test_nothing_that_is_owed_is_lost(operations: list[tuple[bool, int]], failures: list[bool], room: int) -> None:
+def test_nothing_that_is_owed_is_lost(operations, failures, room):
     """Puts and deletes in any order over a target that fails at any moment: in the end both sides hold the same."""
     here: dict[str, MemoryKV] = {}
     there: dict[str, MemoryKV] = {}
@@ -169,7 +169,7 @@ def test_nothing_that_is_owed_is_lost(operations: list[tuple[bool, int]], failur
     assert (queue.num_dropped, queue.nbytes, queue.num_waiting) == (0, 0, 0)
 
 
-def test_it_holds_back_while_told_to() -> None:
+def test_it_holds_back_while_told_to():
     held_back = threading.Event()
     gate = Gate()
     gate.opened.set()
@@ -181,7 +181,7 @@ def test_it_holds_back_while_told_to() -> None:
     assert len(gate.written) == 1
 
 
-def test_close_drains_within_its_limit_counts_the_rest_and_lets_the_queue_live() -> None:
+def test_close_drains_within_its_limit_counts_the_rest_and_lets_the_queue_live():
     gate = Gate()
     queue = WriteQueue(gate, 10_000, "test")
     for seed in range(3):
@@ -196,7 +196,7 @@ def test_close_drains_within_its_limit_counts_the_rest_and_lets_the_queue_live()
     assert gate.written[-1] == make_kv(9).header.key
 
 
-def test_discard_waits_for_the_write_under_way() -> None:
+def test_discard_waits_for_the_write_under_way():
     gate, kv, other = Gate(), make_kv(1), make_kv(2)
     queue = WriteQueue(gate, 10_000, "test")
     queue.put(kv)
@@ -210,7 +210,7 @@ def test_discard_waits_for_the_write_under_way() -> None:
     assert gate.written == [kv.header.key]
 
 
-def test_its_thread_ends_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_thread_ends_when_there_is_nothing_to_do(monkeypatch):
     monkeypatch.setattr(write_queue, "IDLE_S", 0.05)
     gate = Gate()
     gate.opened.set()
@@ -226,7 +226,7 @@ def test_its_thread_ends_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyP
     assert len(gate.written) == 2
 
 
-def test_a_process_that_ends_writes_what_is_queued_and_is_not_held_up_by_a_dead_target() -> None:
+def test_a_process_that_ends_writes_what_is_queued_and_is_not_held_up_by_a_dead_target():
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from tier_support import make_kv\n"

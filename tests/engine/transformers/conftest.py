@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def own_digest_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_digest_cache(tmp_path_factory, monkeypatch):
     """Keep digests of weights apart from other tests' and from the user's home."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="session")
-def saved_model(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], make_tokenizer: Callable[..., Any]
-) -> Callable[..., Path]:
+def saved_model(tmp_path_factory, tiny_model, make_tokenizer):
     """`saved_model(family, **config)`: its folder as `save_pretrained` writes it. Shared: a test changes a copy."""
     root = tmp_path_factory.mktemp("models")
 
@@ -36,6 +33,6 @@ def saved_model(
 
 
 @pytest.fixture(scope="session")
-def saved(saved_model: Callable[..., Path]) -> Path:
+def saved(saved_model):
     """A tiny Llama's folder."""
     return saved_model("llama")

@@ -51,7 +51,7 @@ def trained(saved: Path, config: Any, seed: int = 0) -> Any:
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory, saved: Path) -> Path:
+def adapter(tmp_path_factory, saved):
     path = tmp_path_factory.mktemp("adapters") / "lora"
     trained(saved, KINDS["lora"]).save_pretrained(path)
     return path
@@ -64,7 +64,7 @@ def stored(engine: Any) -> list[bool]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "lora" else pytest.mark.slow) for kind in KINDS]
 )
-def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, saved: Path, tmp_path: Path) -> None:
+def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind, saved, tmp_path):
     model = trained(saved, KINDS[kind])
     model.save_pretrained(tmp_path)
     with load_engine(str(saved), adapter=tmp_path, on_miss="inline") as engine:
@@ -81,7 +81,7 @@ def test_a_model_with_an_adapter_answers_as_peft_runs_it(kind: str, saved: Path,
     assert blended.report.num_chunk_hits == 3
 
 
-def test_kv_of_base_and_adapter_never_mix(saved: Path, adapter: Path, tmp_path: Path) -> None:
+def test_kv_of_base_and_adapter_never_mix(saved, adapter, tmp_path):
     other = tmp_path / "other"
     trained(saved, KINDS["lora"], seed=1).save_pretrained(other)
     store = tmp_path / "kv"
@@ -102,7 +102,7 @@ def test_kv_of_base_and_adapter_never_mix(saved: Path, adapter: Path, tmp_path: 
         assert second.generate(PROMPT, max_tokens=2).report.num_chunk_hits == 0
 
 
-def test_strength_counts_though_no_weight_changes(saved: Path, adapter: Path, tmp_path: Path) -> None:
+def test_strength_counts_though_no_weight_changes(saved, adapter, tmp_path):
     stronger = Path(shutil.copytree(adapter, tmp_path / "stronger"))
     file = stronger / "adapter_config.json"
     config = json.loads(file.read_text())
@@ -116,7 +116,7 @@ def test_strength_counts_though_no_weight_changes(saved: Path, adapter: Path, tm
     assert marks[adapter] == marks[moved] != marks[stronger]
 
 
-def test_an_adapter_by_its_own_name_brings_its_base(saved: Path, adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_by_its_own_name_brings_its_base(saved, adapter, tmp_path):
     with load_engine(str(adapter)) as own, load_engine(str(saved), adapter=str(adapter)) as named:
         assert own.fingerprint == named.fingerprint
         assert (own.name, named.name) == (str(adapter), f"{saved}+{adapter}")
@@ -130,9 +130,7 @@ def test_an_adapter_by_its_own_name_brings_its_base(saved: Path, adapter: Path, 
     assert "LlamaForCausalLM" in CliRunner().invoke(app, ["doctor", "--model", str(adapter)]).output
 
 
-def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_is_switched(
-    saved: Path, adapter: Path
-) -> None:
+def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_is_switched(saved, adapter):
     tokenizer = AutoTokenizer.from_pretrained(saved)
     model = peft.PeftModel.from_pretrained(load(saved), str(adapter)).eval()
     again = peft.PeftModel.from_pretrained(load(saved), adapter)
@@ -152,7 +150,7 @@ def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_i
         assert engine.fingerprint not in marks
 
 
-def test_an_adapter_that_transformers_itself_loaded_counts(saved: Path, adapter: Path) -> None:
+def test_an_adapter_that_transformers_itself_loaded_counts(saved, adapter):
     model = load(saved)
     model.load_adapter(str(adapter))
     with load_engine((model, AutoTokenizer.from_pretrained(saved))) as engine, load_engine(str(saved)) as plain:
@@ -172,7 +170,7 @@ def test_an_adapter_that_transformers_itself_loaded_counts(saved: Path, adapter:
         ),
     ],
 )
-def test_adapters_that_work_on_the_prompt_are_refused(config: Any, reason: str, saved: Path, tmp_path: Path) -> None:
+def test_adapters_that_work_on_the_prompt_are_refused(config, reason, saved, tmp_path):
     model = peft.get_peft_model(load(saved), config)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -181,7 +179,7 @@ def test_adapters_that_work_on_the_prompt_are_refused(config: Any, reason: str, 
         load_engine((model, AutoTokenizer.from_pretrained(saved)))
 
 
-def test_a_folder_that_is_no_adapter_is_named(saved: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_adapter_is_named(saved, adapter, tmp_path):
     with pytest.raises(NotFoundError, match=r"no adapter at .*gone; give the directory that peft's save_pretrained"):
         load_engine(str(saved), adapter=tmp_path / "gone")
     with pytest.raises(NotFoundError, match="no adapter at"):
@@ -199,6 +197,6 @@ def test_a_folder_that_is_no_adapter_is_named(saved: Path, adapter: Path, tmp_pa
         load_engine(str(saved), model_kwargs={"adapter_kwargs": {}})
 
 
-def test_vllm_rejects_an_adapter_and_names_merging(adapter: Path) -> None:
+def test_vllm_rejects_an_adapter_and_names_merging(adapter):
     with pytest.raises(UnsupportedModelError, match="merge_and_unload"):
         find_checkpoint(str(adapter))

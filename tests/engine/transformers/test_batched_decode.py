@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.transformers.batched_decode import FEW_ROWS, FewRowsCpuMatmul
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.types import Prompt
 
@@ -39,9 +37,7 @@ def alone(layers: TransformersLayers, ids: Sequence[int], fused: FusedKV) -> tor
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_prompts_of_any_lengths_get_the_logits_and_the_kv_that_each_gets_alone(
-    family: str, tiny_layers: Callable[[str], TransformersLayers]
-) -> None:
+def test_prompts_of_any_lengths_get_the_logits_and_the_kv_that_each_gets_alone(family, tiny_layers):
     layers, draw = tiny_layers(family), torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=draw) for length in LENGTHS]
     ours, theirs = ([prefilled(layers, ids) for ids in prompts] for _ in range(2))
@@ -70,9 +66,7 @@ def test_prompts_of_any_lengths_get_the_logits_and_the_kv_that_each_gets_alone(
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma2", "qwen3_moe", "phi3")),
     ],
 )
-def test_answers_in_a_batch_are_those_of_one_after_another(
-    family: str, tiny_engine: Callable[..., TransformersEngine]
-) -> None:
+def test_answers_in_a_batch_are_those_of_one_after_another(family, tiny_engine):
     engine = tiny_engine(family)
     prompts = [Prompt(TEXTS[: 1 + number % 3], f"what is {number}?") for number in range(9)]
     expected = [engine.generate(prompt, max_tokens=12) for prompt in prompts]
@@ -81,7 +75,7 @@ def test_answers_in_a_batch_are_those_of_one_after_another(
     assert [each.text for each in found] == [each.text for each in expected]
 
 
-def test_half_precision_is_as_near_to_exact_in_a_batch_as_alone(tiny_model: Callable[[str], Any]) -> None:
+def test_half_precision_is_as_near_to_exact_in_a_batch_as_alone(tiny_model):
     exact, layers = TransformersLayers(tiny_model("llama")), TransformersLayers(tiny_model("llama").bfloat16())
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=draw) for length in LENGTHS]
@@ -100,7 +94,7 @@ def test_half_precision_is_as_near_to_exact_in_a_batch_as_alone(tiny_model: Call
 
 @pytest.mark.parametrize("num_rows", [1, FEW_ROWS.start, 8, FEW_ROWS.stop])
 @pytest.mark.parametrize("bias", [False, True])
-def test_few_rows_times_a_matrix_are_what_they_were(num_rows: int, bias: bool) -> None:
+def test_few_rows_times_a_matrix_are_what_they_were(num_rows, bias):
     linear, rows = nn.Linear(40, 30, bias=bias), torch.randn(1, num_rows, 40)
     with torch.inference_mode():
         expected = linear(rows)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,17 +25,17 @@ from tests.gguf_files import write_gguf
 
 
 @pytest.fixture(scope="module")
-def parts(tiny_model: Callable[[str], Any], make_tokenizer: Any) -> tuple[Any, Any]:
+def parts(tiny_model, make_tokenizer):
     return tiny_model("llama"), make_tokenizer(CHATML, specials=("<|im|>", "<|end|>"))
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory, parts: tuple[Any, Any]) -> Path:
+def file(tmp_path_factory, parts):
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny-Q8_0.gguf", *parts)
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
+def converted(tmp_path_factory, file):
     """What transformers makes of the file, as a folder of safetensors."""
     path = tmp_path_factory.mktemp("converted")
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
@@ -50,7 +48,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
     return path
 
 
-def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, converted: Path, capfd: Any) -> None:
+def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file, converted, capfd):
     answers = []
     for model in (str(file), str(converted)):
         with load_engine(model, on_miss="inline") as engine:
@@ -64,14 +62,14 @@ def test_a_gguf_by_its_file_name_answers_as_its_converted_folder(file: Path, con
     assert "de-quantizing" not in capfd.readouterr().err
 
 
-def test_the_chat_template_comes_out_of_the_file(file: Path, parts: tuple[Any, Any]) -> None:
+def test_the_chat_template_comes_out_of_the_file(file, parts):
     with load_engine(str(file)) as engine:
         ids = engine.renderer.render(PROMPT)
         assert parts[1].decode(ids).startswith("<|im|>user")
         assert engine.renderer.stop_ids() >= {parts[1].eos_token_id}
 
 
-def test_the_weights_are_the_files_in_the_requested_dtype(file: Path, tmp_path: Path, parts: Any) -> None:
+def test_the_weights_are_the_files_in_the_requested_dtype(file, tmp_path, parts):
     exact = write_gguf(tmp_path / "tiny-F32.gguf", *parts, quantise=False)
     with load_engine(str(exact)) as engine:
         state, expected = engine.layers.model.state_dict(), parts[0].state_dict()
@@ -86,7 +84,7 @@ def test_the_weights_are_the_files_in_the_requested_dtype(file: Path, tmp_path: 
         engine.layers.model.save_pretrained(tmp_path / "saved")  # it is a plain model
 
 
-def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> None:
+def test_a_gguf_is_found_by_every_name_it_has(file, tmp_path):
     commit = "0" * 40
     repo = tmp_path / "hub" / "models--org--tiny-GGUF"
     (repo / "refs").mkdir(parents=True)
@@ -119,18 +117,18 @@ def test_a_gguf_is_found_by_every_name_it_has(file: Path, tmp_path: Path) -> Non
         ("big-00001-of-00003.gguf", UnsupportedModelError, "llama-gguf-split --merge"),
     ],
 )
-def test_a_file_that_is_no_gguf_is_named(name: str, error: type[Exception], reason: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_gguf_is_named(name, error, reason, tmp_path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUF no more")
     with pytest.raises(error, match=reason):
         load_engine(name.format(tmp=tmp_path))
 
 
-def test_a_revision_of_a_file_is_refused(file: Path) -> None:
+def test_a_revision_of_a_file_is_refused(file):
     with pytest.raises(UsageError, match=r"revision is 'v2', but .* is a path"):
         load_engine(str(file), revision="v2")
 
 
-def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_given(parts: Any, tmp_path: Path) -> None:
+def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_given(parts, tmp_path):
     file = write_gguf(tmp_path / "scaled.gguf", *parts, rope_freqs=True)
     with pytest.raises(UnsupportedModelError, match=r"scaled RoPE \(rope_freqs.weight\), which transformers does not"):
         load_engine(str(file))
@@ -145,18 +143,18 @@ def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_given
         assert engine.fingerprint != first
 
 
-def test_without_the_packages_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_the_extra_is_named(file, monkeypatch):
     monkeypatch.setattr(gguf_module, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'ragblend\[gguf\]'"):
         load_engine(str(file))
 
 
-def test_vllm_rejects_a_gguf_and_names_the_other_backend(file: Path) -> None:
+def test_vllm_rejects_a_gguf_and_names_the_other_backend(file):
     with pytest.raises(UnsupportedModelError, match="is a GGUF file, which only backend='transformers' reads"):
         find_checkpoint(str(file))
 
 
-def test_the_command_line_takes_a_gguf(file: Path, tmp_path: Path) -> None:
+def test_the_command_line_takes_a_gguf(file, tmp_path):
     (tmp_path / "doc.txt").write_text("the theory of the chunk and the other question with that answer")
     where = ["--store", str(tmp_path / "kv"), "--model", str(file)]
     done = CliRunner().invoke(app, ["ingest", str(tmp_path / "doc.txt"), *where, "--embedder", "hashing"])

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
@@ -53,7 +53,7 @@ def holding_chunks(engine: TransformersEngine) -> TransformersEngine:
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine]) -> TransformersEngine:
+def engine(tiny_engine):
     """A tiny Llama whose store holds CHUNKS."""
     return holding_chunks(tiny_engine("llama"))
 
@@ -500,7 +500,7 @@ def test_several_damaged_entries_are_all_left_out(tiny_engine, tmp_path, stock_m
 
 
 @pytest.fixture
-def chat_engine(tiny_engine: Any, make_tokenizer: Any) -> TransformersEngine:
+def chat_engine(tiny_engine, make_tokenizer):
     tokenizer = make_tokenizer(CHATML, ("<|im_start|>", "<|im_end|>"))
     return holding_chunks(tiny_engine("llama", renderer=Renderer(tokenizer)))
 
@@ -528,7 +528,6 @@ def test_the_second_turn_reuses_the_first_and_is_exact_at_ratio_one(chat_engine,
     assert_full_prefill(prefilled, stock_model("llama"), ids)
     result = chat_engine.generate(second, recompute_ratio=1.0, max_tokens=8, conversation=conversation)
     assert result.token_ids == greedy(stock_model("llama"), ids, 8)
-    assert conversation.fused is not None
     assert conversation.fused.length == len(conversation.token_ids)
     assert conversation.token_ids[: len(ids)] == ids
 
@@ -680,7 +679,7 @@ def test_the_layers_times_are_recorded_only_into_a_given_list(engine):
 
 
 @pytest.mark.parametrize("chunks", [CHUNKS[:1], (Chunk("what no call has stored"),)])
-def test_asking_first_needs_nothing_to_ask_about(engine: TransformersEngine, chunks: tuple[Chunk, ...]) -> None:
+def test_asking_first_needs_nothing_to_ask_about(engine, chunks):
     """The only chunk is exact at its position, or missing: no token is stale, so no probe runs."""
     prompt = Prompt(chunks, "what is that?")
     full = engine.generate(prompt, mode="full", max_tokens=8)

@@ -104,7 +104,7 @@ def load(model: Any) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.model for row in ROWS])
-def test_the_class_is_supported_as_its_row_states(row, monkeypatch: pytest.MonkeyPatch):
+def test_the_class_is_supported_as_its_row_states(row, monkeypatch):
     monkeypatch.setitem(TOLERANCE, torch.float32, 1e-4)  # as the page says
     model = tiny(row)
     assert type(model).__name__ == row.class_name

@@ -79,7 +79,7 @@ def test_a_window_that_no_prompt_outgrows_is_none(window, make_model):
     assert layers.global_layers == ()
 
 
-def test_the_check_is_made_with_windows_that_its_prompt_outgrows(tiny_model, monkeypatch: pytest.MonkeyPatch):
+def test_the_check_is_made_with_windows_that_its_prompt_outgrows(tiny_model, monkeypatch):
     """Windows are thousands of tokens, and the prompt of the check is short. It leaves them as they were."""
     model = tiny_model("mistral_window")
     model.config.sliding_window = 1024
@@ -201,9 +201,7 @@ def test_a_sabotaged_model_fails_the_check(sabotage, tiny_model):
 
 
 @pytest.mark.parametrize("sabotage", [None, sabotage_rope_of_one_layer, sabotage_values])
-def test_half_precision_is_allowed_its_own_rounding_and_nothing_else(
-    sabotage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_half_precision_is_allowed_its_own_rounding_and_nothing_else(sabotage, monkeypatch, caplog):
     """As 32 layers of bfloat16 on a GPU, whose rounding exceeds what is tolerated of every model."""
     monkeypatch.setitem(TOLERANCE, torch.bfloat16, 8e-3)
     model = random_model(DecoderShape("llama", 6, 512, 1408, 8, 2, 64, 300, 4096), torch.bfloat16)
@@ -216,7 +214,7 @@ def test_half_precision_is_allowed_its_own_rounding_and_nothing_else(
         load(model)
 
 
-def test_a_wrong_rotation_is_named(tiny_model, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_rotation_is_named(tiny_model, monkeypatch):
     layers = TransformersLayers(tiny_model("llama"))
     monkeypatch.setattr(layers, "place_keys", lambda layer, keys, rows: keys)
     with pytest.raises(UnsupportedModelError, match=r"fails the exactness check of key placement \(RoPE\)"):
@@ -224,7 +222,7 @@ def test_a_wrong_rotation_is_named(tiny_model, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("too_many", "found"), [(3, "fails the exactness check"), (0, "scattered rows over exact KV")])
-def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch):
     """One that shows later tokens; and the bottom-right one that attention kernels build by themselves, exact at ratios
     0 and 1 and wrong between them."""
 
@@ -286,7 +284,7 @@ def forward_with(own: type, name: str, calls: set[tuple[str, str]]) -> Any:
         return own.forward(self, *args, **{accepted: kwargs.pop(used)}, **kwargs)
 
     parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("hidden_states", name)]
-    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    forward.__signature__ = inspect.Signature(parameters)
     return forward
 
 

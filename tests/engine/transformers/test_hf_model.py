@@ -28,7 +28,7 @@ PROMPT = Prompt(["Kim Lee works at Oston.", "Oston is a city, and so is Mirton."
 
 
 @pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Path:
+def copied(saved, tmp_path):
     """A copy that a test may change."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 

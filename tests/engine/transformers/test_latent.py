@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ RANK, ROPE, LAYERS = 24, 8, 6
 
 
 @pytest.fixture
-def stored(tiny_engine: Callable[..., TransformersEngine]) -> Callable[..., TransformersEngine]:
+def stored(tiny_engine):
     """`stored(family, kv_dtype)`: an engine whose store holds CHUNKS."""
 
     def build(family: str, kv_dtype: Any = "auto") -> TransformersEngine:

@@ -30,7 +30,7 @@ def change(model: Any, by: float = 1e-3) -> None:
         model.model.layers[3].self_attn.k_proj.weight[0, 0] += by
 
 
-def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(saved: Path, tmp_path: Path) -> None:
+def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(saved, tmp_path):
     with load_engine(str(saved), tmp_path, on_miss="inline") as engine:
         list(engine.precompute_all(CHUNKS))
         expected = engine.generate(PROMPT, max_tokens=12)
@@ -41,7 +41,7 @@ def test_a_loaded_pair_answers_as_its_folder_and_finds_the_folders_kv(saved: Pat
     assert found.token_ids == expected.token_ids
 
 
-def test_two_loadings_share_kv_and_one_changed_weight_does_not(saved: Path) -> None:
+def test_two_loadings_share_kv_and_one_changed_weight_does_not(saved):
     (first, _), (second, _), (other, _) = load(saved), load(saved), load(saved)
     assert loaded_model_fingerprint(first) == loaded_model_fingerprint(second)
     change(other)
@@ -51,7 +51,7 @@ def test_two_loadings_share_kv_and_one_changed_weight_does_not(saved: Path) -> N
     assert loaded_model_fingerprint(again) == loaded_model_fingerprint(other)
 
 
-def test_the_fingerprint_of_a_model_without_a_folder_depends_on_weights_config_and_dtype(tiny_model: Any) -> None:
+def test_the_fingerprint_of_a_model_without_a_folder_depends_on_weights_config_and_dtype(tiny_model):
     first, second = tiny_model("llama"), tiny_model("llama")
     assert loaded_model_fingerprint(first) == loaded_model_fingerprint(second)
     change(second, 1e-6)
@@ -62,12 +62,12 @@ def test_the_fingerprint_of_a_model_without_a_folder_depends_on_weights_config_a
     assert loaded_model_fingerprint(tiny_model("llama").to(torch.bfloat16)) != loaded_model_fingerprint(first)
 
 
-def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(saved: Path) -> None:
+def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(saved):
     plain, scaled = load(saved)[0], load(saved, rms_norm_eps=0.1)[0]
     assert loaded_model_fingerprint(plain) != loaded_model_fingerprint(scaled)
 
 
-def test_what_cannot_be_set_any_more_is_refused(saved: Path) -> None:
+def test_what_cannot_be_set_any_more_is_refused(saved):
     with pytest.raises(UsageError, match=r"dtype, attn_implementation cannot be set for a model that is loaded"):
         load_engine(load(saved), dtype="bfloat16", attn_implementation="eager")
     with pytest.raises(UsageError, match="a loaded model runs in this process, but backend is 'vllm'; pass its name"):
@@ -75,20 +75,20 @@ def test_what_cannot_be_set_any_more_is_refused(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [(1, 2), ("a", "b"), 3, ["model", "tokenizer"]])
-def test_what_is_no_pair_is_refused_with_how_to_make_one(given: Any) -> None:
+def test_what_is_no_pair_is_refused_with_how_to_make_one(given):
     with pytest.raises(UsageError, match=r"pass a name, a path, a pipeline, or a loaded model with its tokenizer"):
         load_engine(given)
     with pytest.raises((UsageError, ValueError), match="loaded model with its tokenizer"):
         ChatBlend(model=given)
 
 
-def test_a_model_that_is_not_in_memory_is_refused(saved: Path) -> None:
+def test_a_model_that_is_not_in_memory_is_refused(saved):
     model, tokenizer = load(saved)
     with pytest.raises(UsageError, match=r"is spread over meta.*one device.*tensor_parallel_size"):
         load_engine((model.to("meta"), tokenizer))
 
 
-def test_a_models_own_forward_keeps_its_own_attention(saved: Path) -> None:
+def test_a_models_own_forward_keeps_its_own_attention(saved):
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def test_a_models_own_forward_keeps_its_own_attention(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM, LlamaIndexLLM])
-def test_the_frameworks_models_take_a_pair_and_share_its_engine(kind: Any, saved: Path, tmp_path: Path) -> None:
+def test_the_frameworks_models_take_a_pair_and_share_its_engine(kind, saved, tmp_path):
     pair = load(saved)
     model = kind(model=pair, store=str(tmp_path), max_tokens=4)
     assert (model.model, model.model_dump()["model"]) == (str(saved), str(saved))
@@ -124,6 +124,6 @@ def test_the_frameworks_models_take_a_pair_and_share_its_engine(kind: Any, saved
     model.engine.close()
 
 
-def test_a_chat_model_made_of_a_string_model_runs_the_same_pair(saved: Path) -> None:
+def test_a_chat_model_made_of_a_string_model_runs_the_same_pair(saved):
     model = BlendLLM(model=load(saved))
     assert model.as_chat().engine is model.engine

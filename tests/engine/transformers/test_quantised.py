@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ BITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, make_model: Callable[..., Any], make_tokenizer: Any) -> Path:
+def saved(tmp_path_factory, make_model, make_tokenizer):
     path = tmp_path_factory.mktemp("models") / "wide"
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
     make_model(LlamaConfig, LlamaForCausalLM, **sizes).save_pretrained(path)
@@ -48,7 +47,7 @@ def asked(bits: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("bits", list(BITS))
-def test_bitsandbytes_runs_on_a_cpu_and_finds_its_own_kv_alone(bits: str, saved: Path, tmp_path: Path) -> None:
+def test_bitsandbytes_runs_on_a_cpu_and_finds_its_own_kv_alone(bits, saved, tmp_path):
     pytest.importorskip("bitsandbytes")
     with load_engine(str(saved), tmp_path) as plain:
         marks = {plain.fingerprint}
@@ -67,7 +66,7 @@ def test_bitsandbytes_runs_on_a_cpu_and_finds_its_own_kv_alone(bits: str, saved:
     chat.engine.close()
 
 
-def test_the_gates_allow_a_quantised_models_own_noise_and_log_it(saved: Path, caplog: Any) -> None:
+def test_the_gates_allow_a_quantised_models_own_noise_and_log_it(saved, caplog):
     pytest.importorskip("bitsandbytes")
     with caplog.at_level("WARNING"), load_engine(str(saved), model_kwargs=asked("8 bit")) as engine:
         assert "depend on how many tokens run together" in caplog.text
@@ -78,7 +77,7 @@ def test_the_gates_allow_a_quantised_models_own_noise_and_log_it(saved: Path, ca
         assert "depend on how many" not in caplog.text
 
 
-def test_a_wrong_rotation_fails_the_gates_of_a_quantised_model_too(saved: Path, monkeypatch: Any) -> None:
+def test_a_wrong_rotation_fails_the_gates_of_a_quantised_model_too(saved, monkeypatch):
     pytest.importorskip("bitsandbytes")
     with load_engine(str(saved), model_kwargs=asked("8 bit")) as engine:
         layers = engine.layers
@@ -92,13 +91,13 @@ def test_a_wrong_rotation_fails_the_gates_of_a_quantised_model_too(saved: Path, 
             self_check(layers, 300, "broken", is_quantised=True)
 
 
-def test_noise_is_nothing_where_nothing_is_quantised(saved: Path) -> None:
+def test_noise_is_nothing_where_nothing_is_quantised(saved):
     with load_engine(str(saved)) as engine, torch.inference_mode():
         noise = self_check_module._own_noise(engine.layers, 300)
         assert max(noise.values()) < 1e-5
 
 
-def test_quantised_checkpoints_saved_or_loaded_are_fingerprinted_by_their_weights(saved: Path, tmp_path: Path) -> None:
+def test_quantised_checkpoints_saved_or_loaded_are_fingerprinted_by_their_weights(saved, tmp_path):
     pytest.importorskip("bitsandbytes")
     model = AutoModelForCausalLM.from_pretrained(saved, **asked("nf4"), dtype=torch.float32, device_map={"": "cpu"})
     tokenizer = AutoTokenizer.from_pretrained(saved)
@@ -142,7 +141,7 @@ def add_quantisation(path: Path, quantised: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_fp8_is_dequantised_on_a_cpu_and_does_not_pass_for_what_a_gpu_computes(saved: Path, tmp_path: Path) -> None:
+def test_fp8_is_dequantised_on_a_cpu_and_does_not_pass_for_what_a_gpu_computes(saved, tmp_path):
     path = as_fp8(saved, tmp_path / "fp8")
     with load_engine(str(path), on_miss="inline") as engine, load_engine(str(saved)) as plain:
         weight = engine.layers.model.model.layers[0].self_attn.k_proj.weight
@@ -166,9 +165,7 @@ def test_fp8_is_dequantised_on_a_cpu_and_does_not_pass_for_what_a_gpu_computes(s
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
     ],
 )
-def test_awq_and_gptq_are_refused_without_their_kernels_and_with_the_reason(
-    quantised: dict[str, Any], saved: Path, tmp_path: Path
-) -> None:
+def test_awq_and_gptq_are_refused_without_their_kernels_and_with_the_reason(quantised, saved, tmp_path):
     path = Path(shutil.copytree(saved, tmp_path / "q"))
     add_quantisation(path, quantised)
     with pytest.raises(UnsupportedModelError, match=r"cannot be loaded .*(?i:gptq|awq)"):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,7 +50,7 @@ def save(root: Path, calibration: Calibration = CALIBRATION) -> Path:
 # -- on the disk
 
 
-def test_a_calibration_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_a_calibration_comes_back_as_it_was_saved(tmp_path):
     save(tmp_path)
     assert load_calibration(tmp_path, "f00d", (1, 2, 3)) == CALIBRATION
     assert load_calibration(tmp_path, "f00d", (1, 2, 3), "112 tokens") == CALIBRATION
@@ -60,7 +58,7 @@ def test_a_calibration_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert BEST.point == BEST.curve[2]
 
 
-def test_the_file_format_is_stable(tmp_path: Path) -> None:
+def test_the_file_format_is_stable(tmp_path):
     path = save(tmp_path, replace(CALIBRATION, fits=(replace(BEST, rule="cacheblend"),)))
     assert (
         path.relative_to(tmp_path).as_posix() == "calibrations/9757a0f6c41fe5ed1dc67ebae2222f66-0210730fb21886ab.json"
@@ -71,7 +69,7 @@ def test_the_file_format_is_stable(tmp_path: Path) -> None:
     assert set(note["calibration"]["fits"][0]["curve"][0]) == set(CurvePoint._fields)
 
 
-def test_another_model_prefix_or_chunker_finds_nothing(tmp_path: Path) -> None:
+def test_another_model_prefix_or_chunker_finds_nothing(tmp_path):
     save(tmp_path)
     assert load_calibration(tmp_path, "beef", (1, 2, 3)) is None
     assert load_calibration(tmp_path, "f00d", (1, 2)) is None
@@ -79,7 +77,7 @@ def test_another_model_prefix_or_chunker_finds_nothing(tmp_path: Path) -> None:
     assert load_calibration(tmp_path / "nowhere", "f00d", (1, 2, 3)) is None
 
 
-def test_of_several_chunkers_the_requested_or_the_latest_is_loaded(tmp_path: Path) -> None:
+def test_of_several_chunkers_the_requested_or_the_latest_is_loaded(tmp_path):
     later = replace(CALIBRATION, chunker="512 tokens", created_s=2e9)
     for calibration in (later, CALIBRATION):
         save(tmp_path, calibration)
@@ -88,7 +86,7 @@ def test_of_several_chunkers_the_requested_or_the_latest_is_loaded(tmp_path: Pat
 
 
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), cut=st.booleans())
-def test_a_damaged_file_is_nothing_or_what_it_was(place: float, byte: int, cut: bool) -> None:
+def test_a_damaged_file_is_nothing_or_what_it_was(place, byte, cut):
     data = bytearray(encode_signed_json(CALIBRATION.as_dict(), CALIBRATIONS_DIR))
     at = int(place * len(data))
     damaged = bytes(data[:at]) if cut else bytes(data[:at] + bytes([byte]) + data[at + 1 :])
@@ -104,7 +102,7 @@ def test_a_damaged_file_is_nothing_or_what_it_was(place: float, byte: int, cut: 
     st.binary(max_size=60)
     | st.recursive(st.none() | st.integers() | st.text(max_size=3), st.lists).map(lambda v: json.dumps(v).encode())
 )
-def test_reading_any_bytes_raises_only_a_usage_error(data: bytes) -> None:
+def test_reading_any_bytes_raises_only_a_usage_error(data):
     with pytest.raises(UsageError):
         parse_calibration(data)
 
@@ -117,9 +115,7 @@ def test_reading_any_bytes_raises_only_a_usage_error(data: bytes) -> None:
         lambda note: note.pop("calibration"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_skipped_with_a_warning(
-    spoil: Callable[[dict[str, Any]], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_used_is_skipped_with_a_warning(spoil, tmp_path, caplog):
     path = save(tmp_path)
     note = json.loads(path.read_text())
     spoil(note)
@@ -128,7 +124,7 @@ def test_a_file_that_cannot_be_used_is_skipped_with_a_warning(
     assert "ragblend calibrate" in caplog.text
 
 
-def test_a_file_under_another_models_name_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_under_another_models_name_is_not_used(tmp_path, caplog):
     saved = save(tmp_path)
     renamed = saved.with_name(replace(CALIBRATION, fingerprint="beef").filename)
     saved.rename(renamed)
@@ -137,9 +133,7 @@ def test_a_file_under_another_models_name_is_not_used(tmp_path: Path, caplog: py
 
 
 @pytest.mark.parametrize(("number", "error"), [(28, StoreFullError), (30, StoreNotWritableError)])
-def test_a_write_that_fails_leaves_the_old_calibration(
-    number: int, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_leaves_the_old_calibration(number, error, tmp_path, monkeypatch):
     save(tmp_path)
 
     def fail(descriptor: int) -> None:
@@ -152,7 +146,7 @@ def test_a_write_that_fails_leaves_the_old_calibration(
     assert [path.name for path in (tmp_path / CALIBRATIONS_DIR).iterdir()] == [CALIBRATION.filename]
 
 
-def test_verify_and_gc_leave_calibrations_alone(tmp_path: Path) -> None:
+def test_verify_and_gc_leave_calibrations_alone(tmp_path):
     save(tmp_path)
     disk = DiskStore(tmp_path, fsync=False)
     assert list(disk.verify()) == []
@@ -173,7 +167,7 @@ def test_verify_and_gc_leave_calibrations_alone(tmp_path: Path) -> None:
         {"check_layer": -1},
     ],
 )
-def test_a_fit_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_fit_that_cannot_be_is_refused(wrong):
     with pytest.raises(UsageError):
         replace(BEST, **wrong)
 
@@ -185,7 +179,7 @@ shares = st.floats(0, 1)
 
 
 @given(st.lists(shares, min_size=2, max_size=8), st.data())
-def test_predicted_agreement_never_falls_with_the_ratio(raw: list[float], data: st.DataObject) -> None:
+def test_predicted_agreement_never_falls_with_the_ratio(raw, data):
     ratios = [place / (len(raw) - 1) for place in range(len(raw))]
     fit = RuleFit(AUTO, 1, data.draw(st.sampled_from(ratios)), True, curve(*zip(ratios, raw, strict=True)))
     first, second = sorted((data.draw(shares), data.draw(shares)))
@@ -194,7 +188,7 @@ def test_predicted_agreement_never_falls_with_the_ratio(raw: list[float], data: 
         assert fit.agreement_at(ratio) == pytest.approx(min(raw[place:]))
 
 
-def test_between_two_measured_ratios_the_prediction_lies_on_a_straight_line() -> None:
+def test_between_two_measured_ratios_the_prediction_lies_on_a_straight_line():
     assert BEST.agreement_at(0.3) == pytest.approx(0.97)
     assert BEST.agreement_at(0.025) == pytest.approx(0.7)
     assert BEST.agreement_at(0.1) == pytest.approx(0.96)
@@ -202,9 +196,7 @@ def test_between_two_measured_ratios_the_prediction_lies_on_a_straight_line() ->
     assert [dented.agreement_at(ratio) for ratio in (0.1, 0.3, 0.5)] == pytest.approx([0.9, 0.9, 0.9])
 
 
-def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(tmp_path, caplog):
     """The file is one that commit 19c4dfd wrote: of `repair`, and of `cacheblend`."""
     (tmp_path / CALIBRATIONS_DIR).mkdir()
     left = Path(__file__).parents[2] / "golden" / "left" / CALIBRATION.filename
@@ -227,7 +219,7 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(
 # -- choosing
 
 
-def test_requested_options_count_and_the_others_are_calibrated() -> None:
+def test_requested_options_count_and_the_others_are_calibrated():
     assert resolve_request_tuning(CALIBRATION, 5)[:3] == (AUTO, 0.1, BEST)
     assert resolve_request_tuning(CALIBRATION, 5, ratio="auto")[:3] == (AUTO, 0.1, BEST)
     assert resolve_request_tuning(CALIBRATION, 5, ratio=0.3)[:3] == (AUTO, 0.3, BEST)
@@ -243,14 +235,12 @@ def test_requested_options_count_and_the_others_are_calibrated() -> None:
 
 
 @pytest.mark.parametrize("ratio", [1.5, -0.1, "much", float("nan")])
-def test_a_ratio_that_cannot_be_is_refused(ratio: Any) -> None:
+def test_a_ratio_that_cannot_be_is_refused(ratio):
     with pytest.raises(UsageError, match=str(ratio)):
         resolve_request_tuning(CALIBRATION, 5, ratio=ratio)
 
 
-def test_calibrations_are_found_when_they_appear_and_missed_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_calibrations_are_found_when_they_appear_and_missed_once(tmp_path, caplog):
     calibrations = CalibrationCache(tmp_path, "f00d", 5)
     assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None).fit is None
     assert not caplog.records, "it was not asked for"
@@ -270,7 +260,7 @@ def test_calibrations_are_found_when_they_appear_and_missed_once(
 
 
 @pytest.fixture
-def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> TransformersEngine:
+def engine(tiny_engine, tmp_path):
     """A tiny model whose store on the disk holds CHUNKS."""
     made = tiny_engine("llama", store=DiskStore(tmp_path, fsync=False))
     list(made.precompute_all(CHUNKS))
@@ -280,12 +270,12 @@ def engine(tiny_engine: Callable[..., TransformersEngine], tmp_path: Path) -> Tr
 def calibrated(engine: TransformersEngine, *fits: RuleFit) -> None:
     prefix_ids = engine.match(PROMPT).prefix_ids
     save(
-        engine.store.disk_tier.root,  # type: ignore[union-attr]
+        engine.store.disk_tier.root,
         replace(CALIBRATION, fingerprint=engine.fingerprint, prefix_ids=prefix_ids, fits=fits),
     )
 
 
-def test_the_engine_answers_by_the_calibration_and_reports_the_predicted_agreement(engine: TransformersEngine) -> None:
+def test_the_engine_answers_by_the_calibration_and_reports_the_predicted_agreement(engine):
     before = engine.generate(PROMPT, max_tokens=1).report
     assert (before.recompute_ratio, before.predicted_agreement) == (DEFAULT_RATIO, None)
     calibrated(engine, replace(OTHER, ratio=0.5, check_layer=1))
@@ -297,12 +287,12 @@ def test_the_engine_answers_by_the_calibration_and_reports_the_predicted_agreeme
     assert asked.predicted_agreement == pytest.approx(0.96)
     assert engine.generate(PROMPT, max_tokens=1, mode="reuse").report.predicted_agreement == 0.5
     for options in ({"mode": "full"}, {"mode": "prefix"}, {"rule": "random"}):
-        report = engine.generate(PROMPT, max_tokens=1, **options).report  # type: ignore[arg-type]
+        report = engine.generate(PROMPT, max_tokens=1, **options).report
         assert report.predicted_agreement is None  # exact, or nothing that was measured
         assert report.recompute_ratio != 0.5
 
 
-def test_a_fitted_check_layer_is_the_one_that_is_read(engine: TransformersEngine) -> None:
+def test_a_fitted_check_layer_is_the_one_that_is_read(engine):
     calibrated(engine, replace(OTHER, ratio=0.2, check_layer=3))
     report = engine.generate(PROMPT, max_tokens=1).report
     total, kept = sum(chunk.num_tokens for chunk in report.chunks), report.num_recomputed_tokens
@@ -312,7 +302,7 @@ def test_a_fitted_check_layer_is_the_one_that_is_read(engine: TransformersEngine
     assert (report.rule, report.charged_budget) == (NO_PROBE_RULE, pytest.approx(spent / (6 * total)))
 
 
-def test_another_prefix_is_not_what_was_calibrated(engine: TransformersEngine) -> None:
+def test_another_prefix_is_not_what_was_calibrated(engine):
     calibrated(engine, OTHER)
     report = engine.generate(Prompt(CHUNKS, "what?", "a system text"), max_tokens=1).report
     assert (report.recompute_ratio, report.predicted_agreement) == (DEFAULT_RATIO, None)

@@ -43,9 +43,7 @@ def machine(**changes: Any) -> MachineProfile:
 @pytest.mark.parametrize(
     ("recompute_s", "load_s", "num_layers", "chosen"), [(0.003, 0.016, 32, "fast"), (0.007, 0.004, 80, "slow")]
 )
-def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(
-    recompute_s: float, load_s: float, num_layers: int, chosen: str
-) -> None:
+def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(recompute_s, load_s, num_layers, chosen):
     """The device of the example is one, one eight times as fast and as dear the other: only the 7B model needs it."""
     tokens, nbytes = 4096, 100_000
     own_speed = tokens * nbytes / (load_s * num_layers)
@@ -95,9 +93,7 @@ def needs(draw: st.DrawFn) -> PromptSpec:
 
 
 @given(machines(), st.tuples(st.integers(0, 10**5), st.integers(0, 10**5)), st.tuples(ratios, ratios))
-def test_more_tokens_or_a_higher_ratio_never_take_less_time(
-    profile: MachineProfile, tokens: tuple[int, int], pair: tuple[float, float]
-) -> None:
+def test_more_tokens_or_a_higher_ratio_never_take_less_time(profile, tokens, pair):
     fewer, more = sorted(tokens)
     low, high = sorted(pair)
     assert profile.full_prefill_s(fewer) <= profile.full_prefill_s(more) * SLACK
@@ -107,9 +103,7 @@ def test_more_tokens_or_a_higher_ratio_never_take_less_time(
 
 
 @given(ratios, st.tuples(seconds, seconds), seconds, machines())
-def test_the_ratio_is_never_below_r_star_and_rises_with_loading(
-    r_star: float, loads: tuple[float, float], prefill_s: float, profile: MachineProfile
-) -> None:
+def test_the_ratio_is_never_below_r_star_and_rises_with_loading(r_star, loads, prefill_s, profile):
     fast, slow = sorted(loads)
     chosen = [largest_hidden_ratio(r_star, load_s, prefill_s, profile.shares) for load_s in (0.0, fast, slow)]
     assert r_star <= chosen[0] <= chosen[1] <= chosen[2] <= 1
@@ -119,9 +113,7 @@ def test_the_ratio_is_never_below_r_star_and_rises_with_loading(
 
 
 @given(machines(), ratios, st.integers(1, 10**5), st.floats(0, 1), st.integers(0, 10**10))
-def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
-    profile: MachineProfile, r_star: float, num_tokens: int, share: float, nbytes: int
-) -> None:
+def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(profile, r_star, num_tokens, share, nbytes):
     num_stored = int(share * num_tokens)
     found = decide_reuse(profile, r_star, num_tokens, num_stored, {"disk": nbytes})
     assert r_star <= found.ratio <= 1
@@ -135,9 +127,7 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(
 
 
 @given(machines(), devices(), needs())
-def test_no_plan_adds_delay_where_a_device_exists_that_does_not(
-    profile: MachineProfile, offered: list[Storage], need: PromptSpec
-) -> None:
+def test_no_plan_adds_delay_where_a_device_exists_that_does_not(profile, offered, need):
     made = plan(profile, offered, need)
     by_name = {device.name: device for device in offered}
     good = [option for option in made.options if option.pays and not option.adds_delay]
@@ -152,7 +142,7 @@ def test_no_plan_adds_delay_where_a_device_exists_that_does_not(
 
 
 @given(machines(), needs(), st.tuples(speeds, speeds))
-def test_a_faster_device_is_never_worse(profile: MachineProfile, need: PromptSpec, pair: tuple[float, float]) -> None:
+def test_a_faster_device_is_never_worse(profile, need, pair):
     low, high = sorted(pair)
     made = plan(profile, [Storage("low", low, 1), Storage("high", high, 1)], need)
     found = {option.storage: option for option in made.options}
@@ -162,7 +152,7 @@ def test_a_faster_device_is_never_worse(profile: MachineProfile, need: PromptSpe
 
 
 @given(st.just(0.0) | st.floats(1e-9, 100), st.just(0.0) | st.floats(1e-9, 100), st.integers(1, 100))
-def test_a_pipeline_takes_what_a_step_by_step_simulation_takes(load_s: float, compute_s: float, layers: int) -> None:
+def test_a_pipeline_takes_what_a_step_by_step_simulation_takes(load_s, compute_s, layers):
     """The reader brings layers 1, 2, ..., and 0 last; the question is asked at layer 1 first; leaving waits for all."""
     order = [*range(1, layers), 0]
     loaded = dict(zip(order, itertools.accumulate([load_s / layers] * layers), strict=True))
@@ -176,9 +166,7 @@ def test_a_pipeline_takes_what_a_step_by_step_simulation_takes(load_s: float, co
 
 
 @given(machines(), st.integers(1, 10**5), ratios, st.integers(0, 10**10))
-def test_several_ranks_read_before_they_compute_so_nothing_hides(
-    profile: MachineProfile, num_tokens: int, r_star: float, nbytes: int
-) -> None:
+def test_several_ranks_read_before_they_compute_so_nothing_hides(profile, num_tokens, r_star, nbytes):
     several = replace(profile, hardware={**profile.hardware, "ranks": 2})
     found = decide_reuse(several, r_star, num_tokens, num_tokens, {"disk": nbytes})
     assert bool(found.fallback_reason) == (found.load_s + several.prompt_compute_s(r_star, num_tokens) >= found.full_s)
@@ -194,20 +182,20 @@ def test_several_ranks_read_before_they_compute_so_nothing_hides(
 # --- cases ---
 
 
-def test_reuse_is_refused_where_loading_takes_longer_than_full_prefill() -> None:
+def test_reuse_is_refused_where_loading_takes_longer_than_full_prefill():
     """1000 tokens: prefill 1 s; 1 MB from a disk of 0.5 MB/s takes 2 s."""
     found = decide_reuse(machine(bytes_per_s={"disk": 0.5e6}), R_STAR, 1000, 1000, {"disk": 1_000_000})
     assert "full prefill of 1000 tokens takes 1 s, loading 2 s" in found.fallback_reason
     assert found.ratio == 1.0
 
 
-def test_what_is_in_memory_or_was_never_measured_counts_as_there() -> None:
+def test_what_is_in_memory_or_was_never_measured_counts_as_there():
     for where in ({}, {"tape": 10**12}):
         found = decide_reuse(machine(), R_STAR, 1000, 1000, where)
         assert (found.ratio, found.fallback_reason, found.load_s) == (R_STAR, "", 0.0)
 
 
-def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute() -> None:
+def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute():
     """Loading takes 0.5 s, a tenth of it for layer 1: behind the rest 45 % of the tokens can be recomputed, if all are
     stored. If half are fresh, they alone take 0.5 s."""
     profile = machine(bytes_per_s={"disk": 2e6})
@@ -215,14 +203,14 @@ def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute() -> None:
     assert decide_reuse(profile, R_STAR, 1000, 500, {"disk": 1_000_000}).ratio == R_STAR
 
 
-def test_measured_shares_take_the_place_of_the_ratio() -> None:
+def test_measured_shares_take_the_place_of_the_ratio():
     """Blending at 0 takes a tenth of full prefill, so less hides than the plain ratio says."""
     profile = machine(shares=((0.0, 0.1), (1.0, 1.1)))
     assert profile.prompt_compute_s(0.15, 1000) == pytest.approx(0.25)
     assert largest_hidden_ratio(R_STAR, 0.5, 1.0, profile.shares) == pytest.approx(0.4)
 
 
-def test_the_break_even_points() -> None:
+def test_the_break_even_points():
     """A chunk of 500 tokens takes 0.5 s to prefill. A prompt of two takes 1 s, blended 0.1 + 0.9 x 0.15 + 0.015 s."""
     profile = machine(bytes_per_s={})
     need = PromptSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
@@ -235,14 +223,14 @@ def test_the_break_even_points() -> None:
     assert (slow.pays, slow.reuses_to_repay, slow.reuses_per_month) == (False, None, None)
 
 
-def test_noise_that_makes_more_seem_faster_is_levelled_out() -> None:
+def test_noise_that_makes_more_seem_faster_is_levelled_out():
     profile = machine(prefill_s=((100.0, 2.0), (200.0, 1.5), (300.0, 3.0)), shares=((0.5, 0.4), (0.0, 0.1), (1.0, 0.3)))
     assert profile.prefill_s == ((100.0, 2.0), (200.0, 2.0), (300.0, 3.0))
     assert profile.shares == ((0.0, 0.1), (0.5, 0.4), (1.0, 0.4))
     assert make_monotone([(1, 2.0), (1, 1.0)]) == ((1, 2.0),)
 
 
-def test_a_profile_comes_back_from_json_as_it_was() -> None:
+def test_a_profile_comes_back_from_json_as_it_was():
     profile = machine()
     assert machine_profile_from(json.loads(json.dumps(profile.as_dict()))) == profile
     for change in (
@@ -256,7 +244,7 @@ def test_a_profile_comes_back_from_json_as_it_was() -> None:
             machine_profile_from({**profile.as_dict(), **change})
 
 
-def test_storages_as_they_are_typed() -> None:
+def test_storages_as_they_are_typed():
     assert parse_storage("nvme:3.5:0.08", {}) == Storage("nvme", 3.5e9, 0.08)
     assert parse_storage("disk::0.05", {"disk": 7e8}) == Storage("disk", 7e8, 0.05)
     for text in ("nvme", "nvme:1", "nvme:x:1", "nvme:0:1", "nvme:1:-1", "nvme:nan:1", "a:1:1:1", "tape::1"):
@@ -282,12 +270,12 @@ def test_storages_as_they_are_typed() -> None:
         lambda: PromptSpec(question_tokens=-1),
     ],
 )
-def test_values_out_of_range_are_refused(wrong: Any) -> None:
+def test_values_out_of_range_are_refused(wrong):
     with pytest.raises(UsageError):
         wrong()
 
 
-def test_interpolation_runs_through_its_points() -> None:
+def test_interpolation_runs_through_its_points():
     curve = ((0.0, 1.0), (2.0, 3.0), (4.0, 3.0), (6.0, 9.0))
     assert [interpolate(curve, x) for x, _ in curve] == [y for _, y in curve]
     assert [largest_x_within(curve, y) for y in (0.5, 1.0, 3.0, 9.0, 99.0)] == [0.0, 0.0, 4.0, 6.0, 6.0]
@@ -295,7 +283,7 @@ def test_interpolation_runs_through_its_points() -> None:
         assert interpolate(curve, low) <= interpolate(curve, high)
 
 
-def test_a_rule_with_a_probe_waits_for_all_kv_and_a_fast_device_is_still_found() -> None:
+def test_a_rule_with_a_probe_waits_for_all_kv_and_a_fast_device_is_still_found():
     profile = machine()
     need = PromptSpec(ratio=0.15)
     asking = replace(need, probes_before_selection=True)

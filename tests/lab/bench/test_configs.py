@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,12 @@ import pytest
 from ragblend.errors import UsageError
 from ragblend.lab.bench import throughput, ttft
 from ragblend.lab.bench.common.configs import (
-    BenchConfig,
     IngestConfig,
     LoadConfig,
     QualityConfig,
     ThroughputConfig,
     TtftConfig,
 )
-from ragblend.lab.bench.common.output import Benchmark
 
 UNKNOWN: list[dict[str, Any]] = [{"shape": "llama-400b"}, {"threads": 0}]
 OUTSIDE: list[dict[str, Any]] = [{"ratio": 2.0}, {"dtype": "int3"}]
@@ -53,7 +50,7 @@ REFUSED: dict[type, list[dict[str, Any]]] = {
         for change in REFUSED[config]
     ],
 )
-def test_a_value_out_of_range_is_refused_before_anything_is_built(config: type, change: dict[str, Any]) -> None:
+def test_a_value_out_of_range_is_refused_before_anything_is_built(config, change):
     with pytest.raises(UsageError):
         config(**change)
 
@@ -61,15 +58,13 @@ def test_a_value_out_of_range_is_refused_before_anything_is_built(config: type, 
 @pytest.mark.parametrize(
     ("subject", "config"), [(throughput.BENCHMARK, ThroughputConfig()), (ttft.BENCHMARK, TtftConfig(shape="tiny"))]
 )
-def test_a_missing_matplotlib_is_named_before_anything_is_measured(
-    subject: Benchmark, config: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_matplotlib_is_named_before_anything_is_measured(subject, config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     unmeasured = subject._replace(measure=lambda *_: pytest.fail("measured first"))
     with pytest.raises(ImportError, match=r"ragblend\[plot\]"):
         unmeasured.run(config, plot=tmp_path / "plot.png", echo=lambda line: None)
 
 
-def test_load_blends_at_the_ratio_of_its_rule_unless_one_is_given() -> None:
+def test_load_blends_at_the_ratio_of_its_rule_unless_one_is_given():
     ratios = [LoadConfig(rule=rule).blend_ratio for rule in ("auto", "ask", "cacheblend")]
     assert [*ratios, LoadConfig(ratio=0.3).blend_ratio] == [0.05, 0.05, 0.15, 0.3]

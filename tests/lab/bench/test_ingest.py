@@ -15,7 +15,7 @@ SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "
 RUN_KEYS = {"mode", "chunks", "tokens", "seconds", "tokens_per_s"}
 
 
-def test_both_ways_get_through_the_same_chunks_and_the_second_run_prefills_nothing() -> None:
+def test_both_ways_get_through_the_same_chunks_and_the_second_run_prefills_nothing():
     result = run_ingest(IngestConfig(**SMALL))
     prefill, ingest = result.runs
     assert [(run.mode, run.chunks, run.tokens) for run in result.runs] == [("prefill", 6, 144), ("ingest", 6, 144)]
@@ -31,7 +31,7 @@ def test_both_ways_get_through_the_same_chunks_and_the_second_run_prefills_nothi
     assert len(table_lines(result)) == 7
 
 
-def test_the_json_object_has_the_keys_that_were_agreed() -> None:
+def test_the_json_object_has_the_keys_that_were_agreed():
     lines: list[str] = []
     found = BENCHMARK.run(IngestConfig(**{**SMALL, "num_known": 0, "repeats": 1}), echo=lines.append)
     speeds = [run["tokens_per_s"] for run in found["runs"]]
@@ -42,7 +42,7 @@ def test_the_json_object_has_the_keys_that_were_agreed() -> None:
     assert any(line.startswith("cpu") for line in lines)
 
 
-def test_contexts_are_ingested_in_turns_with_none() -> None:
+def test_contexts_are_ingested_in_turns_with_none():
     result = run_ingest(IngestConfig(**{**SMALL, "num_known": 0, "contexts": ("similar",)}))
     modes = ["prefill", "ingest", "ingest similar"]
     assert [run.mode for run in result.runs] == modes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -43,7 +42,7 @@ def profile() -> MachineProfile:
     return MachineProfile("m", {}, LAYERS, 10, ((100.0, 1.0),), bytes_per_s={"disk": 10_000.0})
 
 
-def test_every_case_runs_from_the_tier_it_names_and_the_store_outgrows_memory(tmp_path: Path) -> None:
+def test_every_case_runs_from_the_tier_it_names_and_the_store_outgrows_memory(tmp_path):
     result = run_load(LoadConfig(**SMALL, store=tmp_path))
     assert result.store_bytes > 3 * result.memory_bytes
     assert result.load_bytes == result.memory_bytes == 3 * 20 * 2 * LAYERS * 2 * 16 * 4
@@ -63,7 +62,7 @@ def test_every_case_runs_from_the_tier_it_names_and_the_store_outgrows_memory(tm
             assert 0 <= loaded[0] <= loaded[1] <= fused[0] + 1e-6 <= fused[1] + 2e-6, "fused before it was loaded"
 
 
-def test_kv_from_another_tier_than_the_case_names_stops_the_benchmark(tmp_path: Path) -> None:
+def test_kv_from_another_tier_than_the_case_names_stops_the_benchmark(tmp_path):
     config = LoadConfig(**SMALL, store=tmp_path)
     with load._subject(config, DiskStore(tmp_path)) as subject:
         work = load._prompts(config, subject.vocab_size)
@@ -78,7 +77,7 @@ def test_kv_from_another_tier_than_the_case_names_stops_the_benchmark(tmp_path: 
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
-def test_a_throttled_tier_is_the_tier(tmp_path: Path, pipelined: bool) -> None:
+def test_a_throttled_tier_is_the_tier(tmp_path, pipelined):
     disk = DiskStore(tmp_path, fsync=False)
     wrapped, kv = ThrottledStore(disk, 1e9, pipelined), make_kv()
     assert wrapped.get(kv.header.key) is None
@@ -96,7 +95,7 @@ def test_a_throttled_tier_is_the_tier(tmp_path: Path, pipelined: bool) -> None:
     assert not disk.contains(kv.header.key)
 
 
-def test_a_throttled_tier_takes_the_time_of_its_speed_for_any_number_of_readers() -> None:
+def test_a_throttled_tier_takes_the_time_of_its_speed_for_any_number_of_readers():
     """Two chunks of 256 bytes at 5,000 bytes per second take 0.1024 s; a pause in between counts for nothing."""
     memory = MemoryStore(1 << 20)
     chunks = [make_kv(1), make_kv(2)]
@@ -107,12 +106,11 @@ def test_a_throttled_tier_takes_the_time_of_its_speed_for_any_number_of_readers(
     start_s = perf_counter()
     for layer in range(2):
         for kv, expected in zip(found, chunks, strict=True):
-            assert kv is not None
             assert torch.equal(kv.layer(layer).keys, expected.layer(layer).keys)
     assert perf_counter() - start_s >= sum(kv.nbytes for kv in chunks) / 5000.0
 
 
-def test_cases_are_on_both_sides_of_the_line_at_speeds_that_follow_from_it() -> None:
+def test_cases_are_on_both_sides_of_the_line_at_speeds_that_follow_from_it():
     """T_recompute is 0.15 s. At three times that for loading, 45 % hides, were it not for the wait for layer 1."""
     cases = make_cases(LoadConfig(**SMALL, rule="cacheblend"), profile(), load_bytes=1000, num_tokens=100)
     by_name = {
@@ -134,7 +132,7 @@ def sample(ttft_s: float) -> LoadSample:
     return LoadSample(BlendReport("blend", "ask", 0.15, ttft_s=ttft_s, load_s=0.5), Timeline(events, events))
 
 
-def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide() -> None:
+def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide():
     def case(source: str, load_over_recompute: float, pipeline: bool = True) -> LoadCase:
         return LoadCase(source, pipeline, 0.15, load_over_recompute, 1.0)
 
@@ -151,7 +149,7 @@ def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide() ->
     assert [run.over_memory for run in runs] == pytest.approx([1.1, 1.0, 1.5, 1.2, 2.0])
 
 
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
+def test_a_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     lines: list[str] = []
     facts = BENCHMARK.run(LoadConfig(**{**SMALL, "repeats": 1}), plot=tmp_path / "load.png", echo=lines.append)

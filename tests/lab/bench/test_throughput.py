@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Generator, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ FULL, PREFIX, BLEND = ModeAndRule("full", "none"), ModeAndRule("prefix", "none")
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_gaps_between_arrivals_are_exponential(seed: int) -> None:
+def test_gaps_between_arrivals_are_exponential(seed):
     rate = 4.0
     moments = [0.0, *arrival_times(rate, 4000, seed)]
     gaps = [after - before for before, after in pairwise(moments)]
@@ -58,7 +57,7 @@ def test_gaps_between_arrivals_are_exponential(seed: int) -> None:
 
 
 @given(rate=floats(0.01, 1000), count=integers(1, 200), seed=integers(0, 1 << 32))
-def test_a_seed_gives_the_same_arrivals_at_every_rate_but_for_the_scale(rate: float, count: int, seed: int) -> None:
+def test_a_seed_gives_the_same_arrivals_at_every_rate_but_for_the_scale(rate, count, seed):
     moments = arrival_times(rate, count, seed)
     assert moments == arrival_times(rate, count, seed)
     assert moments == sorted(moments)
@@ -68,7 +67,7 @@ def test_a_seed_gives_the_same_arrivals_at_every_rate_but_for_the_scale(rate: fl
     assert moments != arrival_times(rate, count, seed + 1)
 
 
-def test_prompts_draw_their_chunks_from_the_pool() -> None:
+def test_prompts_draw_their_chunks_from_the_pool():
     work = make_prompts(3, 4, 2, num_prompts=20, vocab_size=100, seed=1, pool=8)
     orders = [prompt.chunks for prompt in work.prompts]
     assert len(work.chunks) == 8
@@ -95,9 +94,9 @@ class Scripted:
         yield OutputDelta((2,), "length", BlendReport("full", num_chunks=request))
 
 
-def test_requests_are_sent_without_waiting_for_answers() -> None:
+def test_requests_are_sent_without_waiting_for_answers():
     engine = Scripted(5)
-    answers = replay_requests(engine, [3, 1, 4, 1, 5], [0.0, 0.01, 0.02, 0.03, 0.04])  # type: ignore[list-item]
+    answers = replay_requests(engine, [3, 1, 4, 1, 5], [0.0, 0.01, 0.02, 0.03, 0.04])
     assert sorted(engine.sent) == [1, 1, 3, 4, 5]
     assert [answer.num_cached_tokens for answer in answers] == [3, 1, 4, 1, 5]
     assert [answer.arrival_s for answer in answers] == [0.0, 0.01, 0.02, 0.03, 0.04]
@@ -105,18 +104,18 @@ def test_requests_are_sent_without_waiting_for_answers() -> None:
     assert all(0 < answer.ttft_s <= answer.total_s for answer in answers)
 
 
-def test_waiting_for_others_counts_as_time_to_first_token() -> None:
-    early, _ = replay_requests(Scripted(2), [0, 0], [0.0, 0.2])  # type: ignore[list-item]
+def test_waiting_for_others_counts_as_time_to_first_token():
+    early, _ = replay_requests(Scripted(2), [0, 0], [0.0, 0.2])
     assert early.ttft_s >= 0.2  # it was answered after the second had arrived
 
 
-def test_an_answer_without_a_token_is_an_error() -> None:
+def test_an_answer_without_a_token_is_an_error():
     class Silent:
         def run_request(self, request: Any) -> Generator[OutputDelta]:
             yield OutputDelta(finish_reason="abort")
 
     with pytest.raises(RagblendError, match="without a token"):
-        replay_requests(Silent(), [0], [0.0])  # type: ignore[list-item]
+        replay_requests(Silent(), [0], [0.0])
 
 
 @pytest.mark.parametrize(
@@ -128,16 +127,14 @@ def test_an_answer_without_a_token_is_an_error() -> None:
         (BLEND, BlendReport("prefix", num_chunks=3), "prefill"),
     ],
 )
-def test_answers_served_in_another_way_are_not_measured(
-    case: ModeAndRule, report: BlendReport | None, complaint: str
-) -> None:
+def test_answers_served_in_another_way_are_not_measured(case, report, complaint):
     with pytest.raises(RagblendError, match=complaint):
         check_answers(case, [TimedAnswer(0.0, 1.0, 1.0, report)])
     answers = [TimedAnswer(0.0, 1.0, 1.0, BlendReport("blend", num_chunks=3, num_chunk_hits=3))]
     assert check_answers(BLEND, answers) is answers
 
 
-def test_idle_times_are_medians_after_a_turn_for_warming_up() -> None:
+def test_idle_times_are_medians_after_a_turn_for_warming_up():
     times: Iterator[float] = iter([100.0, 100.0, 4.0, 9.0, 5.0, 1.0, 6.0, 2.0])
     seen: list[tuple[ModeAndRule, Prompt]] = []
 
@@ -159,7 +156,7 @@ def answers_of(*times_s: float) -> list[TimedAnswer]:
     return [TimedAnswer(index, time_s, time_s + 1, report, 10) for index, time_s in enumerate(times_s)]
 
 
-def test_a_point_is_mean_median_and_95th_percentile() -> None:
+def test_a_point_is_mean_median_and_95th_percentile():
     run = summarize_point(BLEND, 2.0, answers_of(*range(1, 101)))
     assert (run.ttft_mean_s, run.ttft_s, run.ttft_max_s) == (50.5, 50.5, 100)
     assert run.ttft_p95_s == pytest.approx(95.05)
@@ -168,7 +165,7 @@ def test_a_point_is_mean_median_and_95th_percentile() -> None:
 
 
 @given(lists(floats(0.01, 100), min_size=1, max_size=12), floats(0.01, 100))
-def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means: list[float], bound_s: float) -> None:
+def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means, bound_s):
     points = [RatePoint(float(rate), float(rate), mean_s) for rate, mean_s in enumerate(means, start=1)]
     found = highest_rate(points[::-1], bound_s)
     within = [mean_s <= bound_s for mean_s in means]
@@ -182,7 +179,7 @@ def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means: list
         assert found.at_bound is None
 
 
-def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served() -> None:
+def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served():
     """A short burst above the served rate still keeps within the bound."""
     points = [RatePoint(1.0, 1.0, 0.3), RatePoint(2.0, 1.9, 0.5), RatePoint(4.0, 2.5, 0.9)]
     assert highest_rate(points, 1.0) == (4.0, 2.5, True)
@@ -190,7 +187,7 @@ def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served() -> None:
     assert highest_rate([], 1.0) == (None, None, False)
 
 
-def test_a_mode_far_beyond_the_bound_is_not_driven_further() -> None:
+def test_a_mode_far_beyond_the_bound_is_not_driven_further():
     taken: list[tuple[ModeAndRule, float]] = []
 
     def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
@@ -216,7 +213,7 @@ def result() -> ThroughputResult:
     return ThroughputResult(ThroughputConfig(), "llama-50m", hardware, 2.0, runs, found)
 
 
-def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
+def test_gains_are_ratios_of_the_rates_at_the_bound():
     full, prefix, blend = result().capacities
     assert (full.max_rate, full.rate_at_bound, full.at_least) == (2.0, 2.0, False)
     assert (prefix.max_rate, prefix.rate_at_bound) == (2.0, pytest.approx(2.5))
@@ -225,7 +222,7 @@ def test_gains_are_ratios_of_the_rates_at_the_bound() -> None:
     assert full.idle_ttft_s == 0.5
 
 
-def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
+def test_gains_are_lower_limits_while_blend_is_within_the_bound():
     cases = {FULL: 1.0, PREFIX: 0.1, BLEND: 0.1}
     runs = measure_rates([*cases], [1.0, 2.0, 4.0], 2.0, lambda case, rate: kept_up(rate, rate * cases[case]))
     full, prefix, blend = compute_capacities(runs, cases, 2.0)
@@ -237,7 +234,7 @@ def test_gains_are_lower_limits_while_blend_is_within_the_bound() -> None:
     assert [line.split()[-1] for line in shown[-3:]] == [">2.00x", "-", "-"]
 
 
-def test_without_blend_or_without_a_rate_there_is_no_gain() -> None:
+def test_without_blend_or_without_a_rate_there_is_no_gain():
     runs = measure_rates([FULL], [1.0], 2.0, lambda case, rate: answers_of(1.0))
     (full,) = compute_capacities(runs, {FULL: 1.0}, 2.0)
     assert (full.max_rate, full.at_least, full.blend_gain) == (1.0, True, None)
@@ -245,7 +242,7 @@ def test_without_blend_or_without_a_rate_there_is_no_gain() -> None:
     assert (full.max_rate, full.rate_at_bound, full.at_least) == (None, None, False)
 
 
-def test_the_json_object_has_the_envelopes_keys_and_no_path() -> None:
+def test_the_json_object_has_the_envelopes_keys_and_no_path():
     facts = result().as_dict()
     assert json.loads(json.dumps(facts)) == facts
     assert (facts["schema_version"], facts["command"]) == (1, "bench throughput")
@@ -254,7 +251,7 @@ def test_the_json_object_has_the_envelopes_keys_and_no_path() -> None:
     assert "store" not in facts["config"]
 
 
-def test_the_table_has_a_line_per_point_and_per_mode() -> None:
+def test_the_table_has_a_line_per_point_and_per_mode():
     _, header, *lines = table_lines(result())
     points, capacity = lines[: lines.index("")], lines[lines.index("") + 2 :]
     assert len(points) == len(result().runs)
@@ -263,7 +260,7 @@ def test_the_table_has_a_line_per_point_and_per_mode() -> None:
     assert len(capacity) == 4
 
 
-def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
+def test_a_plot_is_written_from_the_json_object(tmp_path):
     pytest.importorskip("matplotlib")
     plot_throughput(json.loads(json.dumps(result().as_dict())), tmp_path / "new" / "throughput.png")
     assert (tmp_path / "new" / "throughput.png").read_bytes().startswith(b"\x89PNG")
@@ -283,5 +280,5 @@ def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
         ["ttft", "--vllm-options", '{"enforce_eager": false}'],
     ],
 )
-def test_the_command_line_refuses_what_cannot_be_measured(arguments: list[str]) -> None:
+def test_the_command_line_refuses_what_cannot_be_measured(arguments):
     assert isinstance(CliRunner().invoke(app, ["bench", *arguments]).exception, UsageError)

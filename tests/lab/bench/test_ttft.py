@@ -36,7 +36,7 @@ def facts(plot: Path | None = None, echo: Callable[[str], None] = lambda line: N
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_all_modes_run_side_by_side_on_the_same_prompts(tier: str) -> None:
+def test_all_modes_run_side_by_side_on_the_same_prompts(tier):
     result = run_ttft(TtftConfig(**SMALL, tier=tier, rules=("cacheblend", "random")))
     assert [(run.mode, run.rule) for run in result.runs] == [
         ("full", "none"), ("prefix", "none"), ("reuse", "none"), ("blend", "cacheblend"), ("blend", "random"),
@@ -49,7 +49,7 @@ def test_all_modes_run_side_by_side_on_the_same_prompts(tier: str) -> None:
     assert result.runs[0].speedup == 1.0
 
 
-def test_charged_budgets_are_the_formulas() -> None:
+def test_charged_budgets_are_the_formulas():
     result = run_ttft(TtftConfig(**SMALL, ratio=0.25, rules=("cacheblend", "random")))
     full, prefix, reuse, blend, chosen = result.runs
     layers = SHAPES["tiny"].num_layers
@@ -74,7 +74,7 @@ def sample(mode: Any, ttft_s: float, cpu_s: float = 1.0, charged_budget: float =
     return TtftSample(report, cpu_s, peak_rss_bytes=int(ttft_s))
 
 
-def test_speedups_are_ratios_of_medians() -> None:
+def test_speedups_are_ratios_of_medians():
     full, blend = summarize(
         {
             ModeAndRule("full", "none"): [sample("full", seconds, 9.0) for seconds in (8.0, 100.0, 6.0)],
@@ -86,18 +86,18 @@ def test_speedups_are_ratios_of_medians() -> None:
     assert (blend.peak_rss_bytes, blend.num_samples) == (50, 3)
 
 
-def test_without_full_prefill_there_is_no_speedup() -> None:
+def test_without_full_prefill_there_is_no_speedup():
     (run,) = summarize({ModeAndRule("reuse", "none"): [sample("reuse", 1.0, charged_budget=0.0)]})
     assert (run.speedup, run.speedup_cpu, run.limit) == (None, None, None)
 
 
-def test_blend_runs_once_per_rule_and_the_other_modes_once() -> None:
+def test_blend_runs_once_per_rule_and_the_other_modes_once():
     config = TtftConfig(**SMALL, modes=("blend", "full", "full"), rules=("random", "auto", "random"))
     assert [case.mode for case in config.cases] == ["blend", "blend", "full"]
     assert config.cases[0].rule == "random"
 
 
-def test_the_json_object_has_the_documented_keys() -> None:
+def test_the_json_object_has_the_documented_keys():
     lines: list[str] = []
     found = facts(tier="disk", echo=lines.append)
     assert json.loads(json.dumps(found)) == found
@@ -111,7 +111,7 @@ def test_the_json_object_has_the_documented_keys() -> None:
     assert sum(line.startswith(("full", "prefix", "reuse", "blend")) for line in lines) == 5
 
 
-def test_a_plot_is_written_from_the_json_object(tmp_path: Path) -> None:
+def test_a_plot_is_written_from_the_json_object(tmp_path):
     pytest.importorskip("matplotlib")
     found = facts(plot=tmp_path / "new" / "ttft.png")
     assert (tmp_path / "new" / "ttft.png").read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,6 @@ import ragblend
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.load import load_engine
-from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.plots import QUALITY_PANELS, plot_panel
@@ -62,7 +61,7 @@ RUN_KEYS = {
 
 
 @pytest.fixture(scope="module")
-def result() -> QualityResult:
+def result():
     config = QualityConfig(num_questions=28, rules=("auto", "cacheblend"), ratios=(0.1, 0.15, 1.0))
     found = run_quality(config)
     assert found.config.contexts == ("none",), "what a store of so shallow a model has"
@@ -70,10 +69,8 @@ def result() -> QualityResult:
 
 
 @pytest.fixture(scope="module")
-def engine() -> TransformersEngine:
-    found = load_engine("demo", dtype="float32", on_miss="inline")
-    assert isinstance(found, TransformersEngine)
-    return found
+def engine():
+    return load_engine("demo", dtype="float32", on_miss="inline")
 
 
 def totals(result: QualityResult) -> dict[tuple[str, str, float], dict[str, Any]]:
@@ -83,7 +80,7 @@ def totals(result: QualityResult) -> dict[tuple[str, str, float], dict[str, Any]
 # -- data
 
 
-def test_a_file_of_questions_is_read_as_an_array_or_as_lines(tmp_path: Path) -> None:
+def test_a_file_of_questions_is_read_as_an_array_or_as_lines(tmp_path):
     records = [
         {"question": "Who?", "answers": ["Ada", "A. Lovelace"], "passages": ["one", {"text": "two"}]},
         {"question": "Where?", "answer": "Rome", "ctxs": [{"title": "", "text": "three"}], "kind": "place"},
@@ -96,7 +93,7 @@ def test_a_file_of_questions_is_read_as_an_array_or_as_lines(tmp_path: Path) -> 
     assert (found[1].answers, found[1].passages, found[1].kind) == (("Rome",), ("three",), "place")
 
 
-def test_longbench_files_are_read_and_an_empty_question_becomes_a_request_for_a_summary(tmp_path: Path) -> None:
+def test_longbench_files_are_read_and_an_empty_question_becomes_a_request_for_a_summary(tmp_path):
     context = "Passage 1:\nOne\none.\nPassage 2:\nTwo."
     two_wiki = {"input": "Who?", "context": context, "answers": ["x"], "dataset": "2wiki"}
     news = {"input": "", "context": "Passage 1:\nNews.", "answers": ["short"], "dataset": "multi_news"}
@@ -117,17 +114,13 @@ def test_longbench_files_are_read_and_an_empty_question_becomes_a_request_for_a_
         ('{"question": "?", "answers": ["x"], "passages": [3]}', "record 1"),
     ],
 )
-def test_a_malformed_file_is_refused_with_the_record_and_the_expected_form(
-    tmp_path: Path, text: str, says: str
-) -> None:
+def test_a_malformed_file_is_refused_with_the_record_and_the_expected_form(tmp_path, text, says):
     (tmp_path / "bad.jsonl").write_text(text)
     with pytest.raises(CorruptError, match=says):
         read_cases(tmp_path / "bad.jsonl")
 
 
-def test_named_sets_are_found_in_the_checkout_and_the_error_names_the_option_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_sets_are_found_in_the_checkout_and_the_error_names_the_option_without_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_data("musique") == QUESTIONS / "musique_100.json"
     monkeypatch.setattr(ragblend, "__file__", str(tmp_path / "site-packages" / "ragblend" / "__init__.py"))
@@ -137,7 +130,7 @@ def test_named_sets_are_found_in_the_checkout_and_the_error_names_the_option_wit
         read_cases(find_data("nowhere.json"))
 
 
-def test_distractors_hold_none_of_the_answers_and_are_the_same_at_every_call() -> None:
+def test_distractors_hold_none_of_the_answers_and_are_the_same_at_every_call():
     cases = read_cases(QUESTIONS / "nq_open_400.json")
     assert cases[:20] == read_cases(QUESTIONS / "nq_open_400.json")[:20]
     holding = 0
@@ -149,14 +142,14 @@ def test_distractors_hold_none_of_the_answers_and_are_the_same_at_every_call() -
     assert len(set(places)) > 3  # not always the first
 
 
-def test_a_question_is_in_one_part_by_its_text_alone() -> None:
+def test_a_question_is_in_one_part_by_its_text_alone():
     cases = read_cases(QUESTIONS / "musique_100.json")
     selection = [case.question for case in cases if get_dataset_split(case.question) == "selection"]
     assert (len(cases), len(selection)) == (100, 31)
     assert get_dataset_split("When did it open?") in ("selection", "reported")
 
 
-def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine: TransformersEngine) -> None:
+def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine):
     passages = ("Cats sleep all day.", "The bridge was opened in 1932 by the king.", "Bread is made of flour.")
     config = QualityConfig(num_chunks=2)
     case = QaCase("When was the bridge opened?", ("1932",), passages, order="score")
@@ -169,7 +162,7 @@ def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine: Transf
 # -- measures
 
 
-def test_words_are_compared_as_squad_compares_them_with_the_best_of_the_gold_answers() -> None:
+def test_words_are_compared_as_squad_compares_them_with_the_best_of_the_gold_answers():
     assert exact_match("The Eiffel Tower.", "eiffel tower") == 1.0
     assert exact_match("Eiffel", "eiffel tower") == 0.0
     assert contains_answer("The Eiffel Tower, as it is called.", "eiffel tower") == 1.0
@@ -179,14 +172,14 @@ def test_words_are_compared_as_squad_compares_them_with_the_best_of_the_gold_ans
     assert best_score(rouge_l, "x", []) is None
 
 
-def test_the_loss_is_the_cross_entropy_of_the_answer() -> None:
+def test_the_loss_is_the_cross_entropy_of_the_answer():
     logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(0)).double()
     ids = [3, 0, 10, 7]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(ids))
     assert loss(logits.log_softmax(-1), ids) == pytest.approx(float(expected))
 
 
-def test_kl_is_torchs_and_zero_of_a_distribution_with_itself() -> None:
+def test_kl_is_torchs_and_zero_of_a_distribution_with_itself():
     p, q = (torch.randn(50, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
     log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
     expected = torch.distributions.kl_divergence(
@@ -197,14 +190,14 @@ def test_kl_is_torchs_and_zero_of_a_distribution_with_itself() -> None:
     assert kl(log_p, log_p) == 0.0
 
 
-def test_token_f1_counts_words_and_rouge_their_order() -> None:
+def test_token_f1_counts_words_and_rouge_their_order():
     assert [token_f1(*pair) for pair in (("blue", "not stated"), ("b a", "a b"))] == [0.0, 1.0]
     assert token_f1("a b b", "b b c") == pytest.approx(2 / 3)
     pytest.importorskip("rouge_score")
     assert [rouge_l(*pair) for pair in (("not stated", "not stated"), ("b a", "a b"))] == pytest.approx([1.0, 0.5])
 
 
-def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_does(engine: TransformersEngine) -> None:
+def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_does(engine):
     config = QualityConfig(num_questions=4)
     for case in demo_cases(config):
         prompt = build_prompt(case, engine, HashingEmbedder(), config)
@@ -227,7 +220,7 @@ def record(**changes: float) -> QualityRecord:
     return QualityRecord(**{**dict.fromkeys(QualityRecord._fields, 0.5), **changes})
 
 
-def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_one() -> None:
+def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_one():
     full, reuse = Asked("full", "none", 1.0), Asked("reuse", "none", 0.0)
     blend, other = Asked("blend", "cacheblend", 0.15), Asked("blend", "random", 0.15)
     records = {
@@ -253,7 +246,7 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
 # -- a whole run
 
 
-def test_full_prefill_is_no_distance_from_itself_and_blend_is_closer_than_reuse(result: QualityResult) -> None:
+def test_full_prefill_is_no_distance_from_itself_and_blend_is_closer_than_reuse(result):
     runs = totals(result)
     assert runs["full", "none", 1.0]["first_token_kl"] == runs["full", "none", 1.0]["answer_kl"] == 0.0
     assert runs["prefix", "none", 0.0]["answer_kl"] < 1e-6
@@ -267,7 +260,7 @@ def test_full_prefill_is_no_distance_from_itself_and_blend_is_closer_than_reuse(
     assert all(run["ttft_s"] > 0 for run in runs.values())
 
 
-def test_auto_is_not_below_the_papers_rule_at_an_equal_ratio_on_the_embedded_model(result: QualityResult) -> None:
+def test_auto_is_not_below_the_papers_rule_at_an_equal_ratio_on_the_embedded_model(result):
     runs = totals(result)
     auto = next(key[1] for key in runs if key[0] == "blend" and key[1] != "cacheblend")
     for ratio in (0.1, 0.15):
@@ -276,7 +269,7 @@ def test_auto_is_not_below_the_papers_rule_at_an_equal_ratio_on_the_embedded_mod
         assert mine["first_token_kl"] <= paper["first_token_kl"]
 
 
-def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result: QualityResult) -> None:
+def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result):
     facts = result.as_dict()
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert (facts["schema_version"], facts["command"], facts["model"]) == (6, "bench quality", "demo")
@@ -294,7 +287,7 @@ def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result: Qual
     assert sum(line.startswith(named) for line in lines) == len(totals(result))
 
 
-def test_parts_of_the_stories_share_no_question() -> None:
+def test_parts_of_the_stories_share_no_question():
     reported, selection = (
         {case.question for case in demo_cases(QualityConfig(num_questions=21, part=part))}
         for part in ("reported", "selection")
@@ -303,13 +296,13 @@ def test_parts_of_the_stories_share_no_question() -> None:
     assert not reported & selection
 
 
-def test_all_questions_of_an_own_file_are_used_and_the_reported_ones_of_other_data() -> None:
+def test_all_questions_of_an_own_file_are_used_and_the_reported_ones_of_other_data():
     parts = {data: QualityConfig(data=data).part for data in ("mine.jsonl", "demo", "musique", "nq")}
     assert parts == {"mine.jsonl": "all", "demo": "reported", "musique": "reported", "nq": "reported"}
     assert QualityConfig(data="mine.jsonl", part="selection").part == "selection"
 
 
-def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only(result: QualityResult) -> None:
+def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only(result):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -322,7 +315,7 @@ def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only
         assert set(axes.get_legend_handles_labels()[1]) == {"reuse", *rules, *exact}
 
 
-def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
+def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path):
     pytest.importorskip("matplotlib")
     passage = "Mara Oster lives in Dublin. " * 8
     asked = [
@@ -343,7 +336,7 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path: Pat
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_paper_s_chunks() -> None:
+def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_paper_s_chunks():
     config = QualityConfig(
         data="demo",
         num_questions=2,

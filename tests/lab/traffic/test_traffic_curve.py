@@ -31,12 +31,12 @@ def hits_by_stack_distance(found: ChunkUses, capacity: int) -> int:
 
 
 @given(some_uses(), integers(1, 50))
-def test_lru_is_what_stack_distances_give(found: ChunkUses, capacity: int) -> None:
+def test_lru_is_what_stack_distances_give(found, capacity):
     assert lru_hits(found, capacity) == hits_by_stack_distance(found, capacity)
 
 
 @given(some_uses())
-def test_a_store_with_room_for_all_finds_every_second_use(found: ChunkUses) -> None:
+def test_a_store_with_room_for_all_finds_every_second_use(found):
     again = sum(int(found.sizes[chunk]) for chunk in found.chunks) - int(found.sizes[np.unique(found.chunks)].sum())
     assert lru_hits(found, int(found.sizes.sum())) == again
 
@@ -45,7 +45,7 @@ def ids(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.int32)
 
 
-def test_uses_are_of_chunks_between_places_where_passages_begin_and_end() -> None:
+def test_uses_are_of_chunks_between_places_where_passages_begin_and_end():
     first, second, third = ids(0, 100), ids(1, 60), ids(2, 80)
     passages = Passages()
     passages.count_reusable_and_add(0, np.concatenate((first, second, third)), 0)
@@ -57,7 +57,7 @@ def test_uses_are_of_chunks_between_places_where_passages_begin_and_end() -> Non
     assert (np.diff(found.requests) >= 0).all()
 
 
-def test_chunks_that_the_same_requests_need_are_one_unless_they_came_apart_at_first() -> None:
+def test_chunks_that_the_same_requests_need_are_one_unless_they_came_apart_at_first():
     first, second = ids(0, 100), ids(1, 60)
     together, apart = Passages(), Passages()
     for number, text in enumerate((first, second)):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,16 +14,15 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 
 def joined(request: LoggedRequest | None) -> str:
-    assert request is not None
     return "".join(map(str, request.pieces))
 
 
-def test_a_chat_is_its_turns_with_a_line_for_each_role() -> None:
+def test_a_chat_is_its_turns_with_a_line_for_each_role():
     body = {"model": "m", "messages": CHAT, "temperature": 0}
     assert joined(parse_request(body)) == "<system>\nBe brief.\n<user>\nWho signed?\n"
 
 
-def test_parts_are_read_and_media_counted() -> None:
+def test_parts_are_read_and_media_counted():
     content = [
         {"type": "text", "text": "See "},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
@@ -41,7 +38,6 @@ def test_parts_are_read_and_media_counted() -> None:
     ]
     found = parse_request({"messages": turns, "tools": tools})
     text_ = joined(found)
-    assert found is not None
     assert found.num_media == 2
     assert text_.startswith("<tools>\n[")
     for part in ("<user>\nSee 42\n", '"name": "look", "arguments"', "<tool>\n数据 ünï\n"):
@@ -49,15 +45,14 @@ def test_parts_are_read_and_media_counted() -> None:
     assert "base64" not in text_
 
 
-def test_completions_are_a_text_or_ids_in_their_namespace() -> None:
+def test_completions_are_a_text_or_ids_in_their_namespace():
     params = {"kv_transfer_params": {"ragblend": {"namespace": "acme"}}}
     assert parse_request({"prompt": [1, 2, 3]} | params) == ([(1, 2, 3)], 0, "acme")
     salted = parse_request({"prompt": "a", "cache_salt": "s"} | params)
-    assert salted is not None
     assert salted.namespace not in ("", "acme", "s")
 
 
-def test_lines_without_a_request_are_named_and_their_text_is_not(tmp_path: Path) -> None:
+def test_lines_without_a_request_are_named_and_their_text_is_not(tmp_path):
     path = tmp_path / "log.jsonl"
     good = json.dumps({"prompt": "one"}).encode()
     lines = (
@@ -92,7 +87,7 @@ JSON_VALUES = recursive(
 
 
 @given(JSON_VALUES)
-def test_any_json_value_is_a_request_or_a_skipped_line(value: Any) -> None:
+def test_any_json_value_is_a_request_or_a_skipped_line(value):
     log = RequestLog([])
     found = log._read("here", json.dumps(value).encode())
     assert (found is None) == (log.num_skipped == 1)
@@ -101,5 +96,5 @@ def test_any_json_value_is_a_request_or_a_skipped_line(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("role", "header"), [("user", "<user>\n"), (None, "<None>\n")])
-def test_a_turn_without_content_is_its_header(role: str | None, header: str) -> None:
+def test_a_turn_without_content_is_its_header(role, header):
     assert joined(parse_request({"messages": [{"role": role, "content": None}]})) == f"{header}\n"

@@ -18,7 +18,7 @@ def random_ids(seed: int, count: int) -> np.ndarray:
 
 
 @given(integers(STRIDE + WINDOW, 400), lists(integers(0, 200), min_size=4, max_size=4), integers(0, 1 << 20))
-def test_a_passage_that_moves_is_found_to_the_token(length: int, around: list[int], seed: int) -> None:
+def test_a_passage_that_moves_is_found_to_the_token(length, around, seed):
     sizes = np.cumsum([length, *around])
     passage, left, right, new_left, new_right = np.split(random_ids(seed, int(sizes[-1])), sizes[:-1])
     passages = Passages()
@@ -28,13 +28,13 @@ def test_a_passage_that_moves_is_found_to_the_token(length: int, around: list[in
     assert passages.size <= sizes[-1]
 
 
-def test_shorter_than_a_passage_is_a_turn_of_phrase() -> None:
+def test_shorter_than_a_passage_is_a_turn_of_phrase():
     phrase, passages = random_ids(0, LEAST - 1), Passages()
     passages.count_reusable_and_add(0, np.concatenate((random_ids(1, 100), phrase, random_ids(2, 100))), 0)
     assert passages.count_reusable_and_add(1, np.concatenate((random_ids(3, 100), phrase, random_ids(4, 100))), 0) == 0
 
 
-def test_an_edited_passage_is_found_in_two_parts() -> None:
+def test_an_edited_passage_is_found_in_two_parts():
     old, passages = random_ids(0, 200), Passages()
     new = old.copy()
     new[90:100] = random_ids(1, 10)
@@ -42,7 +42,7 @@ def test_an_edited_passage_is_found_in_two_parts() -> None:
     assert passages.count_reusable_and_add(1, new, 0) == 190
 
 
-def test_a_passage_beyond_the_last_anchor_is_found(monkeypatch) -> None:
+def test_a_passage_beyond_the_last_anchor_is_found(monkeypatch):
     monkeypatch.setattr(passages_module, "MAX_PASSAGE", 100)
     text, passages = random_ids(0, 450), Passages()
     passages.count_reusable_and_add(0, text, 0)
@@ -50,7 +50,7 @@ def test_a_passage_beyond_the_last_anchor_is_found(monkeypatch) -> None:
     assert np.array_equal(passages.ids(190, 310), text[190:310])
 
 
-def test_a_namespace_never_finds_anothers_text() -> None:
+def test_a_namespace_never_finds_anothers_text():
     text, passages, prefixes = random_ids(0, 300), Passages(), PrefixCache()
     assert (
         passages.count_reusable_and_add(0, text, 0, "acme") == passages.count_reusable_and_add(1, text, 0, "other") == 0
@@ -59,7 +59,7 @@ def test_a_namespace_never_finds_anothers_text() -> None:
     assert passages.count_reusable_and_add(2, text, 0, "acme") == 300
 
 
-def test_what_the_prefix_has_is_not_counted_again() -> None:
+def test_what_the_prefix_has_is_not_counted_again():
     text, passages = random_ids(0, 320), Passages()
     passages.count_reusable_and_add(0, text, 0)
     assert passages.count_reusable_and_add(1, text, 160) == 160
@@ -68,7 +68,7 @@ def test_what_the_prefix_has_is_not_counted_again() -> None:
 
 
 @given(prompts=lists(lists(integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=12))
-def test_prefixes_are_those_of_all_prompts_before(prompts: list[list[int]]) -> None:
+def test_prefixes_are_those_of_all_prompts_before(prompts):
     """Against comparing every prompt with every other."""
     pieces = [random_ids(seed, size) for seed, size in enumerate((10, 16, 37))]
     cache, seen = PrefixCache(), []
@@ -83,7 +83,7 @@ def test_prefixes_are_those_of_all_prompts_before(prompts: list[list[int]]) -> N
         seen.append(ids)
 
 
-def test_a_prefix_cache_keeps_no_more_than_its_capacity() -> None:
+def test_a_prefix_cache_keeps_no_more_than_its_capacity():
     cache = PrefixCache(capacity=1000)
     for seed in range(100):
         cache.count_cached_and_add(random_ids(seed, 100 * BLOCK))
@@ -92,7 +92,7 @@ def test_a_prefix_cache_keeps_no_more_than_its_capacity() -> None:
     assert cache.count_cached_and_add(random_ids(0, 100 * BLOCK)) == 0
 
 
-def test_text_that_comes_again_takes_no_memory_but_for_its_uses() -> None:
+def test_text_that_comes_again_takes_no_memory_but_for_its_uses():
     texts = [random_ids(seed, 500) for seed in range(20)]
     passages = Passages()
     for number in range(20):

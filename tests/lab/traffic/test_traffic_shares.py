@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,14 @@ def assert_close(found: dict[str, Any], truth: Generated) -> None:
     ("kind", "words"),
     [("sessions", "worth it"), ("questions", ": worth it"), ("agents", "not worth it, because 8")],
 )
-def test_shares_are_the_true_ones_and_the_verdict_follows(kind: str, words: str, tmp_path: Path) -> None:
+def test_shares_are_the_true_ones_and_the_verdict_follows(kind, words, tmp_path):
     truth = made(kind, EstimatedTokens())
     found = analyze([write(tmp_path / "log", truth)], EstimatedTokens())
     assert_close(found, truth)
     assert words in blending_verdict(found)
 
 
-def test_a_models_tokens_give_the_same_shares(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_models_tokens_give_the_same_shares(make_tokenizer, tmp_path):
     tokens = ModelTokens(make_tokenizer(), "tiny")
     truth = made("questions", tokens, num_sessions=100)
     found = analyze([write(tmp_path / "log", truth)], tokens)
@@ -54,7 +54,7 @@ def test_a_models_tokens_give_the_same_shares(make_tokenizer: Callable[..., Any]
     assert_close(found, truth)
 
 
-def test_a_request_that_comes_again_and_again_is_all_prefix(tmp_path: Path) -> None:
+def test_a_request_that_comes_again_and_again_is_all_prefix(tmp_path):
     entry = next(iter(made("questions", EstimatedTokens())))
     found = analyze([write(tmp_path / "log", [entry] * 2000)], EstimatedTokens())
     assert found["shares"]["prefix"] > 0.98
@@ -62,7 +62,7 @@ def test_a_request_that_comes_again_and_again_is_all_prefix(tmp_path: Path) -> N
     assert "not worth it" in blending_verdict(found)
 
 
-def test_memory_is_that_of_the_text_that_differs(tmp_path: Path) -> None:
+def test_memory_is_that_of_the_text_that_differs(tmp_path):
     """A trace of the same requests twenty times as long takes under 100 bytes more per request."""
     entries = list(made("questions", EstimatedTokens(), num_sessions=50))
 
@@ -82,7 +82,7 @@ def test_memory_is_that_of_the_text_that_differs(tmp_path: Path) -> None:
     assert (peak(40) - peak(2)) / (38 * len(entries)) < 100
 
 
-def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path: Path) -> None:
+def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path):
     path = write(tmp_path / "log", made("questions", EstimatedTokens()))
     plain = analyze([path], EstimatedTokens())["chunks"]
     shown = analyze([path], EstimatedTokens(), AnalysisConfig(show_texts=True))["chunks"]
@@ -93,7 +93,7 @@ def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path: Path) -> None
     assert all(each["text"].strip()[:40] in log for each in shown)
 
 
-def test_a_log_without_requests_is_an_error_with_the_number_of_lines(tmp_path: Path) -> None:
+def test_a_log_without_requests_is_an_error_with_the_number_of_lines(tmp_path):
     (tmp_path / "broken").write_text('{"messages": [\n')
     with pytest.raises(EmptyCorpusError, match="3 lines hold none"):
         analyze(
@@ -110,14 +110,14 @@ PROFILE = MachineProfile(
 )  # fmt: skip
 
 
-def test_work_is_what_each_mode_computes() -> None:
+def test_work_is_what_each_mode_computes():
     prompts = [PromptTokenCounts(1000, 0, 0), PromptTokenCounts(1000, 400, 500)]
     saving = mean_work_by_mode(prompts, BlendSettings(0.1), None)
     assert [saving[mode] for mode in MODES] == [1000, 800, pytest.approx((1000 + 100 + 50) / 2)]
     assert saving["blend_saves_beyond_prefix"] == pytest.approx(1 - 575 / 800)
 
 
-def test_seconds_are_those_of_the_profile() -> None:
+def test_seconds_are_those_of_the_profile():
     prompts = [PromptTokenCounts(2000, 1000, 1000)]
     slow = mean_work_by_mode(prompts, BlendSettings(0.15, bytes_per_s=1e5), PROFILE)
     assert [slow[name] for name in (*MODES, "num_slower")] == [3.0, 2.0, 2.0, 1], "KV that takes 10 s to load"

@@ -1,15 +1,10 @@
 """Servers of the page for tests: one over two records of the sample corpus, one over nothing yet."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from ui_site import Site, open_for, running, settings_in
+from ui_site import open_for, running, settings_in
 
-from ragblend.config import Settings
 from ragblend.demo.corpus import sample_corpus
 from ragblend.precompute import ingest
 
@@ -17,7 +12,7 @@ RECORDS = ("security-review.md", "budget-workshop.md")
 
 
 @pytest.fixture(scope="session")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def filled(tmp_path_factory):
     """Settings of a place that holds the two records."""
     home = tmp_path_factory.mktemp("ui")
     settings, corpus = settings_in(home), sample_corpus()
@@ -29,14 +24,14 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 @pytest.fixture(scope="session")
-def site(filled: Settings) -> Iterator[Site]:
+def site(filled):
     """A server over the records, for tests that leave them there."""
     with running(filled) as made:
         yield made
 
 
 @pytest.fixture
-def empty(tmp_path: Path) -> Iterator[Site]:
+def empty(tmp_path):
     """A server over nothing yet, which takes files of 1 MiB."""
     with running(replace(settings_in(tmp_path), max_file_mib=1.0)) as made:
         yield made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from selenium import webdriver
@@ -12,7 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
-from ui_site import QUESTION, Site
+from ui_site import QUESTION
 
 BROWSER, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 if BROWSER is None or DRIVER is None:
@@ -85,7 +85,7 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def driver() -> Iterator[webdriver.Chrome]:
+def driver():
     options = webdriver.ChromeOptions()
     options.binary_location = str(BROWSER)
     for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-proxy-server"):
@@ -96,7 +96,7 @@ def driver() -> Iterator[webdriver.Chrome]:
 
 
 @pytest.fixture
-def page(driver: webdriver.Chrome, site: Site) -> Iterator[Page]:
+def page(driver, site):
     made = Page(driver)
     made.width(1180)
     made.open(site.url)
@@ -105,7 +105,7 @@ def page(driver: webdriver.Chrome, site: Site) -> Iterator[Page]:
     assert severe == []
 
 
-def test_an_example_is_answered_side_by_side_and_the_slider_moves_its_tokens(page: Page) -> None:
+def test_an_example_is_answered_side_by_side_and_the_slider_moves_its_tokens(page):
     example = next(button for button in page.all("#examples button") if button.text == QUESTION)
     example.click()
     page.until(lambda: page.is_idle and page["answers"].is_displayed())
@@ -135,7 +135,7 @@ def test_an_example_is_answered_side_by_side_and_the_slider_moves_its_tokens(pag
 
 
 @pytest.mark.slow
-def test_a_dropped_file_is_ingested_and_its_markup_stays_text(driver: webdriver.Chrome, empty: Site) -> None:
+def test_a_dropped_file_is_ingested_and_its_markup_stays_text(driver, empty):
     page = Page(driver)
     page.width(1180)
     page.open(empty.url)
@@ -163,7 +163,7 @@ def test_a_dropped_file_is_ingested_and_its_markup_stays_text(driver: webdriver.
 
 
 @pytest.mark.slow
-def test_two_tabs_take_turns_and_closing_one_does_not_block_the_other(page: Page, site: Site) -> None:
+def test_two_tabs_take_turns_and_closing_one_does_not_block_the_other(page, site):
     first = page.driver.current_window_handle
     page.driver.switch_to.new_window("tab")
     page.open(site.url)
@@ -186,7 +186,7 @@ def test_two_tabs_take_turns_and_closing_one_does_not_block_the_other(page: Page
 
 
 @pytest.mark.slow
-def test_an_answer_can_be_stopped(page: Page) -> None:
+def test_an_answer_can_be_stopped(page):
     for _ in range(5):  # an answer of the embedded model may end before the click
         page.ask(QUESTION)
         page.until(lambda: page["go"].text == "Stop")
@@ -201,7 +201,7 @@ def test_an_answer_can_be_stopped(page: Page) -> None:
 
 
 @pytest.mark.slow
-def test_it_fits_a_phone_loads_nothing_from_elsewhere_and_names_its_fields(page: Page, site: Site) -> None:
+def test_it_fits_a_phone_loads_nothing_from_elsewhere_and_names_its_fields(page, site):
     page.ask(QUESTION)
     page.until(lambda: page.is_idle and page["prompt"].is_displayed())
     for width in (360, 768, 1180):
@@ -238,7 +238,7 @@ return [...document.querySelectorAll("p, span, li, button, label, h1, h2, h3, su
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_keeps_its_contrast(page: Page, scheme: str) -> None:
+def test_text_keeps_its_contrast(page, scheme):
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     page.ask(QUESTION)

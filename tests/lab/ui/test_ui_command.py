@@ -7,21 +7,18 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
-import pytest
 from commands import run_command
 
 
-def test_it_serves_until_ctrl_c_and_starts_with_nothing_there(tmp_path: Path) -> None:
+def test_it_serves_until_ctrl_c_and_starts_with_nothing_there(tmp_path):
     command = [sys.executable, "-m", "ragblend", "ui", "--model", "demo", "--no-browser", "--port", "0"]
     environment = {**os.environ, "RAGBLEND_EMBEDDER": "hashing"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             found = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
-            assert found is not None
             with httpx.Client(base_url=found[0], trust_env=False, timeout=60) as client:
                 assert "<title>ragblend</title>" in client.get("/").text
                 # Behind the model's loading, which is the first job.
@@ -35,9 +32,7 @@ def test_it_serves_until_ctrl_c_and_starts_with_nothing_there(tmp_path: Path) ->
             process.kill()
 
 
-def test_without_its_extra_the_install_command_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_extra_the_install_command_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "ragblend.lab.ui.app", raising=False)
@@ -45,7 +40,7 @@ def test_without_its_extra_the_install_command_is_named(
     assert "pip install 'ragblend[ui]'" in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_address_that_others_can_reach_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_others_can_reach_is_reported(monkeypatch):
     from ragblend.config import Settings
     from ragblend.lab.ui import app
 

@@ -7,13 +7,12 @@ import functools
 import socket
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from ui_site import QUESTION, Site, of, open_for, parsed, running, settings_in
+from ui_site import QUESTION, of, open_for, parsed, running, settings_in
 
 from ragblend.cli.session import retrieve
 from ragblend.corpus.readers import child
@@ -29,7 +28,7 @@ EVIL = "</p><script>hacked = 1</script>"
 # -- answers
 
 
-def test_a_question_is_answered_in_all_modes_each_beside_full_prefill(site: Site) -> None:
+def test_a_question_is_answered_in_all_modes_each_beside_full_prefill(site):
     events = site.events("/ask", {"question": QUESTION})
     names = [name for name, _ in events]
     assert names[-1] == "end"
@@ -58,7 +57,7 @@ def test_a_question_is_answered_in_all_modes_each_beside_full_prefill(site: Site
     assert tokens["counts"]["recomputed"] == answers["blend"]["num_recomputed_tokens"]
 
 
-def test_another_ratio_runs_blending_alone_and_whole_recompute_is_full_prefill(site: Site) -> None:
+def test_another_ratio_runs_blending_alone_and_whole_recompute_is_full_prefill(site):
     first = site.events("/ask", {"question": QUESTION})
     name = of(first, "asked")[0]["id"]
     found = {}
@@ -81,13 +80,13 @@ def test_another_ratio_runs_blending_alone_and_whole_recompute_is_full_prefill(s
     ],
     ids=["KV that was released", "prompt too long", "no such upload"],
 )
-def test_a_request_that_cannot_be_served_is_an_error_with_the_fix(site: Site, path: str, body: Any, words: str) -> None:
+def test_a_request_that_cannot_be_served_is_an_error_with_the_fix(site, path, body, words):
     (error,) = of(site.events(path, body), "error")
     assert words in error["message"]
 
 
 @pytest.mark.parametrize("ratio", ["-0.1", "1.5", "9" * 400, "NaN", "1e999"], ids=lambda ratio: ratio[:9])
-def test_a_ratio_that_is_no_share_is_refused(site: Site, ratio: str) -> None:
+def test_a_ratio_that_is_no_share_is_refused(site, ratio):
     reply = site.client.post("/blend", content=f'{{"id": "x", "ratio": {ratio}}}')
     assert reply.status_code == 400
     assert "choose 0 (full reuse) to 1" in reply.json()["error"]
@@ -110,7 +109,7 @@ def test_a_ratio_that_is_no_share_is_refused(site: Site, ratio: str) -> None:
         ("/ingest", b'{"names": ["\\ud800.md"]}'),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_reason(site: Site, path: str, body: bytes) -> None:
+def test_what_cannot_be_meant_is_refused_with_the_reason(site, path, body):
     reply = site.client.post(path, content=body)
     assert reply.status_code == 400
     assert reply.json()["error"]
@@ -127,11 +126,11 @@ def test_what_cannot_be_meant_is_refused_with_the_reason(site: Site, path: str, 
         ("", "any", ""),
     ],
 )
-def test_answers_part_at_the_beginning_of_a_word(answer: str, reference: str, shared: str) -> None:
+def test_answers_part_at_the_beginning_of_a_word(answer, reference, shared):
     assert shared_beginning(answer, reference) == shared
 
 
-def test_the_page_states_that_the_scale_is_not_linear_and_uses_plain_words(site: Site) -> None:
+def test_the_page_states_that_the_scale_is_not_linear_and_uses_plain_words(site):
     script = site.client.get("/page.js").text
     assert "The scale is not linear" in script
     assert 'id="ratio-scale"' in site.client.get("/").text
@@ -147,7 +146,7 @@ def test_the_page_states_that_the_scale_is_not_linear_and_uses_plain_words(site:
     "sent",
     [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Part", b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\nGET /"],
 )
-def test_a_connection_without_a_whole_head_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+def test_a_connection_without_a_whole_head_is_closed(site, monkeypatch, sent):
     monkeypatch.setattr(timeouts, "HEAD_S", 0.2)
     address = urlsplit(site.url)
     opened = [socket.create_connection((address.hostname, address.port), timeout=5) for _ in range(10)]
@@ -160,7 +159,7 @@ def test_a_connection_without_a_whole_head_is_closed(site: Site, monkeypatch: py
 
 
 @pytest.mark.parametrize("path", ["/ask", "/documents?name=slow.txt"])
-def test_a_body_that_stalls_is_answered_with_408(site: Site, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_a_body_that_stalls_is_answered_with_408(site, monkeypatch, path):
     monkeypatch.setattr(timeouts, "BODY_S", 0.1)
     address = urlsplit(site.url)
     head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nOrigin: {site.url}\r\nContent-Length: 100\r\n\r\n"
@@ -174,7 +173,7 @@ def test_a_body_that_stalls_is_answered_with_408(site: Site, monkeypatch: pytest
 # -- documents
 
 
-def test_an_upload_is_ingested_and_its_text_comes_back_as_text(empty: Site) -> None:
+def test_an_upload_is_ingested_and_its_text_comes_back_as_text(empty):
     assert empty.state()["num_documents"] == 0
     (error,) = of(empty.events("/ask", {"question": "Who is there?"}), "error")
     assert "drop some" in error["message"]
@@ -198,7 +197,7 @@ def test_an_upload_is_ingested_and_its_text_comes_back_as_text(empty: Site) -> N
     assert [source["text"] for source in sources] == ["Other words about Torham."]
 
 
-def test_a_damaged_pdf_is_named_and_the_others_are_ingested(empty: Site) -> None:
+def test_a_damaged_pdf_is_named_and_the_others_are_ingested(empty):
     empty.upload("bad.pdf", b"%PDF-1.7 and nothing")
     empty.upload("good.txt", b"James Bell lives in Dorburg.")
     (report,) = of(empty.events("/ingest", {"names": ["bad.pdf", "good.txt"]}), "ingested")
@@ -209,9 +208,7 @@ def test_a_damaged_pdf_is_named_and_the_others_are_ingested(empty: Site) -> None
     assert [path.name for path in uploads_folder(empty.settings.store).iterdir()] == ["good.txt"]
 
 
-def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(
-    empty: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(empty, monkeypatch):
     assert empty.upload("a.html", b"<p>James Bell lives in Dorburg.").status_code == 201
     monkeypatch.setattr(child, "_command", lambda *_: [sys.executable, "-c", "import os; os.abort()"])
     reply = empty.upload("a.html", b"<p>Other words")
@@ -220,7 +217,7 @@ def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(
     assert path.read_bytes() == b"<p>James Bell lives in Dorburg."
 
 
-def test_a_file_beyond_the_limit_leaves_nothing_with_or_without_a_content_length(empty: Site) -> None:
+def test_a_file_beyond_the_limit_leaves_nothing_with_or_without_a_content_length(empty):
     data = b"x" * (1 << 20) + b"y"
     assert empty.upload("big.txt", data).status_code == 413
 
@@ -235,7 +232,7 @@ def test_a_file_beyond_the_limit_leaves_nothing_with_or_without_a_content_length
     assert empty.upload("fits.txt", data[:-1]).status_code == 201
 
 
-def test_a_body_far_beyond_the_limit_is_answered_with_413(empty: Site) -> None:
+def test_a_body_far_beyond_the_limit_is_answered_with_413(empty):
     """The answer comes before the body has been sent: one that is not read to its end would be reset with it."""
     for _ in range(5):
         reply = empty.upload("big.txt", bytes(48 << 20))
@@ -246,7 +243,7 @@ def test_a_body_far_beyond_the_limit_is_answered_with_413(empty: Site) -> None:
 @pytest.mark.parametrize(
     "name", ["../out.md", "a/b.md", "a\\b.md", "/etc/passwd", "..", ".hidden", "", " ", "a\nb.md", "a\0b", "x" * 201]
 )
-def test_no_name_leads_out_of_the_folder(site: Site, name: str) -> None:
+def test_no_name_leads_out_of_the_folder(site, name):
     folder = uploads_folder(site.settings.store).parent
     before = sorted(folder.rglob("*"))
     assert site.upload(name, b"text").status_code == 400
@@ -255,7 +252,7 @@ def test_no_name_leads_out_of_the_folder(site: Site, name: str) -> None:
         validate_file_name(name)
 
 
-def test_an_upload_replaces_a_link_and_does_not_follow_it(empty: Site, tmp_path: Path) -> None:
+def test_an_upload_replaces_a_link_and_does_not_follow_it(empty, tmp_path):
     outside = tmp_path / "outside.md"
     outside.write_text("mine")
     folder = uploads_folder(empty.settings.store)
@@ -268,7 +265,7 @@ def test_an_upload_replaces_a_link_and_does_not_follow_it(empty: Site, tmp_path:
 # -- allowed origins
 
 
-def test_a_name_that_is_not_this_machines_is_refused_for_reading_too(site: Site) -> None:
+def test_a_name_that_is_not_this_machines_is_refused_for_reading_too(site):
     for path in ("/", "/state", "/page.js"):
         assert site.client.get(path, headers={"host": "evil.example"}).status_code == 403
         assert site.client.get(path, headers={"host": "localhost:1"}).status_code == 200
@@ -284,7 +281,7 @@ def test_a_name_that_is_not_this_machines_is_refused_for_reading_too(site: Site)
         {"sec-fetch-site": "same-site"},
     ],
 )
-def test_another_page_can_neither_ask_nor_upload(site: Site, headers: dict[str, str]) -> None:
+def test_another_page_can_neither_ask_nor_upload(site, headers):
     jobs = len(site.desk._jobs)
     with httpx.Client(base_url=site.url, headers=headers, trust_env=False) as other:
         for path in ("/ask", "/ingest", "/blend", "/documents?name=a.md"):
@@ -293,12 +290,12 @@ def test_another_page_can_neither_ask_nor_upload(site: Site, headers: dict[str, 
     assert not (uploads_folder(site.settings.store) / "a.md").exists()
 
 
-def test_a_program_without_an_origin_may_ask(site: Site) -> None:
+def test_a_program_without_an_origin_may_ask(site):
     with httpx.Client(base_url=site.url, trust_env=False, timeout=60) as program:
         assert program.post("/blend", json={"id": "x", "ratio": 0.5}).status_code == 200
 
 
-def test_pages_cannot_be_framed_and_run_no_script_but_their_own(site: Site) -> None:
+def test_pages_cannot_be_framed_and_run_no_script_but_their_own(site):
     for path in ("/", "/page.css", "/page.js", "/state", "/nothing"):
         headers = site.client.get(path).headers
         policy = headers["content-security-policy"]
@@ -318,9 +315,7 @@ def test_pages_cannot_be_framed_and_run_no_script_but_their_own(site: Site) -> N
 # -- one at a time
 
 
-def test_a_second_request_waits_and_one_that_hung_up_is_not_answered(
-    filled: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_request_waits_and_one_that_hung_up_is_not_answered(filled, monkeypatch):
     gate, left, answered = threading.Event(), threading.Event(), list[str]()
 
     def find(index: Any, question: str, settings: Any) -> Any:
@@ -347,9 +342,7 @@ def test_a_second_request_waits_and_one_that_hung_up_is_not_answered(
         assert answered == ["full", "prefix", "reuse", "blend"], "the first question was answered in no mode"
 
 
-def test_an_ingestion_goes_on_when_the_browser_leaves_and_a_second_one_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ingestion_goes_on_when_the_browser_leaves_and_a_second_one_waits(tmp_path, monkeypatch):
     gate, begun = threading.Event(), threading.Event()
     take_in = app.ingest_uploads
 
@@ -373,7 +366,7 @@ def test_an_ingestion_goes_on_when_the_browser_leaves_and_a_second_one_waits(
         assert site.state()["documents"] == ["a.md", "b.md"]
 
 
-def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_engine(filled: Any) -> None:
+def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_engine(filled):
     engine, index = open_for(filled)
     with engine, index:
         prompt = Prompt([hit.chunk for hit in retrieve(index, QUESTION, filled)], QUESTION)
@@ -397,7 +390,7 @@ def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_en
 # -- what goes wrong
 
 
-def test_the_page_names_a_model_that_is_not_supported(tmp_path: Path) -> None:
+def test_the_page_names_a_model_that_is_not_supported(tmp_path):
     reason = "layers of type Mamba keep no KV; choose a model with attention"
 
     def refuse(job: job_queue.UiJob) -> Any:
@@ -410,7 +403,7 @@ def test_the_page_names_a_model_that_is_not_supported(tmp_path: Path) -> None:
         assert (state["status"], state["model"], state["problem"]) == ("failed", "some/model", reason)
 
 
-def test_a_bug_is_called_one_and_the_desk_goes_on(filled: Any) -> None:
+def test_a_bug_is_called_one_and_the_desk_goes_on(filled):
     def find(index: Any, question: str, settings: Any) -> Any:
         return 1 / 0 if question == "bug" else retrieve(index, QUESTION, settings)
 
@@ -420,7 +413,7 @@ def test_a_bug_is_called_one_and_the_desk_goes_on(filled: Any) -> None:
         assert len(of(site.events("/ask", {"question": QUESTION}), "answer")) == 4
 
 
-def test_stopping_the_server_ends_what_is_running(filled: Any) -> None:
+def test_stopping_the_server_ends_what_is_running(filled):
     waiting = threading.Event()
 
     def find(index: Any, question: str, settings: Any) -> Any:
@@ -436,7 +429,7 @@ def test_stopping_the_server_ends_what_is_running(filled: Any) -> None:
         assert "stopped" in error["message"]
 
 
-def test_a_port_in_use_is_an_error_with_a_free_one(site: Site) -> None:
+def test_a_port_in_use_is_an_error_with_a_free_one(site):
     port = int(site.url.rpartition(":")[2])
     with pytest.raises(UsageError, match=f"--port {port + 1}"):
         app._listen("127.0.0.1", port)
