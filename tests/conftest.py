@@ -25,7 +25,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from postgres import running_postgres
 from servers import running_redis, running_s3
-from tiny_models import CHATML, FAMILIES, VOCABULARY, make_model, stock_models
+from tiny_models import CHATML, FAMILIES, VOCABULARY, stock_models
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -110,12 +110,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("faults survived")
         for line in lines:
             terminalreporter.line(str(line))
-
-
-@pytest.fixture(scope="session", name="make_model")
-def _make_model():
-    """`make_model(config_class, model_class, **config)`, for architectures outside FAMILIES."""
-    return make_model
 
 
 @pytest.fixture(params=list(FAMILIES))

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family. `make_model(*FAMILIES[name][:2], **FAMILIES[name][2])` builds one."""
+"""Tiny random models of every supported family. `make_model(FAMILIES[name][0], **FAMILIES[name][1])` builds one."""
 
 from __future__ import annotations
 
@@ -7,33 +7,27 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers.models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
-from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
-from transformers.models.gemma import GemmaConfig, GemmaForCausalLM
-from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
-from transformers.models.gemma3 import (
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-)
+from transformers.models.deepseek_v2 import DeepseekV2ForCausalLM
+from transformers.models.deepseek_v3 import DeepseekV3ForCausalLM
+from transformers.models.gemma import GemmaForCausalLM
+from transformers.models.gemma2 import Gemma2ForCausalLM
+from transformers.models.gemma3 import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from transformers.models.gemma4 import (
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
-    Gemma4TextConfig,
     Gemma4VisionConfig,
 )
-from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
-from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
-from transformers.models.granite import GraniteConfig, GraniteForCausalLM
-from transformers.models.llama import LlamaConfig, LlamaForCausalLM
-from transformers.models.mistral import MistralConfig, MistralForCausalLM
-from transformers.models.olmo import OlmoConfig, OlmoForCausalLM
-from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
-from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
-from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
-from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.glm4_moe_lite import Glm4MoeLiteForCausalLM
+from transformers.models.gpt_oss import GptOssForCausalLM
+from transformers.models.granite import GraniteForCausalLM
+from transformers.models.llama import LlamaForCausalLM
+from transformers.models.mistral import MistralForCausalLM
+from transformers.models.olmo import OlmoForCausalLM
+from transformers.models.phi3 import Phi3ForCausalLM
+from transformers.models.qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 from transformers.models.siglip import SiglipVisionConfig
 
 VOCABULARY = 300
@@ -50,32 +44,25 @@ _LLAMA3 = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
-FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "llama3_scaling": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": _LLAMA3}),
-    "yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": _YARN}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {}),
-    "phi3_mha": (Phi3Config, Phi3ForCausalLM, {"num_key_value_heads": 4}),
-    "phi3_partial": (Phi3Config, Phi3ForCausalLM, {"rope_parameters": _PARTIAL}),
-    "gemma": (GemmaConfig, GemmaForCausalLM, {}),
+FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, {}),
+    "llama3_scaling": (LlamaForCausalLM, {"rope_parameters": _LLAMA3}),
+    "yarn": (LlamaForCausalLM, {"rope_parameters": _YARN}),
+    "mistral": (MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3ForCausalLM, {}),
+    "phi3": (Phi3ForCausalLM, {}),
+    "phi3_mha": (Phi3ForCausalLM, {"num_key_value_heads": 4}),
+    "phi3_partial": (Phi3ForCausalLM, {"rope_parameters": _PARTIAL}),
+    "gemma": (GemmaForCausalLM, {}),
     "qwen3_moe": (
-        Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     ),
-    "olmo": (OlmoConfig, OlmoForCausalLM, {"clip_qkv": 0.6}),
+    "olmo": (OlmoForCausalLM, {"clip_qkv": 0.6}),
     "granite": (
-        GraniteConfig,
         GraniteForCausalLM,
-        {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.5,
-        },
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 0.5},
     ),
 }
 
@@ -96,40 +83,35 @@ _DEEPSEEK_YARN = {
     "mscale": 0.9,
     "mscale_all_dim": 0.6,
 }  # of real models both are equal, so tables are not scaled
-LATENT: dict[str, tuple[type, type, dict[str, Any]]] = {
+LATENT: dict[str, tuple[type, dict[str, Any]]] = {
     "deepseek_v2": (  # V2's; V2-Lite projects queries in one step, and has no groups of experts
-        DeepseekV2Config,
         DeepseekV2ForCausalLM,
         _LATENT_SIZES
         | {"q_lora_rank": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
         | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": _DEEPSEEK_YARN},
     ),
     "deepseek_v2_lite": (
-        DeepseekV2Config,
         DeepseekV2ForCausalLM,
         _LATENT_SIZES | {"q_lora_rank": None, "first_k_dense_replace": 1, "attention_bias": True},
     ),
     "deepseek_v3": (
-        DeepseekV3Config,
         DeepseekV3ForCausalLM,
         _LATENT_SIZES
         | {"q_lora_rank": 32, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2}
         | {"rope_parameters": _DEEPSEEK_YARN},
     ),
     "deepseek_v3_halves": (  # weights whose rotary dimensions are not neighbours
-        DeepseekV3Config,
         DeepseekV3ForCausalLM,
         _LATENT_SIZES | {"q_lora_rank": 32, "first_k_dense_replace": 6, "rope_interleave": False},
     ),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _LATENT_SIZES | {"q_lora_rank": 32}),
+    "glm4_moe_lite": (Glm4MoeLiteForCausalLM, _LATENT_SIZES | {"q_lora_rank": 32}),
 }
 FAMILIES |= LATENT
 
 _GEMMA4_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
+WINDOWED: dict[str, tuple[type, dict[str, Any]]] = {
     # Windows of half the prompts that the tests fuse, and soft caps at which scores bend.
     "gemma2": (
-        Gemma2Config,
         Gemma2ForCausalLM,
         {
             "sliding_window": 50,
@@ -139,13 +121,8 @@ WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        {"sliding_window": 52, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
-    ),
+    "gemma3": (Gemma3ForCausalLM, {"sliding_window": 52, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24}),
     "gemma4": (  # E2B: per-layer inputs; the last two of eight layers use the KV of earlier ones
-        Gemma4TextConfig,
         Gemma4ForCausalLM,
         {
             "sliding_window": 57,
@@ -160,7 +137,6 @@ WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
         },
     ),
     "gemma4_moe": (  # 26B-A4B: experts; one projection for keys and values of global layers
-        Gemma4TextConfig,
         Gemma4ForCausalLM,
         {
             "sliding_window": 58,
@@ -176,28 +152,16 @@ WINDOWED: dict[str, tuple[type, type, dict[str, Any]]] = {
             "use_bidirectional_attention": "vision",
         },
     ),
-    "gpt_oss": (
-        GptOssConfig,
-        GptOssForCausalLM,
-        {"sliding_window": 51, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
-    "mistral_window": (MistralConfig, MistralForCausalLM, {"sliding_window": 53}),
-    "qwen2_window": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 54, "max_window_layers": 3},
-    ),
-    "qwen3_window": (
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 55, "max_window_layers": 0},
-    ),
-    "phi3_window": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 56}),
+    "gpt_oss": (GptOssForCausalLM, {"sliding_window": 51, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mistral_window": (MistralForCausalLM, {"sliding_window": 53}),
+    "qwen2_window": (Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 54, "max_window_layers": 3}),
+    "qwen3_window": (Qwen3ForCausalLM, {"use_sliding_window": True, "sliding_window": 55, "max_window_layers": 0}),
+    "phi3_window": (Phi3ForCausalLM, {"sliding_window": 56}),
 }
 FAMILIES |= WINDOWED
 
 
-def make_model(config_class: type, model_class: type, seed: int = 0, **changes: Any) -> Any:
+def make_model(model_class: Any, seed: int = 0, **changes: Any) -> Any:
     """A random model, 6 layers, hidden 64, 4 heads of 16: weights large enough that attention is far from uniform."""
     sizes = {
         "vocab_size": VOCABULARY,
@@ -215,7 +179,7 @@ def make_model(config_class: type, model_class: type, seed: int = 0, **changes: 
         "tie_word_embeddings": False,
     }
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**sizes, **changes})).eval().float()
+    model = model_class(model_class.config_class(**{**sizes, **changes})).eval().float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -239,8 +203,8 @@ def stock_models(**sizes: Any) -> Callable[[str], Any]:
 
     @cache
     def build(family: str) -> Any:
-        config_class, model_class, changes = FAMILIES[family]
-        model = make_model(config_class, model_class, **{**sizes, **changes})
+        model_class, changes = FAMILIES[family]
+        model = make_model(model_class, **{**sizes, **changes})
         model.set_attn_implementation("eager")
         return model
 
@@ -249,8 +213,8 @@ def stock_models(**sizes: Any) -> Callable[[str], Any]:
 
 def make_gemma3_that_sees() -> Any:
     """The family "gemma3" within the class that reads images too, with an eye of one layer."""
-    config_class, model_class, changes = FAMILIES["gemma3"]
-    text = make_model(config_class, model_class, **changes)
+    model_class, changes = FAMILIES["gemma3"]
+    text = make_model(model_class, **changes)
     eye = SiglipVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
@@ -263,8 +227,8 @@ def make_gemma3_that_sees() -> Any:
 
 def make_gemma4_that_sees() -> Any:
     """The family "gemma4" within the class that reads images too, with an eye of one layer."""
-    config_class, model_class, changes = FAMILIES["gemma4"]
-    text = make_model(config_class, model_class, **changes)
+    model_class, changes = FAMILIES["gemma4"]
+    text = make_model(model_class, **changes)
     eye = Gemma4VisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         head_dim=16, position_embedding_size=64,

@@ -47,8 +47,8 @@ def test_a_run_reads_all_before_it_for_itself(rows):
 
 
 def test_the_operations_are_those_that_torch_counts():
-    config_class, model_class, changes = FAMILIES["llama"]
-    tiny = make_model(config_class, model_class, **changes).model
+    model_class, changes = FAMILIES["llama"]
+    tiny = make_model(model_class, **changes).model
     layer, attention = tiny.layers[0], tiny.layers[0].self_attn
     weights = sum(part.weight.numel() for part in layer.modules() if isinstance(part, nn.Linear))
     model = Model(6, 4, 2, attention.head_dim, weights)

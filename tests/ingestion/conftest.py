@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import make_model
+from transformers import LlamaForCausalLM
 
 from ragblend import load_engine
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
@@ -27,9 +28,9 @@ def opened(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def deep_model(tmp_path_factory, make_model, make_tokenizer):
+def deep_model(tmp_path_factory, make_tokenizer):
     """The folder of a random model of the fewest layers that count as deep."""
     path = tmp_path_factory.mktemp("deep")
-    make_model(LlamaConfig, LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(path)
+    make_model(LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return str(path)

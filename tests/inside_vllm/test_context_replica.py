@@ -19,8 +19,8 @@ TEXTS = [chunk.text for chunk in CHUNKS]
 @pytest.fixture
 def deep_model(make_tokenizer, tmp_path):
     """A random model, of the fewest layers that count as deep."""
-    config_class, model_class, changes = FAMILIES["llama"]
-    model = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": DEEP_MODEL_LAYERS})
+    model_class, changes = FAMILIES["llama"]
+    model = make_model(model_class, **{**SIZES, **changes, "num_hidden_layers": DEEP_MODEL_LAYERS})
     model.save_pretrained(tmp_path / "deep")
     make_tokenizer().save_pretrained(tmp_path / "deep")
     return str(tmp_path / "deep")

@@ -19,9 +19,9 @@ def looks(
     kind: str, num_layers: int, prompt: Prompt, make_tokenizer: Callable[..., object], place: Path
 ) -> dict[str, Counter[str]]:
     """Count device reads by rule and by source line, while a model of `num_layers` layers blends a prompt."""
-    config_class, model_class, changes = FAMILIES["llama"]
+    model_class, changes = FAMILIES["llama"]
     model = place / "model"
-    made = make_model(config_class, model_class, **{**SIZES, **changes, "num_hidden_layers": num_layers})
+    made = make_model(model_class, **{**SIZES, **changes, "num_hidden_layers": num_layers})
     made.save_pretrained(model)
     make_tokenizer().save_pretrained(model)
     found = {}

@@ -3,7 +3,7 @@
 import pytest
 from harness import PREFIX, SIZES, ask, engine, ingest, random_ids, report, tokens
 from tiny_models import make_model
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import MistralForCausalLM
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -21,7 +21,7 @@ WINDOW = 256
 def mistral(tmp_path_factory, make_tokenizer):
     """A checkpoint whose layers all have a window."""
     path = tmp_path_factory.mktemp("mistral")
-    make_model(MistralConfig, MistralForCausalLM, **SIZES, sliding_window=WINDOW).save_pretrained(path)
+    make_model(MistralForCausalLM, **SIZES, sliding_window=WINDOW).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tiny_models import CHATML
-from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from tiny_models import CHATML, make_model
+from transformers.models.llama import LlamaForCausalLM
 
 from ragblend.engine.api import Stream
 from ragblend.frameworks.engines import share_engine
@@ -27,11 +27,11 @@ def passages():
 
 
 @pytest.fixture(scope="session")
-def chat_model_path(tmp_path_factory, make_model, make_tokenizer):
+def chat_model_path(tmp_path_factory, make_tokenizer):
     """A random 3-layer chat model of 8192 tokens that answers at length and differently to every prompt."""
     path = tmp_path_factory.mktemp("model") / "tiny-chat"
     sizes = {"max_position_embeddings": 8192, "num_hidden_layers": 3}
-    make_model(LlamaConfig, LlamaForCausalLM, **sizes).save_pretrained(path)
+    make_model(LlamaForCausalLM, **sizes).save_pretrained(path)
     make_tokenizer(CHATML, specials=("<|im|>", "<|end|>")).save_pretrained(path)
     return path
 

@@ -24,8 +24,8 @@ TOTAL = sum(CHUNKS) + QUESTION
 
 def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
     """Return host reads by place, for one prompt blended by a model of `num_layers` layers."""
-    config_class, model_class, changes = FAMILIES[family]
-    model = make_model(config_class, model_class, **{**changes, "num_hidden_layers": num_layers})
+    model_class, changes = FAMILIES[family]
+    model = make_model(model_class, **{**changes, "num_hidden_layers": num_layers})
     layers = TransformersLayers(model)
     ids = torch.randint(3, 300, (TOTAL,), generator=torch.Generator().manual_seed(0))
     placements, start = [], 0

@@ -26,8 +26,8 @@ from test_fuse import (
     make_prompt,
     random_ids,
 )
-from tiny_models import FAMILIES, WINDOWED
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tiny_models import FAMILIES, WINDOWED, make_model
+from transformers import Qwen2ForCausalLM
 
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.fusion.rules import RULES, default_check_layer, find_rule, is_probe_worthwhile, resolve_rule
@@ -223,10 +223,10 @@ def test_the_question_is_not_run_through_layers_behind_the_last_that_is_read():
 
 
 @pytest.mark.parametrize("num_global", [1, 2])
-def test_where_only_early_layers_are_global_drift_correction_reads_the_deepest_probed_layer(num_global, make_model):
+def test_where_only_early_layers_are_global_drift_correction_reads_the_deepest_probed_layer(num_global):
     """In Qwen2 with windows the first layers are global, so the probe stops there: no later layer is loaded yet."""
-    changes = {**FAMILIES["qwen2_window"][2], "num_hidden_layers": 8, "max_window_layers": num_global}
-    stock = make_model(Qwen2Config, Qwen2ForCausalLM, **changes)
+    changes = {**FAMILIES["qwen2_window"][1], "num_hidden_layers": 8, "max_window_layers": num_global}
+    stock = make_model(Qwen2ForCausalLM, **changes)
     stock.set_attn_implementation("eager")
     layers, prompt = TransformersLayers(copy.deepcopy(stock)), make_prompt(28)
     test_fuse._store_chunk.cache_clear()

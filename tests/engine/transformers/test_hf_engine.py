@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LATENT
+from tiny_models import LATENT, make_model
 from tiny_prompts import CHUNKS, PROMPT
 from transformers.utils import chat_template_utils
 
@@ -148,10 +148,10 @@ def test_the_models_end_token_ends_the_answer_and_is_not_part_of_it(engine, monk
     assert result.report.completion_tokens == len(ids)
 
 
-def test_the_answer_ends_where_the_context_does(make_model, renderer):
-    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+def test_the_answer_ends_where_the_context_does(renderer):
+    from transformers.models.llama import LlamaForCausalLM
 
-    layers = TransformersLayers(make_model(LlamaConfig, LlamaForCausalLM, max_position_embeddings=128))
+    layers = TransformersLayers(make_model(LlamaForCausalLM, max_position_embeddings=128))
     with TransformersEngine(layers, renderer, MemoryStore(1 << 20), name="short", fingerprint="f") as engine:
         room = 128 - len(engine.renderer.render(PROMPT))
         assert 0 < room < 100

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from reference import as_held
-from tiny_models import LATENT, WINDOWED
+from tiny_models import LATENT, WINDOWED, make_model
 from transformers import DynamicCache
 
 from ragblend.engine.fusion.plan import FusedKV
@@ -28,9 +28,9 @@ def load(model: Any, name: str = "tiny") -> TransformersLayers:
     return layers
 
 
-def classes(name: str) -> tuple[Any, Any]:
-    """The config and the model of transformers that are called `name`; "XText" for a config of X's text alone."""
-    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+def decoder(name: str) -> Any:
+    """The class of transformers for the decoders that are called `name`."""
+    return getattr(transformers, f"{name}ForCausalLM")
 
 
 SIZES = {
@@ -46,19 +46,19 @@ SIZES = {
 @pytest.mark.parametrize(
     ("name", "named", "changes"),
     [
-        ("Llama4Text", "chunked_attention", SIZES),
+        ("Llama4", "chunked_attention", SIZES),
         ("Olmo2", "Olmo2Attention", SIZES),
-        ("Gemma3nText", "several hidden states per token", {}),
-        ("Gemma3Text", "use_bidirectional_attention", SIZES | {"use_bidirectional_attention": True}),
+        ("Gemma3n", "several hidden states per token", {}),
+        ("Gemma3", "use_bidirectional_attention", SIZES | {"use_bidirectional_attention": True}),
         ("DeepseekV32", r"multi-head latent attention \(MLA\) with an index.*separate keys", SIZES),
         ("Mamba", "one state of all tokens so far", {}),
     ],
 )
 def test_what_cannot_be_fused_is_refused_by_its_layers(name, named, changes):
     """One of each kind; test_hf_families.py has every class of docs/models.md."""
-    config, model = classes(name)
+    model = decoder(name)
     with torch.device("meta"):  # types alone are looked at, so the weights need no memory
-        tiny = model(config(**changes))
+        tiny = model(model.config_class(**changes))
     with pytest.raises(UnsupportedModelError, match=rf"{model.__name__}.*{named}.*attention with RoPE.*Llama"):
         reject_unsupported_model(tiny)
 
@@ -72,8 +72,8 @@ def test_a_setting_that_the_model_does_not_follow_is_found(tiny_model):
 
 
 @pytest.mark.parametrize("window", [2048, 4096])
-def test_a_window_that_no_prompt_outgrows_is_none(window, make_model):
-    layers = load(make_model(*classes("Mistral"), sliding_window=window))
+def test_a_window_that_no_prompt_outgrows_is_none(window):
+    layers = load(make_model(decoder("Mistral"), sliding_window=window))
     assert layers.context_length == 2048
     assert layer_windows(layers.config) == (None,) * 6
     assert layers.global_layers == ()
@@ -91,18 +91,18 @@ def test_the_check_is_made_with_windows_that_its_prompt_outgrows(tiny_model, mon
 
 
 @pytest.mark.parametrize("changed", ["full_attention", "sliding_attention"])
-def test_dynamic_ntk_rope_in_one_type_of_layer_is_refused(changed, make_model):
-    config, model, changes = WINDOWED["gemma3"]
-    tiny = make_model(config, model, **changes)
+def test_dynamic_ntk_rope_in_one_type_of_layer_is_refused(changed):
+    model, changes = WINDOWED["gemma3"]
+    tiny = make_model(model, **changes)
     tiny.config.rope_parameters[changed]["rope_type"] = "dynamic"
     with pytest.raises(UnsupportedModelError, match=r"RoPE type 'dynamic'.*yarn"):
         reject_unsupported_model(tiny)
 
 
-def test_longrope_is_used_up_to_its_original_length(make_model):
+def test_longrope_is_used_up_to_its_original_length():
     factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, **factors}
-    layers = load(make_model(*classes("Phi3"), rope_parameters=rope, original_max_position_embeddings=256))
+    layers = load(make_model(decoder("Phi3"), rope_parameters=rope, original_max_position_embeddings=256))
     assert layers.context_length == 256
 
 
@@ -125,7 +125,7 @@ RELATIVES = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
     "olmoe": ("Olmoe", {}),  # QK-norm over all heads at once
     "arcee": ("Arcee", {}),
-    "llama4": ("Llama4Text", {"layer_types": ["full_attention"] * 6}),  # layers of another signature
+    "llama4": ("Llama4", {"layer_types": ["full_attention"] * 6}),  # layers of another signature
     "mixtral_window": ("Mixtral", SMALL_WINDOW | {"num_local_experts": 4}),
     "ministral": ("Ministral", SMALL_WINDOW),
     "starcoder2": ("Starcoder2", SMALL_WINDOW),
@@ -138,14 +138,14 @@ REFUSED = ("llama4",)
 
 
 @pytest.mark.parametrize("name", RELATIVES)
-def test_an_architecture_is_either_refused_or_exact(name, make_model):
+def test_an_architecture_is_either_refused_or_exact(name):
     """Never a third thing: a model that loads gives the logits of a copy that ragblend has not touched."""
     kind, changes = RELATIVES[name]
-    stock = make_model(*classes(kind), **changes)
+    stock = make_model(decoder(kind), **changes)
     stock.set_attn_implementation("eager")
     ids = torch.randint(3, 300, (80,), generator=torch.Generator().manual_seed(0))
     try:
-        layers = load(make_model(*classes(kind), **changes))
+        layers = load(make_model(decoder(kind), **changes))
     except UnsupportedModelError:
         assert name in REFUSED
         return

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import LlamaForCausalLM
 
 from ragblend.engine.fusion import self_check as self_check_module
 from ragblend.engine.fusion.self_check import self_check
@@ -33,10 +34,10 @@ BITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, make_model, make_tokenizer):
+def saved(tmp_path_factory, make_tokenizer):
     path = tmp_path_factory.mktemp("models") / "wide"
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
-    make_model(LlamaConfig, LlamaForCausalLM, **sizes).save_pretrained(path)
+    make_model(LlamaForCausalLM, **sizes).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # 8 bit says at every product that it casts its input
     return path
