@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from harness import ask, ask_all, connector_worker, ingest, random_ids, report, 
 from harness import engine as running_vllm
 from safetensors.torch import load_file, save_file
 from served import make_known, start_demo
-from servers import HttpServer, RedisServer, free_port, wait_until
+from servers import HttpServer, RedisServer, free_port, running_redis
 
 from ragblend import Prompt, load_engine
 from ragblend.demo import WEIGHTS
@@ -35,11 +37,11 @@ WAIT_S = 120.0  # far more than the few seconds between two looks: this machine 
 class Replica:
     """`ragblend serve demo` with a separate disk; it can be stopped, and started again on the same disk."""
 
-    def __init__(self, home: Path, redis_server: RedisServer) -> None:
+    def __init__(self, home: Path, cache: RedisServer) -> None:
         home.mkdir()
         self.home, self.store, self.port = home, home / "kv", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.own = {"RAGBLEND_REMOTE": redis_server.url, "VLLM_SERVER_DEV_MODE": "1"}
+        self.own = {"RAGBLEND_REMOTE": cache.url, "VLLM_SERVER_DEV_MODE": "1"}
         self.server: HttpServer | None = None
 
     def start(self) -> None:
@@ -73,9 +75,14 @@ class Replica:
 
 
 @pytest.fixture(scope="module")
-def replicas(redis_server, tmp_path_factory):
+def cache(tmp_path_factory):
+    yield from running_redis(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture(scope="module")
+def replicas(cache, tmp_path_factory):
     home = tmp_path_factory.mktemp("replicas")
-    one, two = Replica(home / "one", redis_server), Replica(home / "two", redis_server)
+    one, two = Replica(home / "one", cache), Replica(home / "two", cache)
     with ExitStack() as stack:
         for each in (one, two):
             stack.callback(each.stop)
@@ -108,37 +115,44 @@ def precomputed_key(engine: Any, replica: Replica, text: str) -> str:
     return key
 
 
+def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+
+
 def test_the_default_limit_is_told(replicas):
     budget = httpx.get(f"{replicas[0].url}/v1/ragblend/store", timeout=60).json()["budget_bytes"]
     stat = os.statvfs(replicas[0].home)
     assert budget == pytest.approx(stat.f_bavail * stat.f_frsize / 2, rel=0.2)
 
 
-def test_what_one_replica_forgets_leaves_the_disk_and_memory_of_the_other(replicas, clients, redis_server):
+def test_what_one_replica_forgets_leaves_the_disk_and_memory_of_the_other(replicas, clients, cache):
     one, two = replicas
     first, second = clients(one), clients(two)
     keys = [precomputed_key(first, one, text) for text in TEXTS]
     make_known(two.home / "kv", first.renderer, TEXTS)
-    remote = open_remote(redis_server.url)
-    wait_until(lambda: set(remote.keys()) == one.stored(), WAIT_S, "the cache has what the replica has")
+    remote = open_remote(cache.url)
+    until(lambda: set(remote.keys()) == one.stored())
     assert [hits(second, text) for text in TEXTS] == [1, 1]
     assert two.stored() == one.stored()
     assert first.forget(TEXTS[0])
     assert keys[0] not in set(remote.keys())
-    wait_until(lambda: two.stored() == {keys[1]}, WAIT_S, "the other replica has one left")
+    until(lambda: two.stored() == {keys[1]})
     assert [hits(second, text) for text in TEXTS] == [0, 1]
     remote.close()
 
 
-def test_a_cleared_namespace_is_cleared_on_every_replica_and_no_other(replicas, clients, redis_server):
+def test_a_cleared_namespace_is_cleared_on_every_replica_and_no_other(replicas, clients, cache):
     one, two = replicas
     theirs, also, mine = clients(one, "theirs"), clients(two, "theirs"), clients(two)
     key = precomputed_key(theirs, one, TEXTS[1])
     make_known(two.home / "kv", also.renderer, TEXTS, "theirs")
-    wait_until(lambda: open_remote(redis_server.url).contains(key), WAIT_S, "the cache has it")
+    until(lambda: open_remote(cache.url).contains(key))
     assert hits(also, TEXTS[1]) == 1
     assert one.post("/v1/ragblend/store/clear", {"namespace": "theirs"})["num_removed"] == 1
-    wait_until(lambda: key not in two.stored(), WAIT_S, "the other replica has deleted it")
+    until(lambda: key not in two.stored())
     assert (hits(also, TEXTS[1]), hits(mine, TEXTS[1])) == (0, 1)
 
 
@@ -159,12 +173,12 @@ def test_a_reset_drops_memory_alone(replicas, clients):
     engine = clients(one)
     # What the first test forgot may reach this replica's worker with this step only, and take what the other replica
     # has stored since; a miss is precomputed in the background.
-    wait_until(lambda: hits(engine, text) == 1, WAIT_S, "it is reused")
-    wait_until(lambda: one.memory_bytes() > 0, WAIT_S, "it is in memory")
+    until(lambda: hits(engine, text) == 1)
+    until(lambda: one.memory_bytes() > 0)
     stored = one.stored()
     assert one.post("/reset_prefix_cache?reset_external=true") == {"success": True}
     engine.generate(Prompt([], "Who lives in Kinport?"), max_tokens=2)
-    wait_until(lambda: one.memory_bytes() == 0, WAIT_S, "the memory is empty")
+    until(lambda: one.memory_bytes() == 0)
     assert one.stored() == stored
     assert hits(engine, text) == 1
 
