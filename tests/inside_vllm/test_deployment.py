@@ -10,13 +10,14 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from served import environment
-from servers import HttpServer, RedisServer, free_port, wait_until
+from servers import HttpServer, RedisServer, free_port, running_redis
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -36,10 +37,10 @@ TEXT = "George Keller lives in Kinport. Julia Bishop works for Synon."
 class Pod:
     """The server of a rendered chart, as a process of this machine."""
 
-    def __init__(self, home: Path, redis_server: RedisServer) -> None:
+    def __init__(self, home: Path, cache: RedisServer) -> None:
         flags = ",".join(ON_CPU)
         self.spec = container(
-            rendered("model=demo", "gpusPerReplica=0", f"vllmArgs={{{flags}}}", f"remote.url={redis_server.url}")
+            rendered("model=demo", "gpusPerReplica=0", f"vllmArgs={{{flags}}}", f"remote.url={cache.url}")
         )
         self.store, port = home / "kv", free_port()
         places = {"/kv": str(self.store), "/cache": str(home / "cache"), "/home/ragblend": str(home)}
@@ -67,8 +68,13 @@ class Pod:
 
 
 @pytest.fixture(scope="module")
-def pod(redis_server, tmp_path_factory):
-    pod = Pod(tmp_path_factory.mktemp("pod"), redis_server)
+def cache(tmp_path_factory):
+    yield from running_redis(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture(scope="module")
+def pod(cache, tmp_path_factory):
+    pod = Pod(tmp_path_factory.mktemp("pod"), cache)
     try:
         pod.server.wait(900)
         yield pod
@@ -131,19 +137,19 @@ def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod):
     assert names <= pod.metrics()
 
 
-def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(pod, redis_server):
-    redis_server.kill()
-    wait_until(lambda: pod.probe("readinessProbe").json()["remote"] == "unreachable", 60, "it is noticed")
+def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(pod, cache):
+    cache.kill()
+    assert eventually(lambda: pod.probe("readinessProbe").json()["remote"] == "unreachable")
     assert pod.probe("readinessProbe").status_code == 200
     away = pod.store.with_name("away")
     pod.store.rename(away)
-    wait_until(lambda: pod.probe("readinessProbe").status_code == 503, 60, "the probe says 503")
+    assert eventually(lambda: pod.probe("readinessProbe").status_code == 503)
     assert pod.probe("readinessProbe").json()["store"] == "missing"
     assert pod.probe("livenessProbe").status_code == 200  # a restart would not repair it
     if pod.store.exists():
         pod.store.rmdir()
     away.rename(pod.store)
-    wait_until(lambda: pod.probe("readinessProbe").status_code == 200, 60, "the probe says 200")
+    assert eventually(lambda: pod.probe("readinessProbe").status_code == 200)
 
 
 def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod, engine):
@@ -179,3 +185,13 @@ def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod, e
     assert sum('"content"' in event for event in events) >= 1400
     assert '"num_chunk_hits": 1' in events[-2]
     assert pod.server._process.wait(120) == 0
+
+
+def eventually(check: Any, timeout_s: float = 60.0) -> bool:
+    """Whether `check` comes true in time; probes share answers that are some seconds old."""
+    end_s = time.monotonic() + timeout_s
+    while not check():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.5)
+    return True
