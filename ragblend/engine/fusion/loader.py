@@ -244,8 +244,10 @@ class LayerLoader:
         return LayerKV(keys, buffer.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Add `shares` [T, M] times `drift` [H, M, D] to the layer's rows, to keys before rotation. None adds
-        nothing."""
+        """Add `shares` [T, M] times `drift` [H, M, D] to the layer's values and to its keys before rotation.
+
+        If `drift` is None, do nothing.
+        """
         if drift is None:
             return
         assert self._key_rotation is not None

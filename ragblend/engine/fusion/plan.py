@@ -264,11 +264,11 @@ def charged_budget_for_layers(
     check_layer: int,
     fixed_cost: float = 0.0,
 ) -> float:
-    """Return the charged budget that the same rule would have in a model of `num_layers` layers.
+    """Project the charged budget of a rule from this model to one of `num_layers` layers. Return the projected budget.
 
-    Layers before the check layer keep their cost. Each later layer costs the mean of this model's later layers. In a
-    shallow model the check is most of the cost. `fixed_cost`: the part of `rows_per_layer` for measuring at the check
-    layer, which does not grow with depth.
+    In a shallow model the check is most of the cost, so budgets are compared at one depth. Layers before the check
+    layer keep their cost. Each later layer costs the mean of this model's later layers. `fixed_cost`: the part of
+    `rows_per_layer` for measuring at the check layer, which does not grow with depth.
 
     >>> round(charged_budget_for_layers(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225

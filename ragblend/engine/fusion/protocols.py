@@ -19,7 +19,7 @@ from ragblend.engine.store.kv import LayerKV
 class PromptKVBuffer(Protocol):
     """Buffer for a prompt's KV: keys and values of all its tokens per layer, in prompt order.
 
-    The fusor calls `keys` and `values` only for the layer it waited for last, at a query probe or a check.
+    `fuse` reads `keys` and `values` only of the layer that it loaded last, and only at a query probe or a check layer.
     """
 
     length: int  # rows that are valid in every layer

@@ -212,7 +212,7 @@ class KVStore(ABC):
     # -- between tiers and in the background
 
     def touch(self, key: str) -> None:
-        """Record that an entry was used. A faster tier returned it, so this tier would not notice the use.
+        """Record the use of an entry that a faster tier returned, which this tier would not notice.
 
         The least recently used entries are evicted first.
         """

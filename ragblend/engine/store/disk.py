@@ -83,10 +83,10 @@ class GcResult(NamedTuple):
 class DiskStore(StoreMetadata, KVStore):
     """KVStore in a directory, safe to share between threads and processes.
 
-    `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for as much as they leave free on the
-    disk. A `put` first evicts the least recently used entries that are not pinned. It does not list the directory each
-    time (see `eviction`), so each of several concurrent writers may exceed the budget by a sixteenth before it sees the
-    others' entries.
+    `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for half of the space that is free or
+    used by entries (see `auto_limit`). A `put` first evicts the least recently used entries that are not pinned. It
+    does not list the directory each time (see `eviction`), so each of several concurrent writers may exceed the budget
+    by a sixteenth before it sees the others' entries.
 
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
     is the process's key, if there is one.
@@ -267,8 +267,8 @@ class DiskStore(StoreMetadata, KVStore):
     def touch(self, key: str) -> None:
         """Record a use of an entry that a faster tier returned, so that `gc` keeps it.
 
-        A memory tier reports every chunk of every request. So the file's time is read once in TOUCH_INTERVAL_S, and an
-        eviction, which reads it too, knows the use to the minute.
+        A memory tier reports every chunk of every request, so the file's time is read and set at most once in
+        TOUCH_INTERVAL_S. An eviction goes by this time, and so knows the last use to the minute.
         """
         now_s = time.time()
         # A due time beyond an interval from now means that the clock was set back and the time on disk may be ahead.

@@ -291,8 +291,8 @@ class DiskEvictor:
 def auto_limit(root: Path, held_bytes: int) -> float:
     """Return the byte limit that the capacity "auto" means for the entries in `root`.
 
-    It is AUTO_SHARE of the sum of `held_bytes`, the entries' bytes, and the free space of the disk. It is infinite if
-    the file system does not report its size.
+    It is AUTO_SHARE of (`held_bytes` + free space of the disk), where `held_bytes` is the size of the entries. It is
+    infinite if the file system does not report its size.
     """
     try:
         disk = shutil.disk_usage(root if root.is_dir() else root.parent)  # the first entry makes the folder

@@ -195,9 +195,9 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """Return the tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
+    """Return the specs of the tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
 
-    keys, values: shapes of the last two of them, [H, T, D] as computed, [H, T - S, D] as codes.
+    keys, values: shapes of a layer's last two tensors: [H, T, D] if stored as computed, [H, T - S, D] if quantized.
     """
     heads, dim, value_heads, value_dim = keys[0], keys[-1], values[0], values[-1]
     dtype, num_tokens = DTYPES[header.dtype], header.num_tokens
@@ -294,7 +294,7 @@ class KVView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers' tensors of the source."""
+        """Bytes of all tensors of the whole source chunk."""
         return self.source.nbytes
 
     def layer(self, index: int) -> LayerKV:
@@ -345,6 +345,9 @@ class HeadSlice(KVView):
         self._heads = heads
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """Return the heads of one layer as they are stored, contiguous. Every tensor of a layer has heads first."""
+        """Return the slice's heads of one layer, as stored, in contiguous tensors.
+
+        Heads are the first dimension of every tensor of a layer.
+        """
         stored = self.source.stored_layer(index)
         return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))

@@ -144,7 +144,8 @@ class MemoryStore(KVStore):
             return self._used_bytes
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Exempt a document's entries, held now or later, from eviction until `unpin`. Replaces its pin."""
+        """Exempt a document's entries, held now or later, from eviction until `unpin`. Replaces an earlier pin
+        of the document."""
         with self._lock:
             self._pins[document] = frozenset(keys)
 

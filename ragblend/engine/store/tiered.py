@@ -139,8 +139,8 @@ class TieredStore(KVStore):
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
         """Fetch from remote tiers, in parallel, the entries that no local tier has, and promote them.
 
-        Returns when every entry has arrived or missed, at the latest at `until_s` (monotonic seconds). The default
-        deadline is the largest time limit of the remote tiers, from now, for all of them together.
+        Returns when every entry has arrived or missed, at the latest at `until_s` (monotonic seconds). By default all
+        remote tiers together have as long as the largest of their time limits.
         """
         until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
@@ -228,7 +228,10 @@ class TieredStore(KVStore):
 
     @contextmanager
     def recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
-        """Record that an entry is written inside the block, for tombstones that arrive later (`Tombstones`)."""
+        """Record the time of an entry's write, done inside the block, so that no older tombstone deletes the entry.
+
+        is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
+        """
         for tombstones in self._tombstones:
             tombstones.record_write(header, is_copy=is_copy)
         with self._lock:

@@ -111,8 +111,8 @@ class Tombstones:
     def poll(self) -> None:
         """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
 
-        Logs one warning for errors in a row. A remote tier that does not answer is not one of them: the next request to
-        it logs that.
+        Logs one warning for several errors in a row, and none if the remote tier does not answer, because the next
+        request to that tier logs it.
         """
         with self._lock:
             try:
