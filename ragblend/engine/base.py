@@ -218,7 +218,7 @@ class LocalEngine(EngineBase, ABC):
 
     @cached_property
     def known_chunks(self) -> KnownChunks:
-        """Return the chunks of the store and the namespace that are matched in prompts."""
+        """Return the chunks of this store and namespace that the engine looks for in prompts."""
         return open_known_chunks(open_registry(self.store), self.renderer.fingerprint, self.namespace)
 
     def match(self, prompt: Prompt) -> MatchedPrompt:

@@ -62,8 +62,8 @@ def load_engine(
     """Return an engine: a model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded. The
-    pair's model then uses ragblend's attention function, which calls the model's previous one in its own forward. None
-    is the model that the store's latest ingestion used, or the server's.
+    pair's model then uses ragblend's attention function; in your own calls of the model, that function calls the
+    model's previous one. None is the model that the store's latest ingestion used, or the server's.
     `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's engine arguments; or "http://HOST:PORT", a server
@@ -78,7 +78,7 @@ def load_engine(
 
     `system` is the system text after which chunks are precomputed; None is the stored one, "" none. `context` is the
     store's context policy (see `store.keys`); None is the stored one, so pass it for KV in a remote tier that another
-    process fills. A directory with KV of other models only raises StoreMismatchError, unless `new_model` is True.
+    process fills. Raises StoreMismatchError if all KV in the directory is of other models, unless `new_model` is True.
 
     `shadow`: share of the requests answered from fused KV for which full prefill also runs, after the answer.
     `engine.shadow` counts how often both agree; each report's `shadow` has the comparison.

@@ -80,7 +80,7 @@ class BlendingEngine(LocalEngine):
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
 
     def prefill(self, request: EngineRequest) -> PrefillResult:
-        """Return the prompt's KV and first logits."""
+        """Return the prompt's KV, and its last token's logits, from which the first token of the answer is sampled."""
         return self.loop.call(self.prepare_prefill(request))
 
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:

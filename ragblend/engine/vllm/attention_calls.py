@@ -98,7 +98,7 @@ def metadata_snapshot(metadata: Any) -> object:
 
 
 def kv_reads_per_run(positions: Sequence[int]) -> int:
-    """Return the number of tokens whose KV is read if every run of the ascending positions reads separately.
+    """Return how many tokens' KV is read in all, if each run of the ascending `positions` reads all KV up to its end.
 
     A long run reads once per tile, as in attention kernels.
 

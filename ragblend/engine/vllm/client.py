@@ -573,7 +573,7 @@ class VllmClient(EngineBase):
         self._reject("computing a chunk's key")
 
     def has_kv(self, chunk_ids: Sequence[int]) -> NoReturn:
-        """Raise UsageError, because a lookup needs token ids."""
+        """Raise UsageError, because the server looks up texts, not token ids."""
         self._reject("looking up the KV of token ids")
 
     def _reject(self, what: str) -> NoReturn:

@@ -276,6 +276,7 @@ def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def vllm_environment() -> dict[str, str]:
-    """Return the variables to add to the environment of a vLLM that ragblend starts, without those that are set."""
+    """Return the variables to add to the environment of a vLLM that ragblend starts. Variables that are already set are
+    left out."""
     wanted = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
     return {name: value for name, value in wanted.items() if name not in os.environ}

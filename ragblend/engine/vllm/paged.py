@@ -48,11 +48,11 @@ class LayerPlacement(NamedTuple):
 class PagedKV:
     """PromptKVBuffer over one request's blocks. The first `length` rows are valid.
 
-    Reading KV from blocks is slow. A layer in `kept` is therefore also held as a tensor while it is the most recently
-    placed one: the resident layer, which `write` updates. The first `num_rows` rows have blocks. The `num_probe_rows`
-    rows after them exist only in the resident layer; a query probe uses them. The KV of the first `num_resident` rows
-    is in the blocks already: it is never overwritten, and is copied into the resident layer. `fully_resident_layer` is
-    the layer of which every placed row is resident, None if there is none.
+    Reading KV from blocks is slow. The most recently placed layer is therefore also held as a tensor if it is in
+    `kept`. It is called the resident layer; `write` updates it. The first `num_rows` rows have blocks. The
+    `num_probe_rows` rows after them exist only in the resident layer; a query probe uses them. The KV of the first
+    `num_resident` rows is in the blocks already: it is never overwritten, and is copied into the resident layer.
+    `fully_resident_layer` is the index of the resident layer if all placed rows are in its tensor; else None.
     """
 
     def __init__(
@@ -203,9 +203,9 @@ class PagedSource:
     error does not wait for the current read, because the reader writes only to its own buffer. On a GPU the reader
     copies layers to the device while the GPU computes.
 
-    Layer 0 of chunks that are not in memory is computed instead of read, but only with a single rank. The embedding is
-    a sum over ranks, which all ranks must call, and a chunk that one rank has in memory may be on another rank's disk.
-    An entry that one of several ranks cannot read counts as damaged for all of them.
+    Layer 0 of chunks that are not in memory is computed instead of read, but only with a single rank. The embedding
+    sums over ranks, so all ranks must call it together, but a chunk that one rank has in memory may be only on the disk
+    of another. An entry that one of several ranks cannot read counts as damaged for all of them.
 
     `corrects_drift`: the caller uses drift correction, which changes the chunks that are not exact, in every layer but
     the first. Those layers are placed in the blocks once they are corrected. Until then they are in host memory,
@@ -243,7 +243,7 @@ class PagedSource:
 
     @property
     def load_s(self) -> float:
-        """Seconds of reading, whether or not they overlapped with fusing, and of placing."""
+        """Seconds of reading plus seconds of placing. Reading that overlapped with fusing counts in full."""
         return self._loader.load_s + self._place_s
 
     @property
