@@ -300,7 +300,8 @@ class ChunkIndex(IndexedDocuments):
     def save(self) -> None:
         """Write `vectors.faiss` in one step. After a kill, the next open adds the missing rows.
 
-        First the catalogue's log is copied into its file, so that the vectors contain no change that is not durable.
+        First the catalogue's log is copied into the catalogue's file, so that every row in the vectors is already
+        durable.
         """
         self.registry.truncate_log()
         with self._search_snapshot():

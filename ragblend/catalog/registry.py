@@ -56,7 +56,10 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarVariant(NamedTuple):
-    """The variant of a framework's chunk that is computed after the most similar chunks. It is requested, or stored."""
+    """The variant of a framework's chunk that is computed after the chunk's most similar chunks.
+
+    Its KV is either requested, and not computed yet, or stored.
+    """
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -258,7 +261,7 @@ class ChunkRegistry(Catalog):
     def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
         """Return the texts that would be deleted if each document of `kept_texts` kept only these texts.
 
-        A text stays if another document of the same namespace has it, or an index. Changes nothing.
+        A text stays if an index or another document of the same namespace has it. Changes nothing.
         """
         lost: dict[str, set[DocumentKey]] = {}
         with self._locked():

@@ -70,7 +70,7 @@ class SentDocumentTable(Catalog):
     """The documents that were sent to the servers of one catalogue. Safe between threads and processes."""
 
     def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
-        """Record documents to be stored, each in place of an older one with its id; all or none.
+        """Record documents to be stored, all or none. Each replaces the recorded document with the same id, if any.
 
         Return a unique id for this ingestion.
         """

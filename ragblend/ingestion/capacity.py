@@ -19,7 +19,8 @@ def stored_kv_bytes(engine: Engine) -> int:
 def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     """Return a text with the free capacity, and the evictions that `nbytes` of new KV will cause.
 
-    Raises StoreFullError if the disk has less free space, or if no limit is configured and the automatic one is lower.
+    Raises StoreFullError if the disk has less than `nbytes` free, or if `nbytes` is above the automatic limit, which
+    applies if none is configured.
     """
     free = shutil.disk_usage(disk.kv_dir if disk.kv_dir.is_dir() else disk.root).free
     if nbytes > free:

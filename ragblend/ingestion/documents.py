@@ -114,10 +114,10 @@ def remove_added_documents(documents: Iterable[DocumentKey], engine: Engine) -> 
 def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> Removal:
     """Delete documents from the index with their pins, KV and registered texts. Texts of other documents are kept.
 
-    After a kill, the same call finishes the removal. If its file still exists, the next ingestion of the file or folder
-    adds a document again. Raises NotFoundError for an unknown document. Raises BackendUnreachableError if a remote tier
-    did not answer; the documents are then deleted on this machine, and the next removal or ingestion deletes their KV
-    from the remote tier.
+    After a kill, the same call finishes the removal. A document whose file still exists is added again by the next
+    ingestion of the file or its folder. Raises NotFoundError for an unknown document. Raises BackendUnreachableError if
+    a remote tier did not answer; the documents are then deleted on this machine, and the next removal or ingestion
+    deletes their KV from the remote tier.
     """
     known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]

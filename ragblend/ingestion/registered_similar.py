@@ -51,7 +51,8 @@ class RegisteredChunkFinder:
     def find_missing_variants(self) -> list[Chunk]:
         """Return the similar variants of this engine that are requested and not stored.
 
-        The texts that such a variant was computed after were removed, or no similar text existed when it was added.
+        A variant is missing because texts of its context were removed, or because its chunk had no similar text when it
+        was added.
         """
         missing = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
         return [Chunk(each.text, context="similar") for each in missing]
@@ -78,7 +79,8 @@ class RegisteredChunkFinder:
         self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """See `SimilarChunkFinder`. Compares with all chunks in one matrix product, which is fast next to a prefill."""
+        """See `SimilarChunkFinder`. Compares with all chunks in one matrix product, which is much faster than a
+        prefill."""
         found: list[str] = []
         for near in self._vectors.nearest(text.strip(), self.registry):
             if len(found) == count:

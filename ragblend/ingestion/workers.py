@@ -15,7 +15,7 @@ from ragblend.prompt.types import Chunk
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
 """Prefills chunks that are missing in the engine's store, and yields the stored bytes of each finished chunk. Variants
-that are computed after other chunks are prefilled after them."""
+that have an ingestion context come last."""
 
 
 class Workers(Protocol):

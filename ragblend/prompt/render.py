@@ -90,7 +90,7 @@ class Renderer:
     def fingerprint(self) -> str:
         """Return 16 hex digits, equal if the tokenizers are equal and both or neither have a chat template.
 
-        The digest contains the names of earlier classes, so that existing indexes keep their fingerprint.
+        The hashed text contains former names of this class, so that existing indexes stay valid.
         """
         kind = "PlainFormat" if self._template.endswith(PLAIN_TEMPLATE) else "ChatTemplateFormat"
         return hashlib.blake2b(f"{kind}\0\0{self.backend.to_str()}".encode(), digest_size=8).hexdigest()
@@ -146,7 +146,7 @@ class Renderer:
         """Return the ids of `text`, without outer whitespace, in a user's message with more text after it.
 
         Tokens that also encode characters of the template or of the separator are left out. A space that the template
-        writes before the text is part of it, because most tokenizers make one token of a space and a word.
+        writes before the text is included, because most tokenizers make one token of a space and a word.
         """
         return tuple(self._cached_chunk_ids(text.strip()))
 
@@ -164,7 +164,7 @@ class Renderer:
         return len(self.chunk_ids(text) if self._rewrites_contents else self.text_ids(text))
 
     def prefix_ids(self, system: str | None = None, *, pins_date: bool = False) -> tuple[int, ...]:
-        """Return the ids before a chunk at the start of the first user message, after the system message if any.
+        """Return the ids of everything before the first user message's text: template header, system message if any.
 
         pins_date: if the template writes today's date, it writes `PINNED_DATE` instead.
         """
@@ -239,7 +239,7 @@ class Renderer:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of every id, control tokens included. The joined texts equal the text of all ids.
 
-        A character of several tokens is the text of the last one; the others have "".
+        If several tokens encode one character, the last of them has the character and the others have "".
         """
         texts, start = [], 0
         for end in range(1, len(token_ids) + 1):
@@ -278,7 +278,7 @@ class Renderer:
 
     @cached_property
     def calls_shown(self) -> CallFormat:
-        """Return the format of tool calls, `calls`, as it reads in an answer's text, which has no control tokens."""
+        """Return `calls`, the format of tool calls, without the control tokens, which an answer's text leaves out."""
 
         def show(text: str) -> str:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.split_control_tokens(text))
