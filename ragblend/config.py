@@ -291,7 +291,7 @@ def arguments_to_flags(message: str) -> str:
 
 @cache
 def setting_type(name: str) -> tuple[type, tuple[str, ...]]:
-    """The type of a setting's values, and the names it may have instead or, a string, has to have.
+    """Return the type of a setting's values, and the allowed names: of a string, all values; else words such as "auto".
 
     >>> setting_type("chunk_size"), setting_type("ratio")
     ((<class 'int'>, ()), (<class 'float'>, ('auto',)))

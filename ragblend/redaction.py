@@ -52,7 +52,7 @@ def has_secret(url: str) -> bool:
 
 
 def url_password_hint(url: str) -> str:
-    """Return how to write the characters of a password that would end it early in a URL, for the end of a message.
+    """Return the end of an error message: how to percent-encode the characters that cut off the URL's password.
 
     Returns "" if the URL's password has no such character.
 

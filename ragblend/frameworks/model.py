@@ -88,7 +88,7 @@ class BlendModel(BaseModel):
     pipeline. None is the model whose KV the store has. `engine_options` are further arguments of `load_engine`: remote,
     memory_gib, adapter, vllm_options and others.
 
-    A call may override the fields from `mode` to `strict`. `call_options` are defaults of a call's options that are no
+    A call may override the fields from `mode` to `strict`. `call_options` are defaults of the call options that are not
     fields: min_p, repetition_penalty, logit_bias, structured_outputs. Five field names of other libraries are accepted:
     `model_name`, `base_url` (`backend`), `torch_dtype`, `max_new_tokens` and `max_completion_tokens`.
 

@@ -89,8 +89,8 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """The model's tokenizer, for `Settings.tokenizer = llm.tokenizer`, by which LlamaIndex packs prompts. Its
-        default counts GPT's tokens, so packed prompts may exceed the context."""
+        """The model's tokenizer, for `Settings.tokenizer = llm.tokenizer`, by which LlamaIndex packs prompts.
+        LlamaIndex's default tokenizer counts GPT's tokens, so packed prompts may exceed this model's context."""
         return lambda text: list(self.engine.renderer.text_ids(text))
 
     # --- chat ---

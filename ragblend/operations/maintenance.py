@@ -281,7 +281,8 @@ def collect_garbage(
     orphans: bool = False,
     kv_dir: str | None = None,
 ) -> GcReport:
-    """Remove temp files, damaged entries, with `orphans` also those, then the least recently used KV over `max_bytes`.
+    """Remove temp files, damaged entries and, if `orphans` is True, orphans; then the least recently used KV over
+    `max_bytes`.
 
     Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
     KV computed after such a chunk, their registered texts, and pins of documents that are not indexed. Documents that

@@ -48,7 +48,8 @@ def explain(
 ) -> None:
     """Show the state of each prompt token after blending, and the difference to full prefill.
 
-    Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, with the values of the ingestion.
+    Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the documents
+    were ingested with.
     """
     if settings.backend != "transformers":
         raise UsageError(

@@ -33,7 +33,7 @@ class ChunkUses(NamedTuple):
 
     @property
     def counts(self) -> Numbers:
-        """Requests that use each chunk."""
+        """Number of requests that use each chunk."""
         return np.bincount(self.chunks, minlength=len(self.sizes))
 
 

@@ -56,7 +56,7 @@ class PrefixCache:
 
 
 class Passages:
-    """The text of prompts that was new when it was sent, as joined passages, and where later prompts repeat it."""
+    """Text that a prompt contained for the first time, joined into passages, and where later prompts repeat it."""
 
     def __init__(self) -> None:
         self._texts: list[Ids] = []
