@@ -335,7 +335,7 @@ class TieredStore(KVStore):
             raise failure
         return removed
 
-    def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
+    def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
         """Delete entries from every tier, and by tombstones from those of other processes and machines (see KVStore).
 
         A tombstone is written after the deletion, so that a store which has applied it cannot fetch such an entry.
@@ -351,7 +351,7 @@ class TieredStore(KVStore):
         if failure is not None:
             raise failure
         for tombstones in self._tombstones:
-            tombstones.publish(keys, namespace)
+            tombstones.publish(keys, whole_namespace=whole_namespace)
         return found
 
     def apply_deletions(self) -> None:

@@ -64,15 +64,15 @@ class Tombstones:
         self._watch_ended: threading.Event | None = None  # set to end the thread that polls
         self._lock = threading.Lock()
 
-    def publish(self, keys: Collection[str] = (), namespace: str | None = None) -> None:
-        """Write tombstones of entries that are deleted from this store: `keys`, and all of a namespace.
+    def publish(self, keys: Collection[str] = (), *, whole_namespace: str | None = None) -> None:
+        """Write tombstones of entries that are deleted from this store: `keys`, and all entries of `whole_namespace`.
 
-        Raises BackendUnreachableError: no other store learns of it.
+        Raises BackendUnreachableError; no other store then learns of the deletion.
         """
         listed = sorted(keys)
-        for start in range(0, max(len(listed), namespace is not None), MAX_KEYS):
+        for start in range(0, max(len(listed), whole_namespace is not None), MAX_KEYS):
             name = f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}"
-            facts = {"keys": listed[start : start + MAX_KEYS], "namespace": namespace, "name": name}
+            facts = {"keys": listed[start : start + MAX_KEYS], "namespace": whole_namespace, "name": name}
             data = encode_signed_json(facts, _KIND, self._remote.store_key)
             self._remote.values.put_metadata(name, data)
             with self._lock:
