@@ -146,7 +146,7 @@ class Catalog:
                 finally:
                     if is_opened and self.is_shared:
                         self._connection = None
-                        self._dialect.release(connection)
+                        self._dialect.release_connection(connection)
             except Exception:
                 with self._dialect.wrap_errors():
                     raise

@@ -161,12 +161,11 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
     from ragblend.ingestion.documents import remove_added_documents, remove_documents
 
     added, sources = _find_documents(document, settings)
-    num_other_kv = 0
     with waiting_lines(opening_title(settings)) as progress, open_engine(settings) as engine:
         progress.begin("removing")
         if added:
             sources = [f"{each.collection}/{each.id}" for each in added]
-            num_chunks, num_kv = remove_added_documents(added, engine)
+            num_chunks, num_kv, num_other_kv = remove_added_documents(added, engine)
         else:
             with open_settings_index(settings, engine) as opened:
                 num_chunks, num_kv, num_other_kv = remove_documents(sources, engine, opened)

@@ -33,7 +33,7 @@ from rich.text import Text
 
 from ragblend.config import arguments_to_flags
 from ragblend.options import DiskBudget
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,7 +110,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
-        where = f"store of {redact(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
+        where = f"store of {redact_url(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
     most = None if logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
     shown = functools.partial(join_names, most=most, flag="ragblend --verbose")
     skipped = [

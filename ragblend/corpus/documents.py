@@ -81,14 +81,14 @@ class FileDocuments:
         return any(source == start or source.startswith(f"{start}.") for start in self.unread)
 
 
-class SourceFile(NamedTuple):
+class OpenedFile(NamedTuple):
     """An opened file: the digest of its bytes (32 hex digits), and the function that reads its documents."""
 
     digest: str
     read: Callable[[], FileDocuments]
 
 
-def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> SourceFile:
+def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> OpenedFile:
     """Return a file to read. Of JSON lines and Parquet only some records are held in memory at a time.
 
     Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file larger than `max_file_mib`
@@ -106,9 +106,9 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str =
         with open_file(path, max_file_mib) as file:
             if (head := file.peek(4)) and not detect_bom_encoding(head):
                 digest = hashlib.file_digest(file, new_digest).hexdigest()
-                return SourceFile(digest, partial(_read_stream, stream, path, digest, text_field))
+                return OpenedFile(digest, partial(_read_stream, stream, path, digest, text_field))
     data = read_bytes(path, max_file_mib)
-    return SourceFile(new_digest(data).hexdigest(), partial(read_documents, path, data, text_field))
+    return OpenedFile(new_digest(data).hexdigest(), partial(read_documents, path, data, text_field))
 
 
 def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:

@@ -81,7 +81,7 @@ def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
         return open_engine_index(path, engine, EMBEDDER, chunk_size=CHUNK_TOKENS)
 
 
-def demo_settings(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:
+def prepare_demo(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:
     """Ingest the sample corpus in `directory`. Return the settings for commands that query it."""
     with open_demo(directory, progress):
         pass

@@ -22,7 +22,7 @@ class Workers(Protocol):
     """Processes that write KV directly to the engine's store."""
 
     @property
-    def num_ahead(self) -> int:
+    def max_waiting_batches(self) -> int:
         """Largest number of batches of texts that wait for embedding."""
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
-from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, is_markup, turn_arrangements
+from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, is_control_token, turn_arrangements
 from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, without_tools
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
@@ -32,18 +32,17 @@ _CHARACTER_TOKENS = 4  # most tokens of one character: its bytes in UTF-8
 _CACHED_CHUNKS = 16_384  # texts, each with four bytes a token
 
 
-class RenderedText(NamedTuple):
+class TokenizedText(NamedTuple):
     """Text, its token ids and, for each id, the characters of the text that it encodes: [start, end)."""
 
     text: str
     ids: list[int]
-    spans: list[tuple[int, int]]
+    offset_mapping: list[tuple[int, int]]
 
     def ids_within(self, start: int, end: int) -> tuple[int, ...]:
         """Return the ids that encode characters of text[start:end] and no others."""
-        return tuple(
-            token for token, (first, last) in zip(self.ids, self.spans, strict=True) if start <= first < last <= end
-        )
+        pairs = zip(self.ids, self.offset_mapping, strict=True)
+        return tuple(token for token, (first, last) in pairs if start <= first < last <= end)
 
 
 class Renderer:
@@ -75,7 +74,7 @@ class Renderer:
         self._control_ids = {
             text: token
             for text, token in tokenizer.get_added_vocab().items()
-            if text.strip() and len(text) > 1 and (text in special or is_markup(text))
+            if text.strip() and len(text) > 1 and (text in special or is_control_token(text))
         }
         texts = sorted(self._control_ids, key=len, reverse=True)
         control = "|".join(map(re.escape, texts)) if texts else r"(?!)"
@@ -272,18 +271,18 @@ class Renderer:
     # --- tools ---
 
     @cached_property
-    def calls(self) -> CallFormat:
+    def call_format(self) -> CallFormat:
         """Return the format in which this model writes tool calls."""
         return self._own_call_format or HERMES
 
     @cached_property
-    def calls_shown(self) -> CallFormat:
-        """Return `calls`, the format of tool calls, without the control tokens, which an answer's text leaves out."""
+    def call_format_in_text(self) -> CallFormat:
+        """Return `call_format` without its control tokens, which an answer's text leaves out."""
 
         def show(text: str) -> str:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.split_control_tokens(text))
 
-        return self.calls.without_control_tokens(show)
+        return self.call_format.without_control_tokens(show)
 
     @property
     def knows_tools(self) -> bool:
@@ -297,12 +296,12 @@ class Renderer:
 
     # --- the template ---
 
-    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedText:
+    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> TokenizedText:
         written = "\n".join(_texts_in([*turns, *tools]))
         if not self._control.search(written):
             text = self._apply_template(turns, tools)
             encoding = self.backend.encode(text, add_special_tokens=False)
-            return RenderedText(text, encoding.ids, encoding.offsets)
+            return TokenizedText(text, encoding.ids, encoding.offsets)
         word = _unused_word(written)
         found: list[str] = []
         text = self._apply_template(self._protect(turns, word, found), self._protect(tools, word, found))
@@ -348,7 +347,7 @@ class Renderer:
             return [self._protect(item, word, found) for item in value]
         return value
 
-    def _encode_protected(self, text: str, word: str, found: Sequence[str]) -> RenderedText:
+    def _encode_protected(self, text: str, word: str, found: Sequence[str]) -> TokenizedText:
         """Return the ids of `text`, in which each placeholder is replaced by its control token as ordinary text."""
         placeholder = re.compile(rf"{word}(\d+)end")
         ids: list[int] = []
@@ -369,7 +368,7 @@ class Renderer:
                 ids += [self._original_ids.get(each, each) for each in encoding.ids[num_lead:]]
                 spans += [(first + shift, last + shift) for first, last in encoding.offsets[num_lead:]]
                 whole += plain
-        return RenderedText(whole, ids, spans)
+        return TokenizedText(whole, ids, spans)
 
     @cached_property
     def _control_with_space(self) -> re.Pattern[str]:

@@ -17,7 +17,7 @@ from ragblend.config import Settings
 from ragblend.errors import EmptyCorpusError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
     from ragblend.engine.tuning.calibration import CurvePoint, RuleFit
@@ -60,8 +60,8 @@ def calibrate(
     """
     if settings.is_served:
         raise UsageError(
-            f"{redact(settings.backend)} exposes no distributions to compare; calibrate on the machine that has its "
-            "store, with --store: the server reads the calibration from there"
+            f"{redact_url(settings.backend)} exposes no distributions to compare; calibrate on the machine that has "
+            "its store, with --store: the server reads the calibration from there"
         )
     settings = replace(settings, backend="transformers")  # vLLM also uses the calibration
     from ragblend.lab import calibrate as fitting

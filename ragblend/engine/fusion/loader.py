@@ -65,7 +65,7 @@ class _Group:
         `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
         if self._copies is not None:
-            return _concatenated(list(map(dequantized, self._copies.take())))
+            return _concatenated(list(map(dequantized, self._copies.next_layer())))
         stored, is_computed = [], [computed is not None and not is_in_memory(each.kv) for each in self.placements]
         for placement, skips in zip(self.placements, is_computed, strict=True):
             if not skips:

@@ -49,7 +49,7 @@ from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, try_remove_file
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import find_kv_dir, resolve_store_folder
+from ragblend.files.store_folder import find_kv_dir, resolve_and_migrate_store_folder
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class DiskStore(StoreMetadata, KVStore):
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         super().__init__()
         named = expand_user_path(root, "store")
-        self.root = resolve_store_folder(named)
+        self.root = resolve_and_migrate_store_folder(named)
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self.catalog = catalog
@@ -379,8 +379,11 @@ class DiskStore(StoreMetadata, KVStore):
             self._count(num_evicted=len(evicted))
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
 
-    def delete_many(self, keys: Iterable[str]) -> int:
-        """Delete entries in this order, as many as possible; return the bytes freed. Raises what `gc` raises."""
+    def reclaim(self, keys: Iterable[str]) -> int:
+        """Return the number of bytes freed by deleting entries in this order, as many as possible.
+
+        Raises what `gc` raises.
+        """
         found = []
         for path in map(self._path, keys):
             with suppress(FileNotFoundError):

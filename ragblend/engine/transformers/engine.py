@@ -120,9 +120,9 @@ class TransformersEngine(BlendingEngine):
         self.store.prefetch(self.likely_keys(chunks))
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
+        """Prefill and store a chunk given as token ids, after an ingestion context.
 
-        Returns 0 if it was stored already.
+        Returns the number of bytes stored, 0 if the KV was stored already.
         """
         if not self._is_missing(PrefillItem(token_ids, context)):
             return 0

@@ -30,7 +30,7 @@ CONNECTOR_MODULE = "ragblend.engine.vllm.connector"
 PLUGIN = "ragblend"
 PLUGIN_GROUP = "vllm.general_plugins"
 EXTENSION = "ragblend.engine.vllm.extension.BlendWorkerExtension"
-MIDDLEWARE = "ragblend.server.api.BlendMiddleware"
+MIDDLEWARE = "ragblend.server.api.RoutesMiddleware"
 CLI_MODULE = "vllm.entrypoints.cli.main"
 """Module of vLLM's command line."""
 DEPRECATED_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -173,7 +173,7 @@ def transfer_config(
 
     `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and `ratio`
     are the defaults of requests. `system`: the system prompt after which chunks were ingested. `context`: their context
-    policy; None for the store's own. `keys`: the file of API keys that `BlendMiddleware` requires from clients.
+    policy; None for the store's own. `keys`: the file of API keys that `RoutesMiddleware` requires from clients.
     """
     extra: dict[str, Any] = {"store": str(expand_user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))

@@ -30,7 +30,13 @@ from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, atte
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
-from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared
+from ragblend.engine.vllm.attention_calls import (
+    AttentionCall,
+    RequestRows,
+    cut_runs,
+    kv_reads_shared,
+    kv_reads_unshared,
+)
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     reject_kv_groups,
@@ -311,7 +317,7 @@ class VllmLayers:
         if not self.can_share_reads or not len(rows):
             return False
         positions = positions_on_host(rows)
-        return kv_reads_per_run(positions) >= self._together_from * kv_reads_shared(positions)
+        return kv_reads_unshared(positions) >= self._together_from * kv_reads_shared(positions)
 
     def select_own_heads(self, kv: ChunkKV) -> ChunkKV:
         """Return a stored chunk's KV with this rank's heads only."""

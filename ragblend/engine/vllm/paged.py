@@ -1,6 +1,6 @@
 """One request's KV in vLLM's paged cache.
 
-`PagedKV` writes a request's KV to its blocks, and also keeps a layer that is read again as a tensor. `PagedSource`
+`PagedKV` writes a request's KV to its blocks, and also keeps a layer that is read again as a tensor. `PagedLayerLoader`
 reads the request's stored chunks ahead, and places them in a `PagedKV`. Depends on blocks, slots and `layers`, not on
 rules and plans.
 """
@@ -110,7 +110,7 @@ class PagedKV:
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
-    def place_resident_only(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
+    def place_in_resident_layer(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
         """Write stored KV to the resident layer only, if `layer` is kept. `place` fills the blocks later."""
         for _ in self._placed(layer, stored):
             pass
@@ -196,7 +196,7 @@ class _ReadBuffer:
         self.layers.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
 
 
-class PagedSource:
+class PagedLayerLoader:
     """LayerSource that reads ahead in a thread, and places in the caller's thread, because vLLM's cache has one writer.
 
     Use as a context manager; leaving it stops the reader. `done` is set once the reader has ended. Leaving with an
@@ -266,7 +266,7 @@ class PagedSource:
             self._waiting[layer] = waiting
             if self._layers.can_share_reads:
                 self._staying[layer] = staying
-            self._paged.place_resident_only(layer, waiting)
+            self._paged.place_in_resident_layer(layer, waiting)
         elif read:
             self._paged.fully_resident_layer = layer
         self._place_s += perf_counter() - start_s
@@ -299,12 +299,12 @@ class PagedSource:
         """Place the layer's inexact chunks, with `shares` [T, M] times `drift` [H, M, D] added before rotation."""
         start_s = perf_counter()
         # Another layer may have been the resident one since `wait`.
-        self._paged.place_resident_only(layer, self._staying.pop(layer, []))
+        self._paged.place_in_resident_layer(layer, self._staying.pop(layer, []))
         self._paged.place(layer, self._waiting.pop(layer), drift, shares)
         self._paged.fully_resident_layer = layer
         self._place_s += perf_counter() - start_s
 
-    def __enter__(self) -> PagedSource:
+    def __enter__(self) -> PagedLayerLoader:
         self._loader.__enter__()
         return self
 
