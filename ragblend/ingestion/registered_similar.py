@@ -60,8 +60,8 @@ class RegisteredChunkFinder:
     def delete_unrecorded_variants(self, chunks: Iterable[Chunk]) -> None:
         """Delete the similar variants of `chunks` that are stored, but were not recorded as stored.
 
-        The call that stored them was interrupted. Their context may contain a text that was removed since, and neither
-        that call nor the removal has deleted them. Raises BackendUnreachableError.
+        The call that stored them was interrupted. A text in their context may have been removed since. The removal did
+        not find these variants, because they were not recorded. Raises BackendUnreachableError.
         """
         own = {self._entry(chunk.text) for chunk in chunks}
         unrecorded = [each.entry for each in self.registry.variants_without_kv(self._name) if each.entry in own]

@@ -14,8 +14,9 @@ from ragblend.engine.api import Engine
 from ragblend.prompt.types import Chunk
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
-"""Prefills chunks that are missing in the engine's store, and yields the stored bytes of each finished chunk. Variants
-that have an ingestion context come last."""
+"""Prefills chunks that are missing in the engine's store, and yields the bytes stored for each. A variant with other
+chunks in its context is prefilled later than those chunks.
+"""
 
 
 class Workers(Protocol):

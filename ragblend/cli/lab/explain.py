@@ -48,8 +48,8 @@ def explain(
 ) -> None:
     """Show the state of each prompt token after blending, and the difference to full prefill.
 
-    Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the documents
-    were ingested with.
+    Set the other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the ingestion
+    used.
     """
     if settings.backend != "transformers":
         raise UsageError(

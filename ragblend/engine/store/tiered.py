@@ -336,7 +336,8 @@ class TieredStore(KVStore):
         return removed
 
     def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
-        """Delete entries from every tier, and by tombstones from those of other processes and machines (see KVStore).
+        """Delete entries from every tier of this store, and write tombstones, after which other processes and machines
+        delete them from theirs. See KVStore for `whole_namespace` and the result.
 
         A tombstone is written after the deletion, so that a store which has applied it cannot fetch such an entry.
         """

@@ -65,9 +65,11 @@ class Tombstones:
         self._lock = threading.Lock()
 
     def publish(self, keys: Collection[str] = (), *, whole_namespace: str | None = None) -> None:
-        """Write tombstones of entries that are deleted from this store: `keys`, and all entries of `whole_namespace`.
+        """Write tombstones of entries that were deleted from this store: those of `keys`, and all entries of
+        `whole_namespace`, if given.
 
-        Raises BackendUnreachableError; no other store then learns of the deletion.
+        Raises BackendUnreachableError if the remote tier does not answer; other stores then do not learn of the
+        deletion.
         """
         listed = sorted(keys)
         for start in range(0, max(len(listed), whole_namespace is not None), MAX_KEYS):
