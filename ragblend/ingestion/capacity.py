@@ -11,7 +11,7 @@ from ragblend.errors import StoreFullError
 
 
 def stored_kv_bytes(engine: Engine) -> int:
-    """Return the bytes of stored KV on disk; 0 for an engine with KV in memory only."""
+    """Return the size in bytes of stored KV on disk; 0 for an engine with KV in memory only."""
     disk = engine.store.disk_tier
     return disk.nbytes() if disk is not None else 0
 

@@ -81,7 +81,7 @@ class TokenIndex:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the index takes in memory. The chunks' ids are not part of it."""
+        """Return the number of bytes that the index takes in memory. The chunks' ids are not part of it."""
         return sum(array.nbytes for array in (self._tags, self._extras, self._chunks, self._offsets))
 
     def add(self, chunks: Iterable[tuple[int, Sequence[int] | NDArray[np.integer]]]) -> None:

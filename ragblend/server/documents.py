@@ -248,7 +248,7 @@ class DocumentIngester:
         self._progress = (namespace, done, total or 0)
 
     def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Prefill chunks in turn, with pauses while requests generate. Yield the bytes stored for each."""
+        """Prefill chunks in turn, with pauses while requests generate. Yield the number of bytes stored for each."""
         is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
@@ -267,7 +267,7 @@ class DocumentIngester:
             self._renew_leases()
 
     def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
-        """Prefill a chunk, but first wait while another server prefills it. Return the bytes stored."""
+        """Prefill a chunk, but first wait while another server prefills it. Return the number of bytes stored."""
         if self._leases is None:
             return engine.precompute(chunk)
         name = f"kv {engine.key(chunk)}"

@@ -118,9 +118,9 @@ def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> 
         raise EmptyCorpusError("the index is empty; add documents: ragblend ingest DOCS")
     chunks = list(index.chunks())
     if model == "demo":
-        from ragblend.demo.corpus import questions_about
+        from ragblend.demo.corpus import pick_questions_about
 
-        return questions_about((chunk.text for chunk in chunks), count)
+        return pick_questions_about((chunk.text for chunk in chunks), count)
     return generate_questions(chunks, count)
 
 

@@ -150,7 +150,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Return the bytes of all entries."""
+        """Return the size in bytes of all entries."""
 
     # -- writing
 

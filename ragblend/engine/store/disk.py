@@ -236,7 +236,7 @@ class DiskStore(StoreMetadata, KVStore):
         return (path.stem for path in self._files(ENTRY_SUFFIX))
 
     def nbytes(self) -> int:
-        """Return the bytes of all entries' files on disk, damaged ones included."""
+        """Return the size in bytes of all entries' files on disk, damaged ones included."""
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:

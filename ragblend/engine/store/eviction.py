@@ -105,7 +105,7 @@ class DiskEvictor:
             self._kept_bytes -= self._untrack(key)
 
     def held_bytes(self, max_age_s: float = 0.0) -> int:
-        """Return the bytes of all entries, damaged ones included.
+        """Return the size in bytes of all entries, damaged ones included.
 
         Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
         max_age_s: with a budget, the result may be this old: bytes that other processes wrote in the last `max_age_s`
@@ -182,7 +182,7 @@ class DiskEvictor:
         return ' ("auto", as much as it leaves free on its disk)' if self._capacity == "auto" else ""
 
     def _excess(self, key: str, nbytes: int, limit: float) -> float:
-        """Return the bytes by which an entry of `nbytes` under `key` would exceed the limit."""
+        """Return the number of bytes by which an entry of `nbytes` under `key` would exceed the limit."""
         with self._lock:
             own_bytes = self._held[key].nbytes if key in self._held else 0
             return self._used_bytes - own_bytes + sum(self._damaged_bytes.values()) + nbytes - limit

@@ -250,7 +250,8 @@ def load_into_memory(kv: ChunkKV) -> MemoryKV:
 
 
 def aligned_nbytes(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes in a block of several, so that the next one begins at a multiple of 256."""
+    """Return the number of bytes that a tensor takes in a block of several, so that the next one begins at a multiple
+    of 256."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

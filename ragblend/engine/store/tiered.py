@@ -414,7 +414,7 @@ class TieredStore(KVStore):
         return chain.from_iterable(tier.headers() for tier in self._tiers)
 
     def nbytes(self) -> int:
-        """Return the bytes of all tiers together; an entry in two tiers counts twice."""
+        """Return the size in bytes of all tiers together; an entry in two tiers counts twice."""
         return sum(tier.nbytes() for tier in self._tiers)
 
     def flush(self, timeout_s: float | None = None) -> bool:

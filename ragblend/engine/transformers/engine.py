@@ -89,7 +89,7 @@ class TransformersEngine(BlendingEngine):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of stored KV per token of a long chunk, all layers."""
+        """Return the number of bytes of stored KV per token of a long chunk, all layers."""
         item, kv_dtype = self.layers.like.element_size(), self.store.kv_dtype
         return sum(
             stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)

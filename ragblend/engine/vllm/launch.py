@@ -56,7 +56,7 @@ class Checkpoint(NamedTuple):
     head_dim: int
 
     def stored_bytes_per_token(self, kv_dtype: str) -> int:
-        """Return the bytes of stored KV per token, all layers, in a store with this `kv_dtype`."""
+        """Return the number of bytes of stored KV per token, all layers, in a store with this `kv_dtype`."""
         return self.bytes_per_token // (1 if kv_dtype == "auto" else DTYPES[self.dtype].itemsize)
 
     def facts(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def transfer_config(
 
 
 def cpu_paged_kv_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) -> int | None:
-    """Return the bytes of vLLM's paged KV on a CPU; None if vLLM chooses them, as on a GPU.
+    """Return the number of bytes of vLLM's paged KV on a CPU; None if vLLM chooses them, as on a GPU.
 
     On a CPU vLLM would otherwise allocate nearly all memory of the machine.
     """

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def blend_device_bytes(vllm_config: Any) -> int:
-    """Return the bytes of GPU memory that blending the longest prompt needs in addition to vLLM's paged cache.
+    """Return the number of bytes of GPU memory that blending the longest prompt needs in addition to vLLM's paged
+    cache.
 
     They contain the resident layer and the layers that are read ahead.
     """

@@ -118,7 +118,7 @@ def precompute_hint(first_use_share: float) -> str | None:
 
 
 def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
-    """Return the bytes of one token's KV in all layers of a model, by its name or folder. Loads no weights.
+    """Return the number of bytes of one token's KV in all layers of a model, by its name or folder. Loads no weights.
 
     Multi-head latent attention keeps one latent and one rotary key per token instead of heads.
     """

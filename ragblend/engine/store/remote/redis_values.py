@@ -93,7 +93,7 @@ class RedisValues:
         return [bool(length) for length in self._lengths([f"{PREFIX}{name}".encode() for name in names])]
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the bytes of each value, 0 if there is none, None for other types than strings."""
+        """Return the size in bytes of each value, 0 if there is none, None for other types than strings."""
         with self._call(self._timeout_s):
             pipeline = self._reader.pipeline(transaction=False)
             for key in keys:

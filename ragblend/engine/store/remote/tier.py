@@ -338,7 +338,7 @@ class RemoteStore(KVStore):
         return (key for key, _ in self._sizes())
 
     def nbytes(self) -> int:
-        """Return the bytes of all entries; 0 while the backend does not answer."""
+        """Return the size in bytes of all entries; 0 while the backend does not answer."""
         return sum(size for _, size in self._sizes())
 
     def verify(self) -> Iterator[EntryCheck]:
