@@ -1,4 +1,4 @@
-"""Layer-wise loading of stored KV into the prompt's KV, ahead of the fusor.
+"""Layer-wise loading of stored KV into the prompt's KV, ahead of `fuse`.
 
 One background reader reads, dequantizes and places layer i+1 while layer i is fused. On the CPU, KV that is in memory
 and not quantized is placed without a thread. Layer 0 has no earlier layer whose fusing could hide its loading, so it
@@ -117,7 +117,7 @@ class LayerLoader:
     `wait(layer)` returns when that layer of every placement is in the destination. It raises the reader's error
     (DamagedEntryError for a damaged entry); the layers read before the error can be used. `ready[layer]` is set once
     `wait(layer)` no longer blocks. `done` is set once the context can be left without waiting. `place(layer, keys,
-    rows)` rotates keys to their positions. `depth` is the number of layers that the reader may be ahead of the fusor.
+    rows)` rotates keys to their positions. `depth` is the number of layers that the reader may be ahead of `fuse`.
 
     `together`: place all chunks of a layer in one call, and write adjacent chunks as one. That needs one more copy and
     far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise `place` is called per chunk.

@@ -1,10 +1,10 @@
 """Rules: which stale tokens are recomputed, and how the kept ones are corrected. A RULE IS ADDED HERE, in RULES.
 
-A rule turns the `RuleInputs` of N candidate tokens into scores [N]; the fusor recomputes those with the highest scores.
+A rule turns the `RuleInputs` of N candidate tokens into scores [N]; `fuse` recomputes those with the highest scores.
 Candidates are the stale tokens, whose stored KV was computed without the tokens that precede them in the prompt.
 Depends on tensors only, not on models, plans or stores.
 
-The inputs: positions come from the plan, deviations from the check layer, where the fusor recomputes K and V of the
+The inputs: positions come from the plan, deviations from the check layer, where `fuse` recomputes K and V of the
 candidates, and attention from the query probe, which runs the question over stale KV before the selection.
 
 Drift correction (`fit_drift_correction`) estimates the KV change of kept tokens from the measured change of recomputed

@@ -1,6 +1,6 @@
 """A prompt's KV and first logits, by a transformers model: look up, decide, place, fuse, report. Read `_blend` first.
 
-Exact KV in memory (the prefix, earlier turns) is copied, the loader places stored chunks a layer ahead, and the fusor
+Exact KV in memory (the prefix, earlier turns) is copied, the loader places stored chunks a layer ahead, and `fuse`
 computes the rest. Depends on the model's layers, the store and reports, not on answers or text.
 """
 

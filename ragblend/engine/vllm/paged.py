@@ -297,7 +297,10 @@ class PagedLayerLoader:
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Place the layer's inexact chunks, with `shares` [T, M] times `drift` [H, M, D] added before rotation."""
+        """Place the layer's inexact chunks, with `shares` [T, M] times `drift` [H, M, D] added before rotation.
+
+        If `drift` is None, they are placed as stored.
+        """
         start_s = perf_counter()
         # Another layer may have been the resident one since `wait`.
         self._paged.place_in_resident_layer(layer, self._staying.pop(layer, []))
