@@ -56,10 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """The variant of a framework's chunk that is computed after the chunk's most similar chunks.
-
-    Its KV is either requested, and not computed yet, or stored.
-    """
+    """The variant of a framework's chunk that is computed after its most similar chunks. `is_stored`: its KV exists."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
