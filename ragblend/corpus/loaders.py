@@ -40,7 +40,7 @@ Documents are those of ragblend, LangChain and LlamaIndex. An exception is repor
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
-    """Opens the files of an ingestion, by these settings.
+    """Opens the files of an ingestion, with these settings.
 
     max_file_mib: larger files are not read; 0: no limit. text_field: field that holds the text of CSV, JSON and Parquet
     records; "" lets the reader choose. loader: function that reads every file instead of this package's readers.
