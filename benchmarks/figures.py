@@ -59,9 +59,9 @@ class FigureConfig(QualityConfig):
         Option("--baselines", help="That fuse nothing, comma-separated: map_reduce, map_rerank, reorder."),
     ] = BASELINES
 
-    def validate(self) -> None:
-        """Reject unknown baselines, and the values that `bench quality` rejects."""
-        QualityConfig.validate(self)
+    def resolve_options(self) -> None:
+        """Set the defaults of `bench quality`. Reject unknown baselines, and values that `bench quality` rejects."""
+        QualityConfig.resolve_options(self)
         for baseline in self.baselines:
             if baseline not in BASELINES:
                 raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")

@@ -48,7 +48,7 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, resolve_store_folder
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, resolve_and_migrate_store_folder
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk
 
@@ -113,7 +113,7 @@ def open_index(
     StoreMismatchError.
     """
     named = expand_user_path(path, "index")
-    folder = resolve_store_folder(named, "index")
+    folder = resolve_and_migrate_store_folder(named, "index")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
     missing = NotFoundError(f"{named} has no documents; add some: ragblend ingest DOCS --store {named}")
@@ -300,7 +300,8 @@ class ChunkIndex(IndexedDocuments):
     def save(self) -> None:
         """Write `vectors.faiss` in one step. After a kill, the next open adds the missing rows.
 
-        First the catalogue's log is copied into its file, so that the vectors contain no change that is not durable.
+        First the catalogue's log is copied into the catalogue's file, so that every row in the vectors is already
+        durable.
         """
         self.registry.truncate_log()
         with self._search_snapshot():

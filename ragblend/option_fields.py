@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ragblend.errors import UsageError
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Validator(NamedTuple):
     def validate(self, name: str, value: T) -> T:
         """Return `value`. Raises UsageError with the option's `name` unless the value is valid."""
         if not self.accepts(value):
-            shown = repr(redact(value) if isinstance(value, str) else value)
+            shown = repr(redact_url(value) if isinstance(value, str) else value)
             shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
             raise UsageError(f"{name} is {shown}; choose {self.expected}")
         return value

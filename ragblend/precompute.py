@@ -39,7 +39,7 @@ from ragblend.ingestion.contexts import (
 )
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except
 from ragblend.ingestion.documents import refresh_pins
-from ragblend.ingestion.dtype_conversion import count_other_dtypes, prefill_again, quantize_stored
+from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
 from ragblend.ingestion.engine_index import resolve_chunker
 from ragblend.ingestion.registered_similar import open_registered_finder
@@ -229,7 +229,7 @@ def precompute_chunks(
             )
     engine.add_known(distinct.values())
     on_progress("prefill", 0, len(missing) + len(renewed))
-    prefilled = chain(prefill(missing, engine), prefill_again(renewed, engine, prefill))
+    prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
     try:
         for done, nbytes in enumerate(prefilled, start=1):
             report.new_kv_bytes += nbytes

@@ -55,8 +55,8 @@ from ragblend.files.store_folder import FORMER_REGISTRY_FILE
 from ragblend.option_fields import is_unicode
 
 
-class SimilarVariant(NamedTuple):
-    """The variant of a framework's chunk that is computed after the most similar chunks. It is requested, or stored."""
+class SimilarContextVariant(NamedTuple):
+    """The variant of a framework's chunk that is computed after its most similar chunks. `is_stored`: its KV exists."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -126,7 +126,7 @@ _VARIANTS = (
     .order_by(VARIANTS.c.number)
 )
 _VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
-_MISSING_VARIANTS = _VARIANTS.where(VARIANTS.c.is_stored == 0)
+_VARIANTS_WITHOUT_KV = _VARIANTS.where(VARIANTS.c.is_stored == 0)
 _VARIANT = select_checked(VARIANTS, equals_parameters(VARIANTS, "entry", "embedder"))
 _COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(equals_parameters(VARIANTS, "embedder"))
 _SET_VARIANT_STORED = (
@@ -258,7 +258,7 @@ class ChunkRegistry(Catalog):
     def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
         """Return the texts that would be deleted if each document of `kept_texts` kept only these texts.
 
-        A text stays if another document of the same namespace has it, or an index. Changes nothing.
+        A text stays if an index or another document of the same namespace has it. Changes nothing.
         """
         lost: dict[str, set[DocumentKey]] = {}
         with self._locked():
@@ -380,7 +380,7 @@ class ChunkRegistry(Catalog):
         rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
         return str(rows[0].id) if rows else ""
 
-    def count_ids(self, tokenizer: str, namespace: str) -> int:
+    def count_tokenized_texts(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids for a tokenizer and a namespace."""
         return int(self._rows(_COUNT_IDS, tokenizer=tokenizer, namespace=namespace)[0][0])
 
@@ -411,7 +411,7 @@ class ChunkRegistry(Catalog):
         with self._write() as connection:
             _delete_entries(connection, STORED_ENTRIES, keys)
 
-    def stored_entries(self) -> dict[str, str]:
+    def fingerprints_by_key(self) -> dict[str, str]:
         """Return the fingerprint of the model by key, for every entry that was stored and not deleted.
 
         Damaged rows are left out, because their keys may be wrong.
@@ -460,7 +460,7 @@ class ChunkRegistry(Catalog):
 
     # --- similar variants of framework chunks ---
 
-    def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarVariant]]:
+    def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarContextVariant]]:
         """Return (row number, variant) of the intact rows of an embedder with numbers above `number`, ascending."""
         rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
         return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
@@ -469,9 +469,9 @@ class ChunkRegistry(Catalog):
         """Return the number of variants with vectors of this embedder."""
         return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
 
-    def missing_variants(self, embedder: str) -> list[SimilarVariant]:
+    def variants_without_kv(self, embedder: str) -> list[SimilarContextVariant]:
         """Return the variants that have a vector of this embedder but no stored KV. Damaged rows are left out."""
-        rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
+        rows = self._rows(_VARIANTS_WITHOUT_KV, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
     def has_variant(self, entry: str, embedder: str) -> bool:
@@ -488,7 +488,7 @@ class ChunkRegistry(Catalog):
         query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
         return bool(self._rows(query))
 
-    def record_variants(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
+    def record_variants(self, variants: Iterable[SimilarContextVariant], embedder: str) -> None:
         """Record variants, each in place of an earlier record of its entry."""
         row_of: dict[str, dict[str, object]] = {}
         for each in variants:
@@ -512,8 +512,8 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, VARIANTS, entries)
 
 
-def _as_variant(row: Any) -> SimilarVariant:
-    return SimilarVariant(row.entry, row.text, row.vector, bool(row.is_stored))
+def _as_variant(row: Any) -> SimilarContextVariant:
+    return SimilarContextVariant(row.entry, row.text, row.vector, bool(row.is_stored))
 
 
 def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:

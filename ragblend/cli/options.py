@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ragblend.cli.session import settings_for_demo, settings_from
+from ragblend.cli.session import prepare_demo_settings, settings_from
 from ragblend.config import Settings, arguments_to_flags, flag_name, setting_type, unflagged_settings
 from ragblend.errors import RagblendError, UsageError
 from ragblend.option_fields import OptionSpec
@@ -52,7 +52,7 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
             asked = {name: value for name, value in given.items() if name in Settings.__dataclass_fields__}
             token = unflagged_settings.set(unflagged.split())
             try:
-                settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
+                settings = prepare_demo_settings(asked) if given.get("demo") else settings_from(asked)
                 command(settings=settings, **{name: value for name, value in given.items() if name in own})
             except RagblendError as error:
                 error.args = (arguments_to_flags(str(error)),)  # only this function knows the command's flags

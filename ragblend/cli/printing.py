@@ -33,7 +33,7 @@ from rich.text import Text
 
 from ragblend.config import arguments_to_flags
 from ragblend.options import DiskBudget
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,7 +110,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
-        where = f"store of {redact(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
+        where = f"store of {redact_url(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
     most = None if logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
     shown = functools.partial(join_names, most=most, flag="ragblend --verbose")
     skipped = [
@@ -248,7 +248,7 @@ class ProgressLog:
         self._latest: tuple[str, int, int | None] | None = None
 
     def begin(self, title: str) -> None:
-        """Begin work without stages. Its name is in the lines until the first stage."""
+        """Begin the work `title`. Lines show this title until the first stage reports."""
         self._title, self._begun_s = title, monotonic()
 
     def on_progress(self, stage: str, done: int, total: int | None) -> None:
@@ -306,9 +306,9 @@ def waiting_lines(title: str) -> Iterator[ProgressLog]:
 
 @contextmanager
 def progress_bars(title: str = "working") -> Iterator[Any]:
-    """Give a progress callback that draws bars with rate and time left on stderr; lines if that is no terminal.
+    """Give a progress callback that draws bars with rate and time left on stderr.
 
-    `title`: what runs before the first stage, for the lines.
+    If stderr is no terminal, it prints lines, which show `title` until the first stage reports.
     """
     if not sys.stderr.isatty():
         with progress_lines(print_notice, title=title) as log:

@@ -44,14 +44,14 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
     return found
 
 
-def settings_for_demo(arguments: dict[str, Any]) -> Settings:
+def prepare_demo_settings(arguments: dict[str, Any]) -> Settings:
     """Ingest the demo's corpus. Return settings from a command's arguments and, for those not given, the demo's."""
     limit_torch_to_one_thread()
     quiet_libraries()
-    from ragblend.demo.show import demo_settings
+    from ragblend.demo.show import prepare_demo
 
     with progress_bars() as progress:
-        prepared = demo_settings(progress=progress)
+        prepared = prepare_demo(progress=progress)
     return settings_from({**prepared, **{name: value for name, value in arguments.items() if value is not None}})
 
 

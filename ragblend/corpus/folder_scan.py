@@ -194,7 +194,7 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def resolve_source(name: str) -> str:
-    """Return the source of the document `name`: an absolute path, or the URI that it is."""
+    """Return the source of the document `name`: a file's absolute path; another URI unchanged."""
     if name.startswith(_FILE_URI):
         _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # the part between is the host, this one
         return normal_path(unquote(slash + path))

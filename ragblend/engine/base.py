@@ -21,7 +21,7 @@ from ragblend.catalog.known_chunks import KnownChunks, find_runs_of, open_known_
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
-from ragblend.engine.generation import Backfill
+from ragblend.engine.generation import Backfiller
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
@@ -212,13 +212,13 @@ class LocalEngine(EngineBase, ABC):
         self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
-        self._backfill = Backfill(self._store_missing, self._worker) if on_miss == "store" else None
+        self._backfill = Backfiller(self._store_missing, self._worker) if on_miss == "store" else None
 
     # -- chunks in prompts
 
     @cached_property
     def known_chunks(self) -> KnownChunks:
-        """Return the chunks of the store and the namespace that are matched in prompts."""
+        """Return the chunks of this store and namespace that the engine looks for in prompts."""
         return open_known_chunks(open_registry(self.store), self.renderer.fingerprint, self.namespace)
 
     def match(self, prompt: Prompt) -> MatchedPrompt:
@@ -293,10 +293,10 @@ class LocalEngine(EngineBase, ABC):
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk after the default prefix and its ingestion context, store its KV, and return the bytes
-        stored.
+        """Prefill one chunk after the default prefix and its ingestion context, and store its KV.
 
-        Returns 0 if the KV was stored already. Raises UsageError for a similar variant without `context_texts`.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises UsageError for a similar variant
+        without `context_texts`.
         """
         token_ids, context = self._chunk_ids(chunk)
         self.add_known([chunk])
@@ -312,9 +312,9 @@ class LocalEngine(EngineBase, ABC):
 
     @abstractmethod
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
+        """Prefill and store a chunk given as token ids, after an ingestion context.
 
-        Returns 0 if it was stored already.
+        Returns the number of bytes stored, 0 if the KV was stored already.
         """
 
     def forget(self, chunk: Part) -> bool:
@@ -367,7 +367,7 @@ class LocalEngine(EngineBase, ABC):
             self.add_known([run.chunk])
         self.precompute_ids(run.chunk_ids)
 
-    def flush(self) -> None:
+    def wait_for_precompute(self) -> None:
         """Wait until the background precompute is done; raise its latest error."""
         if self._backfill is not None:
             self._backfill.flush()

@@ -1,7 +1,7 @@
 """One answer from its prefill to its last token, for the transformers engine, which decodes token by token.
 
-The engine's loop (see `loop`) runs an `Answer` step by step; a `GenerationStream` is what the caller reads. Depends on
-reports, sampling and text, not on how KV is stored or fused.
+The engine's loop (see `loop`) runs a `RunningAnswer` step by step; a `GenerationStream` is what the caller reads.
+Depends on reports, sampling and text, not on how KV is stored or fused.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ OnEnd = Callable[[PrefillResult, Generation], None]
 """Called once an answer has ended, also a cancelled one. The KV then has the answer's tokens after the prompt's."""
 
 
-class Answer:
-    """One answer inside the engine loop. The caller holds its GenerationStream.
+class RunningAnswer:
+    """An answer in progress inside the engine loop. The caller holds its GenerationStream.
 
-    `advance` runs it up to its next decode step. Its texts are put into `pieces`, followed by None.
+    `advance` runs the answer up to its next decode step. Its texts are put into `pieces`, followed by None.
     """
 
     def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
@@ -228,7 +228,7 @@ class Answer:
                 self._on_end(prefilled, result)
 
 
-CancelCheck = Callable[[Answer], bool]
+CancelCheck = Callable[[RunningAnswer], bool]
 """Called after every piece of an answer; True ends the answer. An exception that it raises is the answer's error."""
 
 
@@ -243,7 +243,7 @@ class GenerationStream:
     def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
         self.request = request
         self._engine = engine
-        self._answer = Answer(engine, request, on_end)
+        self._answer = RunningAnswer(engine, request, on_end)
         self.result: Generation = self._answer.result
         self._is_started = False
 
@@ -303,7 +303,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
         fresh[0]._engine.loop.start([stream._answer for stream in fresh])
 
 
-class Backfill:
+class Backfiller:
     """Precomputes chunks that a prompt contained and the store did not have, in the background, by `worker`.
 
     It computes one chunk at a time, so a request waits for at most one of them.

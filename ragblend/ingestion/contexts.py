@@ -108,8 +108,8 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
 def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
     """Delete the variants of `chunks` whose context contains a text that was removed since. Return their number.
 
-    Call it after storing the variants. Another process may have removed a text while they were computed; they were not
-    stored then, so that process could not delete them.
+    Call it after storing the variants. Another process may have removed a text while the variants were computed. That
+    process could not delete the variants, because they were not stored yet.
     """
     similar = [chunk for chunk in chunks if chunk.context == "similar"]
     if index is None or not similar:

@@ -132,8 +132,8 @@ def keys_to_delete(
 ) -> dict[str, str]:
     """Return the keys of the texts' KV in the order of deletion, each with the text because of which it is deleted.
 
-    everywhere: also KV in the engine's namespace of other models and prefixes, and KV that was computed after the
-    texts, as far as this machine has recorded it.
+    everywhere: also the KV of other models and prefixes in the engine's namespace, and KV that was computed with these
+    texts as context, as far as this machine has recorded it.
     """
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}

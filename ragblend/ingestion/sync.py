@@ -91,7 +91,7 @@ def sync_index(
     run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, reader)
     for path in scan.files:
         run.read(path)
-    run.flush(num_ahead=0)
+    run.flush(max_waiting_batches=0)
     if not keep_missing:
         run.remove_missing()
     if not index.is_saved:
@@ -201,14 +201,14 @@ class _SyncPass:
 
     def _flush_if_many(self) -> None:
         if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
-            self.flush(self._workers.num_ahead if self._workers is not None else 0)
+            self.flush(self._workers.max_waiting_batches if self._workers is not None else 0)
 
-    def flush(self, num_ahead: int) -> None:
-        """Start to embed the waiting documents. Index the oldest batches until `num_ahead` are left."""
+    def flush(self, max_waiting_batches: int) -> None:
+        """Start to embed the waiting documents. Index the oldest batches until `max_waiting_batches` are left."""
         texts = [chunk.text for _, _, chunks in self._waiting for chunk in chunks]
         self._batches.append(_Batch(self._waiting, self._finished, self._embed(texts)))
         self._waiting, self._finished = [], []
-        while len(self._batches) > num_ahead:
+        while len(self._batches) > max_waiting_batches:
             self._commit(self._batches[0])
             self._batches.popleft()  # not before: `read` records an error as its file's, and the last `flush` raises it
         if perf_counter() - self._saved_s > _SAVE_EVERY_S:

@@ -14,15 +14,16 @@ from ragblend.engine.api import Engine
 from ragblend.prompt.types import Chunk
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
-"""Prefills chunks that are missing in the engine's store, and yields the stored bytes of each finished chunk. Variants
-that are computed after other chunks are prefilled after them."""
+"""Prefills chunks that are missing in the engine's store, and yields the bytes stored for each. A variant with other
+chunks in its context is prefilled later than those chunks.
+"""
 
 
 class Workers(Protocol):
     """Processes that write KV directly to the engine's store."""
 
     @property
-    def num_ahead(self) -> int:
+    def max_waiting_batches(self) -> int:
         """Largest number of batches of texts that wait for embedding."""
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:

@@ -183,7 +183,9 @@ def split_questions(
 
 
 def min_questions(target: float) -> int:
-    """Return how many questions establish `target` if all agree: the lower bound of n of n is n / (n + 3.84).
+    """Return the smallest number of questions that establish the agreement `target` if all of them agree.
+
+    For n of n, the lower end of the 95 % interval is n / (n + 3.84) (Wilson).
 
     >>> min_questions(0.9), min_questions(0.98)
     (35, 189)
@@ -221,7 +223,8 @@ def measure_curves(
     ratios: Sequence[float],
     on_progress: Progress,
 ) -> dict[str, Curve]:
-    """Return the curve of each rule: prompts as a calibrated engine blends them, compared with full prefill."""
+    """Return the curve of each rule: the agreement with full prefill by ratio, of prompts that are blended as a
+    calibrated engine blends them."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     for number, prompt in enumerate(prompts):

@@ -22,9 +22,9 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def check_plot(place: str | Path | None, option: str = "--plot") -> Path | None:
-    """Return the path of a picture that can be drawn and written; None for None. Called before minutes of measuring.
+    """Return the path of a picture that can be drawn and written; None for None. Call it before a long measurement.
 
-    Raises ImportError with the install line without matplotlib, UsageError for another ending.
+    Raises ImportError with the install command if matplotlib is missing, and UsageError for another ending.
     """
     if place is None:
         return None
@@ -119,7 +119,7 @@ def plot_throughput(facts: Facts, path: Path) -> None:
 
 
 def plot_load(facts: Facts, path: Path) -> None:
-    """Write `bench load`: loading and fusing of every layer on both sides of the line, and TTFT over T_load."""
+    """Write the plot of `bench load`: times of loading and of fusing every layer, and TTFT over T_load."""
     title = f"{_title(facts)}, {facts['runs'][0]['rule']} at {facts['config']['ratio']:.0%}"
     with figure_file(path, 15, 5, title) as figure:
         chosen = _timelines_to_show(facts)
@@ -174,7 +174,7 @@ def _plot_over_load(axes: Any, facts: Facts) -> None:
 
 
 class Panel(NamedTuple):
-    """One plot of runs: its x axis is the field `place` of each run, its y axis the field `name`."""
+    """One plot of runs. `place` and `name` are the names of the runs' fields on its x axis and its y axis."""
 
     place: str
     name: str

@@ -42,7 +42,10 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 
 @dataclass(frozen=True, slots=True)
 class LongDocumentChain:
-    """Chain of `create_long_document_chain`, whose arguments are its fields. `chat` is a ChatBlend, bound or not."""
+    """Answers from a document longer than the context. `create_long_document_chain` explains it and its fields.
+
+    `chat` is a ChatBlend, bound or not.
+    """
 
     chat: Runnable[Any, Any]
     combine: str

@@ -81,7 +81,7 @@ class TokenIndex:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the index takes in memory. The chunks' ids are not part of it."""
+        """Return the number of bytes that the index takes in memory. The chunks' ids are not part of it."""
         return sum(array.nbytes for array in (self._tags, self._extras, self._chunks, self._offsets))
 
     def add(self, chunks: Iterable[tuple[int, Sequence[int] | NDArray[np.integer]]]) -> None:
@@ -113,8 +113,8 @@ class TokenIndex:
     def find_runs(self, ids: Sequence[int] | NDArray[np.integer]) -> list[Run]:
         """Return runs that do not overlap, in the order of the prompt.
 
-        Of overlapping runs the longest is returned, then the one that starts first, then that of the lower chunk. The
-        uncovered parts of other runs are returned if they are long enough.
+        Of overlapping runs the longest is returned; of equally long ones the one that starts first; of those the one
+        with the lowest chunk number. The uncovered parts of other runs are returned if they are long enough.
         """
         prompt = np.asarray(ids, np.int64)
         if len(prompt) < WINDOW or not self._num_chunks:

@@ -92,7 +92,8 @@ def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Se
 
 
 def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
-    """Return the call format of a chat template; None if it does not support tools, or writes arguments not as JSON.
+    """Return the call format of a chat template; None if it has no tool support, or writes arguments in another form
+    than JSON.
 
     apply_template: a function of turns, tools and `add_generation_prompt`, which is False if no answer follows.
     """

@@ -174,7 +174,8 @@ class Prompt:
 
 
 def join_parts(parts: Iterable[Part]) -> str:
-    """Return the text of `parts`, with a blank line between a Chunk and text that no whitespace separates from it.
+    """Return the text of `parts`. A blank line is inserted between a Chunk and its neighbour if neither has whitespace
+    there.
 
     >>> join_parts(["See", Chunk("a b"), Chunk("c"), "Why?"])
     'See\\n\\na b\\n\\nc\\n\\nWhy?'
@@ -280,7 +281,7 @@ class MatchedPrompt:
 
     @property
     def question_start(self) -> int | None:
-        """Return the position after the last run; None if it ends the prompt, or if there is no run."""
+        """Return the position after the last run; None if there is no run, or if no token follows the last one."""
         end = self.runs[-1].end if self.runs else self.num_tokens
         return end if end < self.num_tokens else None
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _ASK_S = 10.0  # longest wait for the workers, which respond between two engine steps
 
 
-class BlendMiddleware:
+class RoutesMiddleware:
     """ASGI middleware that adds ragblend's routes to vLLM's application at the first request, and checks API keys."""
 
     def __init__(self, app: App) -> None:
@@ -175,7 +175,7 @@ class ServerResources:
             renderer = self.renderer
         except RagblendError:
             return {}
-        forms = {"calls": asdict(renderer.calls), "calls_shown": asdict(renderer.calls_shown)}
+        forms = {"calls": asdict(renderer.call_format), "calls_shown": asdict(renderer.call_format_in_text)}
         return {"answer_lead": renderer.whitespace_before_answer, "knows_tools": renderer.knows_tools, **forms}
 
     @cached_property

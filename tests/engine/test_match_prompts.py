@@ -98,7 +98,7 @@ def test_a_chunk_that_is_named_and_not_stored_is_a_miss_and_stored_for_the_next_
     assert not engine.has_kv(engine.renderer.chunk_ids(THREE.text))
     report = engine.generate(prompt, max_tokens=1).report
     assert (report.num_chunks, report.num_chunk_hits) == (2, 1)
-    engine.flush()
+    engine.wait_for_precompute()
     report = engine.generate(unnamed, max_tokens=1).report
     assert (report.num_chunks, report.num_chunk_hits) == (2, 2)
 

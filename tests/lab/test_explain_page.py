@@ -11,9 +11,9 @@ from tiny_prompts import CHUNKS
 from ragblend.lab.explain import explain
 from ragblend.lab.explain_page import (
     deviation_scale,
+    explanation_lines,
     plot_explanation,
     render_html,
-    summary_lines,
     write_html,
 )
 from ragblend.prompt.types import Chunk, Prompt
@@ -162,7 +162,7 @@ def test_the_picture_is_drawn_and_untrusted_text_is_no_formula(explanation, tmp_
 def test_the_page_is_written_and_the_terminal_gets_a_line_per_part(explanation, tmp_path):
     write_html(explanation, tmp_path / "new" / "page.html")
     assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == render_html(explanation)
-    lines = summary_lines(explanation)
+    lines = explanation_lines(explanation)
     assert lines[0].endswith(explanation.answer)
     assert sum("not in the store" in line for line in lines) == 1
     assert len(lines) == len(explanation.segments) + 5

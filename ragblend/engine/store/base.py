@@ -150,7 +150,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Return the bytes of all entries."""
+        """Return the size in bytes of all entries."""
 
     # -- writing
 
@@ -170,12 +170,12 @@ class KVStore(ABC):
         """Delete an entry from the tiers of this machine; return True if any had it."""
         return False if self.is_remote else self.delete(key)
 
-    def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
+    def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
         """Delete entries also from the other processes and machines that share a remote tier (see `tombstones`).
 
-        namespace: all of its entries are deleted there, and `keys` are those that are known here. Return the keys of
-        which this store had an entry. Raises BackendUnreachableError if a remote tier does not answer; the entries are
-        then deleted on this machine.
+        whole_namespace: the other processes and machines also delete all other entries of this namespace; pass its
+        entries that are known here as `keys`. Return the keys of which this store had an entry. Raises
+        BackendUnreachableError if a remote tier does not answer; the entries are then deleted on this machine only.
         """
         return {key for key in keys if self.delete(key)}
 
@@ -212,7 +212,7 @@ class KVStore(ABC):
     # -- between tiers and in the background
 
     def touch(self, key: str) -> None:
-        """Record that an entry was used. A faster tier returned it, so this tier would not notice the use.
+        """Record the use of an entry that a faster tier returned, which this tier would not notice.
 
         The least recently used entries are evicted first.
         """

@@ -64,15 +64,17 @@ class Tombstones:
         self._watch_ended: threading.Event | None = None  # set to end the thread that polls
         self._lock = threading.Lock()
 
-    def publish(self, keys: Collection[str] = (), namespace: str | None = None) -> None:
-        """Write tombstones of entries that are deleted from this store: `keys`, and all of a namespace.
+    def publish(self, keys: Collection[str] = (), *, whole_namespace: str | None = None) -> None:
+        """Write tombstones of entries that were deleted from this store: those of `keys`, and all entries of
+        `whole_namespace`, if given.
 
-        Raises BackendUnreachableError: no other store learns of it.
+        Raises BackendUnreachableError if the remote tier does not answer; other stores then do not learn of the
+        deletion.
         """
         listed = sorted(keys)
-        for start in range(0, max(len(listed), namespace is not None), MAX_KEYS):
+        for start in range(0, max(len(listed), whole_namespace is not None), MAX_KEYS):
             name = f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}"
-            facts = {"keys": listed[start : start + MAX_KEYS], "namespace": namespace, "name": name}
+            facts = {"keys": listed[start : start + MAX_KEYS], "namespace": whole_namespace, "name": name}
             data = encode_signed_json(facts, _KIND, self._remote.store_key)
             self._remote.values.put_metadata(name, data)
             with self._lock:
@@ -111,8 +113,8 @@ class Tombstones:
     def poll(self) -> None:
         """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
 
-        Logs one warning for errors in a row. A remote tier that does not answer is not one of them: the next request to
-        it logs that.
+        Logs one warning for several errors in a row, and none if the remote tier does not answer, because the next
+        request to that tier logs it.
         """
         with self._lock:
             try:

@@ -30,8 +30,7 @@ _IRRELEVANT_FIELDS = frozenset(
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if the directory `path` holds an adapter: it has the file from which transformers, too, reads
-    adapters."""
+    """Return True if the directory `path` has the adapter's config file that transformers looks for."""
     return (path / ADAPTER_CONFIG).is_file()
 
 

@@ -89,7 +89,7 @@ class TransformersEngine(BlendingEngine):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of stored KV per token of a long chunk, all layers."""
+        """Return the number of bytes of stored KV per token of a long chunk, all layers."""
         item, kv_dtype = self.layers.like.element_size(), self.store.kv_dtype
         return sum(
             stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
@@ -120,9 +120,9 @@ class TransformersEngine(BlendingEngine):
         self.store.prefetch(self.likely_keys(chunks))
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
+        """Prefill and store a chunk given as token ids, after an ingestion context.
 
-        Returns 0 if it was stored already.
+        Returns the number of bytes stored, 0 if the KV was stored already.
         """
         if not self._is_missing(PrefillItem(token_ids, context)):
             return 0

@@ -164,8 +164,8 @@ class TransformersLayers:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [R, hidden size] of ids [R].
 
-        A model with per-layer inputs (Gemma 4) has one more vector per token and layer. Their vectors are appended to
-        each embedding, in the order of the layers. Every layer uses the first of them and returns the others.
+        A model with per-layer inputs (Gemma 4) has one more vector per token and layer. A token's vectors are appended
+        to its embedding in the order of the layers. Each layer uses the first one left, and passes on the rest.
         """
         if self._adapters:
             self._check_adapters()

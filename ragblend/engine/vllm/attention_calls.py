@@ -97,12 +97,12 @@ def metadata_snapshot(metadata: Any) -> object:
     return state(metadata)
 
 
-def kv_reads_per_run(positions: Sequence[int]) -> int:
-    """Return the number of tokens whose KV is read if every run of the ascending positions reads separately.
+def kv_reads_apart(positions: Sequence[int]) -> int:
+    """Return how many tokens' KV is read in all, if each run of the ascending `positions` reads all KV up to its end.
 
     A long run reads once per tile, as in attention kernels.
 
-    >>> kv_reads_per_run([9, 19, 20, 21])
+    >>> kv_reads_apart([9, 19, 20, 21])
     32
     """
     return sum(

@@ -158,7 +158,7 @@ class VllmEngineBase(LocalEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Precompute chunks with several requests at once, and yield the bytes stored for each.
+        """Precompute chunks with several requests at once, and yield the number of bytes stored for each.
 
         Chunks with an ingestion context come last, because they reuse the KV of the chunks in it.
         """
@@ -178,7 +178,8 @@ class VllmEngineBase(LocalEngine):
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
         """Prefill a chunk's token ids after an ingestion context, and store the KV.
 
-        Return the bytes stored, 0 if the chunk was stored already. Raises RagblendError if vLLM did not store it.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM did not store
+        it.
         """
         key = self.key_of(token_ids, context)
         if not token_ids or self.store.contains(key):

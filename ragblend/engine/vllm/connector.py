@@ -122,7 +122,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- the scheduler's half: plans requests
 
     def on_new_request(self, request: Any) -> None:
-        """Parse a request's parameters, start the lookup of its chunks, and hide its KV in vLLM's prefix cache."""
+        """Parse a request's parameters, salt its blocks in vLLM's prefix cache, and start the lookup of its chunks."""
         self.scheduler.on_new_request(request)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:

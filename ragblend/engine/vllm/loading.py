@@ -132,8 +132,8 @@ class ReadAheadQueue:
         self._read: dict[str, int] = {}  # bytes read ahead, by request
 
     @property
-    def is_busy(self) -> bool:
-        """True while the workers fill the context of a request."""
+    def are_workers_busy(self) -> bool:
+        """True while the workers fill the context of a running request, so that nothing is read ahead."""
         return bool(self._running)
 
     def on_request_queued(self, request_id: str, stored: Sequence[StoredSpan]) -> None:

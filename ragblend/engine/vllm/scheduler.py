@@ -216,7 +216,7 @@ class BlendScheduler:
         find_rule(params.rule)
         if reason := _no_reuse_reason(request):
             raise UsageError(NO_REUSE_REASONS[reason])
-        params.check_length(len(request.prompt_token_ids))
+        params.check_tokens_after_spans(len(request.prompt_token_ids))
         if not self._reuses:
             state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
         return state
@@ -425,7 +425,7 @@ class BlendScheduler:
         Called in steps that schedule no tokens, so that the scheduler does not poll in a busy loop. Returns at once
         while the workers are busy.
         """
-        if self._read_ahead.is_busy:
+        if self._read_ahead.are_workers_busy:
             return
         pending: list[Future[Any]] = []
         for state in self.requests.values():

@@ -159,8 +159,8 @@ def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, on
 
 
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
-    """Return the cases: memory, disk, and throttled readers, each with and without the pipeline. A reader slower than
-    recompute also gets the ratio that the controller then chooses."""
+    """Return the cases: memory, disk, and throttled readers, each with and without the pipeline. If reading is slower
+    than recomputing, a further case has the ratio that the controller would choose."""
     least_s = profile.prompt_compute_s(config.blend_ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
@@ -302,7 +302,7 @@ _MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s
 
 
 def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun, ...]:
-    """Return the medians of every case, with their ratio to blending from memory and the controller's estimate."""
+    """Return, for every case, the medians, their ratio to blending from memory, and the controller's estimate."""
     found = {case: median_fields([sample.report for sample in taken], *_MEDIANS) for case, taken in samples.items()}
     memory_s = next(each["ttft_s"] for case, each in found.items() if case.source == "memory")
     runs = []

@@ -86,8 +86,8 @@ class ThroughputRun:
 class ServingCapacity:
     """The rates that a mode serves with a mean TTFT within the bound, in requests per second.
 
-    A burst of requests ends before its queue is long, so a mode may accept more arrivals within the bound than it can
-    sustain. Modes are therefore compared by the served rate.
+    A measurement ends before the queue is long, so TTFT may be within the bound at a rate of arrivals that the mode
+    cannot sustain. Modes are therefore compared by the served rate.
     """
 
     mode: Mode
@@ -295,7 +295,7 @@ class RatePoint(NamedTuple):
 
 
 class HighestRate(NamedTuple):
-    """See ServingCapacity: `max_rate`, `rate_at_bound` and `at_least`."""
+    """`max_rate`, `rate_at_bound` and `at_least` of ServingCapacity."""
 
     measured: float | None
     at_bound: float | None

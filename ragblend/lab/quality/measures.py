@@ -40,9 +40,10 @@ REUSE = Configuration("reuse", "none", 0.0)
 
 
 class Answer(NamedTuple):
-    """A greedy answer. `log_probs` [vocabulary] float64 (natural log) of its first token; `ended`: by an end token.
+    """A greedy answer. `ended`: True if an end token ended it; `token_ids` include that token.
 
-    `token_ids` include the end token. `fused` is the KV it was decoded from.
+    `log_probs`: [vocabulary] float64, natural log of the first token's probabilities. `fused`: the KV that the answer
+    was decoded from.
     """
 
     text: str

@@ -121,7 +121,7 @@ Also = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, Qua
 def run_quality(
     config: QualityConfig, on_progress: Progress = ignore_progress, also: Also | None = None
 ) -> QualityResult:
-    """Measure `config`. `also` returns further records of each prompt."""
+    """Run the study that `config` describes. `also` is called for each prompt and returns further records."""
     dtype = dtype_name(find_dtype(config.dtype))
     with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
@@ -307,7 +307,7 @@ def compute_gap_recovered(
 ) -> float | None:
     """Return the share of the gap between the losses of full reuse and full prefill that is recovered (PGR).
 
-    None if full prefill is not certainly better, because the 95 % interval of the paired difference is not above 0.
+    None unless full prefill is certainly better: the 95 % interval of the paired difference lies above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
     >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)

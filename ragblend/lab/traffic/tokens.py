@@ -40,7 +40,7 @@ class EstimatedTokens:
         return np.asarray(ids, np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the texts of pieces."""
+        """Return the joined text of the pieces with these ids."""
         return "".join(self._texts.get(each, "") for each in ids)
 
 

@@ -547,7 +547,7 @@ def test_chunks_that_the_server_lacks_are_sent_once_and_again_after_a_failure(ur
     with load_engine("demo", backend=url) as engine:
         for num_sent in (1, 2, 2):
             engine.generate(PROMPT, max_tokens=3)
-            engine.flush()
+            engine.wait_for_precompute()
             script.states.clear()
             assert len(script.sent) == num_sent
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["a missed chunk was not stored"]
