@@ -71,7 +71,8 @@ class Shadow:
             self._pending.append(self._executor.submit(self._work, compare, report))
 
     def sample_repeat(self, repeat: Callable[[], Stream], answer: Generation) -> None:
-        """Sample a request of vLLM whose greedy, complete answer has ended. `repeat` requests it by full prefill.
+        """If this request of vLLM is sampled, compare its finished `answer`, which must be greedy and complete, with
+        full prefill's. `repeat` requests the answer to the same prompt by full prefill.
 
         Other answers cannot be compared, because vLLM returns tokens without their distribution.
         """

@@ -118,7 +118,7 @@ class IngestionContext(NamedTuple):
         return tuple(map(len, self.parts))
 
     def validate(self) -> None:
-        """Raise UsageError for a similar variant that names no chunks to be prefilled after."""
+        """Raise UsageError if the policy is "similar" and the context names no preceding chunks."""
         if self.policy == "similar" and not self.parts:
             raise UsageError(
                 "context is 'similar' without context_texts, the chunks after which the KV is computed; precompute the "
@@ -157,8 +157,9 @@ def lookup_contexts(
 ) -> list[LookupContext]:
     """Return the contexts in which to look up the chunk at `start` of a prompt, the best first.
 
-    The exact context is the best, then that of the store's `policy`, then the chunk alone. Each is tried after every
-    one of the `prefixes` in order. is_beginning: the run at `start` begins with the chunk's first token.
+    The exact context is the best, then that of the store's `policy`, then the chunk alone. Each policy gives one
+    context per prefix, in the order of `prefixes`. is_beginning: the run at `start` begins with the chunk's first
+    token.
 
     >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]

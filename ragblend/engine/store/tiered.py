@@ -291,8 +291,8 @@ class TieredStore(KVStore):
         self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
-        """Put an entry with the same KV in another stored dtype. Deletes the remote entry first, because a remote tier
-        keeps an entry that it has.
+        """Replace the stored entry by `kv`, the same KV in another dtype. Deletes the remote entry first, because a
+        remote tier does not overwrite entries.
 
         Raises BackendUnreachableError if a remote tier does not answer; nothing is changed then.
         """
@@ -333,7 +333,8 @@ class TieredStore(KVStore):
         return removed
 
     def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
-        """Delete entries from every tier, and by tombstones from those of other processes and machines (see KVStore).
+        """Delete entries from every tier of this store, and write tombstones, after which other processes and machines
+        delete them from theirs. See KVStore for `namespace` and the result.
 
         A tombstone is written after the deletion, so that a store which has applied it cannot fetch such an entry.
         """
@@ -357,7 +358,11 @@ class TieredStore(KVStore):
             tombstones.poll()
 
     def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
-        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds for the first time."""
+        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds until they have been applied
+        once.
+
+        leaves_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
+        """
         for tombstones in self._tombstones:
             tombstones.watch(timeout_s, leaves_disk=leaves_disk)
 

@@ -65,9 +65,11 @@ class Tombstones:
         self._lock = threading.Lock()
 
     def publish(self, keys: Collection[str] = (), namespace: str | None = None) -> None:
-        """Write tombstones of entries that are deleted from this store: `keys`, and all of a namespace.
+        """Write tombstones of entries that were deleted from this store: those of `keys`, and with `namespace` all of
+        that namespace.
 
-        Raises BackendUnreachableError: no other store learns of it.
+        Raises BackendUnreachableError if the remote tier does not answer; other stores then do not learn of the
+        deletion.
         """
         listed = sorted(keys)
         for start in range(0, max(len(listed), namespace is not None), MAX_KEYS):
@@ -86,7 +88,7 @@ class Tombstones:
         """Poll at once and every POLL_INTERVAL_S seconds in a thread. Wait up to `timeout_s` seconds for the first
         poll, which applies the tombstones of before the store was opened.
 
-        leaves_disk: another process over the disk watches, too, and deletes from it.
+        leaves_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
         if self._watch_ended is not None:
             return

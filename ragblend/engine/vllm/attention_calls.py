@@ -113,7 +113,8 @@ def kv_reads_per_run(positions: Sequence[int]) -> int:
 
 
 def kv_reads_shared(positions: Sequence[int]) -> int:
-    """Return the number of tokens whose KV is read if every TILE_ROWS of the ascending positions share one reading.
+    """Return how many tokens' KV is read if every TILE_ROWS of the ascending positions share a tile, and each tile
+    reads the KV up to its last position once.
 
     >>> kv_reads_shared([9, 19, 20, 21])
     22

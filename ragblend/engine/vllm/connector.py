@@ -131,7 +131,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler.kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of context tokens that the connector will fill (None: unknown yet), and True if any."""
+        """Return how many context tokens the connector will fill, and True if it fills them between engine steps.
+
+        The number is None while it is not known yet.
+        """
         return self.scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

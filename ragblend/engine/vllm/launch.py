@@ -253,7 +253,9 @@ def server_command(
 
 
 def has_vllm_command() -> bool:
-    """Return False if vLLM's CPU build is installed without the metadata from which `vllm serve` reads its version."""
+    """Return True if `vllm serve` can start. It cannot if the installed vLLM is a CPU build without the package
+    metadata from which it reads its version.
+    """
     try:
         version("vllm")
     except PackageNotFoundError:

@@ -137,7 +137,9 @@ class VllmLayers:
 
     @property
     def can_share_reads(self) -> bool:
-        """True if scattered rows can attend in one call on this device. Keeping every layer resident then pays."""
+        """True if scattered rows can attend in one call on this device. It is then faster to keep every layer as the
+        resident one.
+        """
         return self._together_from < math.inf
 
     def embed(self, token_ids: Tensor) -> Tensor:
