@@ -211,8 +211,8 @@ def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
 
 
 def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "--json") -> str:
-    """Return the first `most` names (one more if only one is left; all if None), the number of others, and the flag
-    that lists them.
+    """Return one text: the first `most` names, then "and N more" with the flag that lists all. If only one name would
+    be left out, it is named, too. With `most` None, all are named.
 
     >>> join_names(["a", "b", "c"], most=2), join_names(["a", "b", "c", "d"], most=2)
     ('a, b, c', 'a, b and 2 more (--json lists all)')
@@ -293,7 +293,7 @@ def progress_lines(
 
 @contextmanager
 def waiting_lines(title: str) -> Iterator[ProgressLog]:
-    """Print lines on stderr during work without stages, unless stderr is a terminal.
+    """Print a line on stderr from time to time during work that reports no stages. On a terminal, print nothing.
 
     Call `begin` of the given log when another part of the work begins.
     """

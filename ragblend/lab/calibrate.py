@@ -153,7 +153,8 @@ def read_questions(text: str) -> list[str]:
 
 
 def generate_questions(chunks: Sequence[Chunk], count: int) -> list[str]:
-    """Return questions without labels: sentences of random chunks whose end is cut off.
+    """Return questions without known answers: each quotes the beginning of a sentence from a random chunk, and asks for
+    the rest.
 
     The first token of an answer then depends on the retrieved chunks. These questions are easier than questions over
     several chunks, so real questions are better.

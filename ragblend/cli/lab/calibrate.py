@@ -55,7 +55,8 @@ def calibrate(
 
     Engines on this store then use that ratio.
 
-    Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, with the values of the ingestion.
+    Set the other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the ingestion
+    used.
     """
     if settings.is_served:
         raise UsageError(

@@ -189,8 +189,8 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
 
 
 class StoreSwitchableEngine(NamedTuple):
-    """An engine to measure. Between requests, `read_from` may be called with another store, and a list assigned to
-    `times.timelines`, to which each request appends the times of its layers.
+    """An engine to measure. Between requests, `read_from(store)` makes it read from another store. While
+    `times.timelines` is a list, each request appends the times of its layers to it.
     """
 
     engine: TransformersEngine | VllmEngine

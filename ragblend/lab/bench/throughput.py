@@ -162,7 +162,9 @@ def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
 def replay_requests(
     engine: StreamingEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
 ) -> list[TimedAnswer]:
-    """Send each request at its time, independent of the others, and time its tokens from there."""
+    """Send each request at its time in `arrivals_s`, without waiting for other answers. Measure the times of its tokens
+    from that time.
+    """
     start_s = time.perf_counter() + _HEAD_START_S
 
     def send(request: VllmRequest, arrival_s: float) -> TimedAnswer:

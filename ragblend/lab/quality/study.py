@@ -192,7 +192,10 @@ class FullPrefillReference(NamedTuple):
     gold_ids: Sequence[int]
 
     def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: MatchedPrompt) -> QualityRecord:
-        """Return the measures of an answer to `asked`. `seen`: full prefill's tokens scored over the answer's KV."""
+        """Return the measures of `found`, a configuration's answer to the prompt `asked`.
+
+        `seen`: log-probabilities of full prefill's answer tokens over the KV of `found` (`score_tokens`).
+        """
         far = score_fidelity(seen, self.reading)
         f1, match, contains, overlap = (
             math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score

@@ -70,7 +70,7 @@ class BenchConfig:
         self.validate()
 
     def validate(self) -> None:
-        """Raise UsageError for values that one benchmark rejects."""
+        """Raise UsageError for values that this benchmark does not accept. Each benchmark overrides it."""
 
     @property
     def command(self) -> str:
@@ -166,7 +166,7 @@ class TtftConfig(PromptConfig):
     backend: Backend = "transformers"
 
     def validate(self) -> None:
-        """Raise UsageError for an unknown tier, and for a device with vLLM."""
+        """Set the default shape. Raise UsageError for an unknown tier, and if `device` is set for vLLM."""
         _apply_default_shape(self, DEFAULT_SHAPE)
         if self.tier not in TIERS:
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
@@ -314,7 +314,9 @@ class QualityConfig(BenchConfig):
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def validate(self) -> None:
-        """Set the default part. Raise UsageError for an unknown part or context policy or a ratio outside 0 to 1."""
+        """Set the default `part` of the questions. Raise UsageError for an unknown part, an unknown context policy, or
+        a ratio outside 0 to 1.
+        """
         from ragblend.engine.fusion.rules import validate_ratio
 
         for context in self.contexts:
