@@ -475,7 +475,7 @@ class ChunkRegistry(Catalog):
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
     def has_variant(self, entry: str, embedder: str) -> bool:
-        """Return True if an intact row records the variant with a vector of this embedder."""
+        """Return True if an intact row records the variant with the store key `entry` and a vector of this embedder."""
         return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
 
     def stored_variant_keys(self) -> list[str]:

@@ -96,7 +96,8 @@ class FolderScan:
 
 
 def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> FolderScan:
-    """Return the files that `paths` name and that the folders among them hold, each folder's in order of their names.
+    """Return the files among `paths`, and the files in the folders among `paths`; those of each folder in order of
+    their names.
 
     Folders are walked recursively. Left out are hidden files, `node_modules`, what `.gitignore` files name (those of
     the folder, of folders below it, and of folders above it in the same git repository), ragblend's own data, and the
@@ -202,7 +203,8 @@ def resolve_source(name: str) -> str:
 
 
 def make_source(path: str, record: str = "") -> str:
-    """Return the source of a file, or of its `#record`. The source of a file whose name ends like a record ends in `#`.
+    """Return the source of a file, or of its `#record`. If the name of a file ends like a record (`a.json#0`), `#` is
+    appended to its source.
 
     >>> make_source("/a.json", "#0"), make_source("/a.json"), make_source("/a.json#0")
     ('/a.json#0', '/a.json', '/a.json#0#')

@@ -59,7 +59,9 @@ class FileReader:
         return SourceFile(digest, partial(load_file, self.loader, path))
 
     def version(self, path: str) -> str:
-        """Return a name of this way to read the file: equal bytes and equal names give equal documents."""
+        """Return an id of the reader of `path` and its settings. Files with the same bytes and the same id give the
+        same documents.
+        """
         if self.loader is not None:
             return f"loader {get_loader_version(self.loader)}"
         return reader_version(path, self.text_field)

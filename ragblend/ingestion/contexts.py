@@ -142,8 +142,8 @@ def _num_prefill_tokens(chunk: Chunk, context_texts: Sequence[str], engine: Engi
 
 
 def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
-    """Delete every variant of `chunks` that is not in `kept`. Without the policy "similar", also delete the similar
-    variants of framework chunks.
+    """Delete every variant of `chunks` that is not in `kept`. If the engine's policy is not "similar", also delete all
+    similar variants of chunks that were added through LangChain, LlamaIndex or a server.
 
     Return the number of deleted entries, and the error of an unreachable remote tier, or "".
     """

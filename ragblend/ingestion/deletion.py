@@ -201,7 +201,7 @@ def _delete_kv(
 def find_orphaned_keys(
     headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], joint: Ids
 ) -> Iterator[tuple[str, Reason]]:
-    """Yield (key, reason) of the entries of removed chunks, and of entries that were computed after such chunks.
+    """Yield (key, reason) of the entries of removed chunks, and of entries that have such chunks in their context.
 
     reason_of: returns a reason for the token ids of a removed chunk, None for a chunk in use. joint: the token ids of
     the separator between two chunks.

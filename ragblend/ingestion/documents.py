@@ -26,8 +26,8 @@ from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_documen
 class Removal(NamedTuple):
     """Numbers of chunks and of KV entries that `remove_documents` deleted.
 
-    `num_other_kv`: the entries of other chunks that were computed after the deleted ones, which the next ingestion
-    stores again, and the entries of other models. It is 0 in the call that finishes a killed removal.
+    `num_other_kv`: the deleted entries of other chunks that had a deleted chunk in their context, which the next
+    ingestion stores again, and the deleted entries of other models. It is 0 in the call that finishes a killed removal.
     """
 
     num_chunks: int
@@ -76,8 +76,9 @@ def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: 
 def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) -> list[DocumentKey]:
     """Return the documents with this id or COLLECTION/ID, or else all documents of this collection.
 
-    Only documents in the namespace that `precompute_documents`, a vector store or a client of a server added are
-    searched. Returns [] for an unknown name. Raises UsageError for an id in several collections.
+    Searched are the documents of the namespace that `precompute_documents`, a vector store or a client of a server
+    added, not those of ingested folders. Returns [] for an unknown name. Raises UsageError for an id in several
+    collections.
     """
     with closing(open_registry(store, create=False)) as registry:
         known = [each for each in registry.documents() if each.id and each.namespace == namespace]

@@ -28,7 +28,8 @@ from ragblend.prompt.types import Chunk
 
 
 class RegisteredChunkFinder:
-    """A `contexts.SimilarChunkFinder` over the framework chunks in `registry`.
+    """A `contexts.SimilarChunkFinder` over the chunks in `registry` that were added through LangChain, LlamaIndex or a
+    server.
 
     It compares the vectors of one embedder. Chunks with vectors of another embedder are ignored.
     """
@@ -59,8 +60,8 @@ class RegisteredChunkFinder:
     def delete_unrecorded_variants(self, chunks: Iterable[Chunk]) -> None:
         """Delete the similar variants of `chunks` that are stored, but were not recorded as stored.
 
-        The call that stored them was interrupted. A text that was removed since may be among those that they were
-        computed after, and neither that call nor the removal has deleted them. Raises BackendUnreachableError.
+        The call that stored them was interrupted. A text in their context may have been removed since. The removal did
+        not find these variants, because they were not recorded. Raises BackendUnreachableError.
         """
         own = {self._entry(chunk.text) for chunk in chunks}
         unrecorded = [each.entry for each in self.registry.missing_variants(self._name) if each.entry in own]
