@@ -165,8 +165,9 @@ class ModelOptions:
 
     @classmethod
     def from_keywords(cls, **given: Any) -> ModelOptions:
-        """Return options from arguments of other forms: `torch_dtype` for `dtype`, a torch.dtype, torch.device or
-        device number, and any of them inside `model_kwargs`.
+        """Return options from arguments in the forms of transformers and LangChain. `torch_dtype` is another name of
+        `dtype`. The dtype may be a torch.dtype, the device a torch.device or a number, and `model_kwargs` may contain
+        any of these options.
 
         Raises UsageError for an option with two values.
         """
@@ -258,9 +259,10 @@ class GenerationOptions:
     """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one of them.
 
     `recompute_ratio` (blend): share of chunk tokens to recompute. "auto" and None are the store's calibrated ratio,
-    else the default. On a profiled machine the ratio is raised to what loading hides, and full prefill is used if it is
-    faster. Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that mass. Penalties and bias also
-    apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.
+    else the default. On a profiled machine the ratio is raised as far as recomputing takes no longer than loading, and
+    full prefill is used if it is faster. Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that
+    mass. Penalties and bias also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and
+    temperature.
     """
 
     mode: Mode = option("blend", "blend, full, prefix or reuse.", one_of("blend", "full", "prefix", "reuse"))

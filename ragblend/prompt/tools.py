@@ -285,7 +285,8 @@ class CallPiece(NamedTuple):
 
 
 class CallReader:
-    """Reader of the text and calls in a streamed answer. `form` is the format without control tokens.
+    """Reader of the text and calls in a streamed answer. `form`: the format of calls as an answer's text has it, in
+    which control tokens are missing.
 
     >>> reader = CallReader(HERMES)
     >>> pieces = ['Well.\\n<tool_call>\\n{"name": "add", "argu', 'ments": {"a": "}"}}\\n</tool_call>']

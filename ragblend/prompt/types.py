@@ -122,8 +122,8 @@ class Prompt:
     ) -> Prompt:
         """Return a prompt of turns in order; each a Message or `(role, content)`: a string, a Chunk or a list of both.
 
-        The prompt names the Chunks in the contents, and `chunks`, whose texts the messages contain. Raises UsageError
-        without content or for an unknown role.
+        The chunks of the prompt are the Chunks in the contents, and `chunks`, chunks whose texts the messages contain
+        already. Raises UsageError without content or for an unknown role.
         """
         turns: list[Message] = []
         named = [as_chunk(chunk) for chunk in chunks]
@@ -260,7 +260,8 @@ class PromptSegment(NamedTuple):
 class MatchedPrompt:
     """Token ids of a prompt, and the runs of chunks in them in the order of the prompt.
 
-    `prefix_ids`: the first ids of the prompt, up to its system message, after which chunks may be stored; () if none.
+    `prefix_ids`: the ids from the start of the prompt to the place where a chunk right after the system message would
+    begin. Stored chunks may have been computed with these ids before them. () without such ids.
     """
 
     token_ids: list[int]
