@@ -261,7 +261,7 @@ class ChunkIndex(IndexedDocuments):
         self._replace(source, content_hash, items, file)
         self._changed = True
 
-    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
         """Return the `texts` that no chunk of the index has, without duplicates."""
         texts = dict.fromkeys(texts)
         stored = self.stored_vectors(texts)

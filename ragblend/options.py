@@ -20,8 +20,8 @@ from ragblend.option_fields import (
     check_options,
     int_at_least,
     int_between,
-    is_list,
     is_number,
+    is_sequence,
     one_of,
     option,
     reject_unknown_names,
@@ -44,11 +44,11 @@ def _is_structure(value: object) -> bool:
 TRUE_OR_FALSE = Validator(lambda value: type(value) is bool, "True or False")
 TEXT = Validator(lambda value: isinstance(value, str), "a text")
 TEXTS = Validator(
-    lambda value: isinstance(value, str) or (is_list(value) and all(isinstance(each, str) for each in value)),
+    lambda value: isinstance(value, str) or (is_sequence(value) and all(isinstance(each, str) for each in value)),
     "a text or a list of texts",
 )
 TOOLS = Validator(
-    lambda value: is_list(value) and all(isinstance(each, Mapping) for each in value), "a list of dictionaries"
+    lambda value: is_sequence(value) and all(isinstance(each, Mapping) for each in value), "a list of dictionaries"
 )
 SECONDS = Validator(
     lambda value: is_number(value) and 0 <= value < math.inf, "a number of seconds, 0 or more, or leave it out"

@@ -474,9 +474,9 @@ class ChunkRegistry(Catalog):
         rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
-    def has_variant(self, entry: str, embedder: str) -> bool:
-        """Return True if an intact row records the variant with the store key `entry` and a vector of this embedder."""
-        return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
+    def is_variant_recorded(self, key: str, embedder: str) -> bool:
+        """Return True if an intact row records the variant with this store key and a vector of this embedder."""
+        return any(map(is_intact, self._rows(_VARIANT, b_entry=key, b_embedder=embedder)))
 
     def stored_variant_keys(self) -> list[str]:
         """Return the store keys of all similar variants whose KV is stored, sorted."""

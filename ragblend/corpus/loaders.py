@@ -58,7 +58,7 @@ class FileReader:
             digest = hashlib.file_digest(file, new_digest).hexdigest()
         return SourceFile(digest, partial(load_file, self.loader, path))
 
-    def version(self, path: str) -> str:
+    def reader_version(self, path: str) -> str:
         """Return an id of the reader of `path` and its settings. Files with the same bytes and the same id give the
         same documents.
         """

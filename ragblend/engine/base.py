@@ -300,10 +300,10 @@ class LocalEngine(EngineBase, ABC):
         Returns 0 if the KV was stored already. Raises UsageError for a similar variant without `context_texts`.
         """
         token_ids, context = self._chunk_ids(chunk)
-        self.add_known([chunk])
+        self.add_known_chunks([chunk])
         return self.precompute_ids(token_ids, context)
 
-    def add_known(self, chunks: Iterable[Part]) -> None:
+    def add_known_chunks(self, chunks: Iterable[Part]) -> None:
         """Add chunks to the known chunks: their token ids are matched in later prompts. Their KV is not computed."""
         self.check_not_forked()
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
@@ -356,7 +356,7 @@ class LocalEngine(EngineBase, ABC):
                 f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; {fix[what]}"
             )
 
-    def backfill(self, misses: Iterable[ChunkRun]) -> None:
+    def precompute_in_background(self, misses: Iterable[ChunkRun]) -> None:
         """Precompute the chunks of these runs in the background, each alone. Do nothing if `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return
@@ -365,7 +365,7 @@ class LocalEngine(EngineBase, ABC):
 
     def _store_missing(self, run: ChunkRun) -> None:
         if run.chunk is not None:
-            self.add_known([run.chunk])
+            self.add_known_chunks([run.chunk])
         self.precompute_ids(run.chunk_ids)
 
     def flush(self) -> None:

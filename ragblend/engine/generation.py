@@ -228,7 +228,7 @@ class Answer:
                 fused, ids = prefilled.fused, request.prompt.token_ids + result.token_ids
                 request.conversation.token_ids, request.conversation.fused = ids[: fused.length], fused
             if prefilled.misses:
-                engine.backfill(prefilled.misses)
+                engine.precompute_in_background(prefilled.misses)
             if self._on_end is not None:
                 self._on_end(prefilled, result)
 

@@ -31,7 +31,7 @@ class SimilarChunkFinder(Protocol):
         `text` itself and without duplicates.
         """
 
-    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
         """Return the `texts` that no chunk has, without duplicates."""
 
 
@@ -114,7 +114,7 @@ def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: Simila
     similar = [chunk for chunk in chunks if chunk.context == "similar"]
     if index is None or not similar:
         return 0
-    removed = set(index.find_missing_texts(text for chunk in similar for text in chunk.context_texts))
+    removed = set(index.find_unknown_texts(text for chunk in similar for text in chunk.context_texts))
     stale = [chunk for chunk in similar if not removed.isdisjoint(chunk.context_texts)]
     return sum(engine.forget(chunk) for chunk in stale)
 

@@ -199,15 +199,15 @@ def _delete_kv(
 
 
 def find_orphaned_keys(
-    headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], joint: Ids
+    headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], separator_ids: Ids
 ) -> Iterator[tuple[str, Reason]]:
     """Yield (key, reason) of the entries of removed chunks, and of entries that have such chunks in their context.
 
-    reason_of: returns a reason for the token ids of a removed chunk, None for a chunk in use. joint: the token ids of
-    the separator between two chunks.
+    reason_of: returns a reason for the token ids of a removed chunk, None for a chunk in use. separator_ids: the token
+    ids between two chunks.
     """
     for header in headers:
-        before = [ids[: len(ids) - len(joint)] for ids in reversed(header.context_ids)]
+        before = [ids[: len(ids) - len(separator_ids)] for ids in reversed(header.context_ids)]
         reasons = map(reason_of, (header.token_ids, *before))
         reason = next((each for each in reasons if each is not None), None)
         if reason is not None:

@@ -140,18 +140,20 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
     return Removal(num_chunks, num_removed, num_removed - num_own if own else 0)
 
 
-def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
-    """Exempt a document's KV from eviction, also after restarts.
+class PinCounts(NamedTuple):
+    """Numbers of the chunks of a pinned document: of all, and of those that are stored."""
 
-    Return the number of its chunks, and the number of its chunks that are stored.
+    num_chunks: int
+    num_stored: int
 
-    Raises NotFoundError for an unknown document.
-    """
+
+def pin_document(source: str, engine: Engine, index: ChunkIndex) -> PinCounts:
+    """Exempt a document's KV from eviction, also after restarts. Raises NotFoundError for an unknown document."""
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")
     engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
-    return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
+    return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
 
 
 def refresh_pins(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:

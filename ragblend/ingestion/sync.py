@@ -216,7 +216,7 @@ class _SyncPass:
             self._saved_s = perf_counter()
 
     def _embed(self, texts: list[str]) -> Callable[[], Mapping[str, FloatArray]]:
-        missing = self.index.find_missing_texts(texts) if self._workers is not None else []
+        missing = self.index.find_unknown_texts(texts) if self._workers is not None else []
         if self._workers is None or not missing:
             return dict
         rows = self._workers.embed(missing, self.index.manifest.embedder)
@@ -266,10 +266,10 @@ class _SyncPass:
         return record.top if record is not None and is_same_or_below(top, record.top) else top
 
     def _make_file_version(self, path: str, digest: str) -> str:
-        return f"{digest}:{self._reader.version(path)}:{self.chunker.version}"
+        return f"{digest}:{self._reader.reader_version(path)}:{self.chunker.version}"
 
 
-def find_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
+def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
     """Count the indexed files outside of `scan` that no longer exist and had the same bytes as a new file. The keys are
     the paths that were ingested. A moved folder has such files: its documents are in the index twice.
     """

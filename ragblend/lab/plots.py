@@ -229,15 +229,15 @@ def _line_of(run: Facts) -> tuple[str, str, str]:
 
 
 def plot_with_intervals(
-    axes: Any, points: Sequence[Facts], place: str, name: str, bounds: tuple[str, str], color: str, label: str
+    axes: Any, points: Sequence[Facts], x_field: str, y_field: str, bounds: tuple[str, str], color: str, label: str
 ) -> None:
-    """Plot the field `name` (y) over the field `place` (x). If the points have the two fields `bounds`, each gets an
-    error bar from the first to the second.
+    """Plot the field `y_field` over the field `x_field`. If the points have the two fields `bounds`, each gets an error
+    bar from the first to the second.
     """
-    places, values = [point[place] for point in points], [point[name] for point in points]
-    low, high = (bound if bound in points[0] else name for bound in bounds)
-    below = [max(0.0, point[name] - point[low]) for point in points]  # rounding, at 1
-    above = [max(0.0, point[high] - point[name]) for point in points]
+    places, values = [point[x_field] for point in points], [point[y_field] for point in points]
+    low, high = (bound if bound in points[0] else y_field for bound in bounds)
+    below = [max(0.0, point[y_field] - point[low]) for point in points]  # rounding, at 1
+    above = [max(0.0, point[high] - point[y_field]) for point in points]
     axes.errorbar(places, values, [below, above], label=label, color=color, marker="o", ms=3, lw=1.2, capsize=2)
 
 

@@ -178,7 +178,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
         )
         stored = registry.stored_entries()
     if CATALOG_FILE in report.damaged_files:
-        engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
+        engine.add_known_chunks(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
         disk.drop_unreadable(key)  # last, so that the next `verify` finds it after a kill

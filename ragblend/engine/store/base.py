@@ -185,10 +185,10 @@ class KVStore(ABC):
         Call it before entries are stored again: a deletion that is applied later would delete the new entries, too.
         """
 
-    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
+    def watch_deletions(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
         """Call `apply_deletions` in the background until `close`. Wait up to `timeout_s` seconds for the first call.
 
-        leaves_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
+        skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
 
     def replace(self, kv: ChunkKV) -> None:

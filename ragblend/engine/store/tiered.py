@@ -357,14 +357,14 @@ class TieredStore(KVStore):
         for tombstones in self._tombstones:
             tombstones.poll()
 
-    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
+    def watch_deletions(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
         """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds until they have been applied
         once.
 
-        leaves_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
+        skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
         for tombstones in self._tombstones:
-            tombstones.watch(timeout_s, leaves_disk=leaves_disk)
+            tombstones.watch(timeout_s, skip_disk=skip_disk)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""

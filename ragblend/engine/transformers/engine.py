@@ -99,13 +99,14 @@ class TransformersEngine(BlendingEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Yield `precompute`'s result for each chunk. Short chunks share a pass; KV is written during the next pass.
+        """Precompute chunks, and yield the bytes stored for each. Short chunks share a pass; KV is written during the
+        next pass.
 
         Chunks with an ingestion context come last, after the chunks that it consists of. The KV is bit-identical to
         that of `precompute` if a row of a matrix product does not depend on the number of rows, as in float32 on the
         CPUs tested. Otherwise it differs by rounding.
         """
-        self.add_known(chunks)
+        self.add_known_chunks(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
         for needs_others in (False, True):
             items = (
