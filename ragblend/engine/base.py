@@ -274,7 +274,7 @@ class LocalEngine(EngineBase, ABC):
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     def key(self, chunk: Part) -> str:
-        """Return the store key of the chunk's KV. The KV is computed after the default prefix.
+        """Return the store key of the chunk's KV. The KV is computed with the default prefix before it.
 
         A chunk has several variants, each with its own key; the chunk's `context` selects one.
         """

@@ -1,8 +1,8 @@
-"""Ingestion contexts: the variants of each chunk that a store keeps, and the chunks that a variant is computed after.
+"""Ingestion contexts: the variants of each chunk that a store keeps, and the chunks that precede a variant's chunk.
 
 The policy belongs to the store (see `engine.store.keys`). A variant is one chunk's KV in one ingestion context. A
-similar variant is computed after the most similar chunks, which an index or `registered_similar` finds by vectors.
-Depends on chunks and engines. Prefills nothing.
+similar variant is computed with the most similar chunks before it; an index or `registered_similar` finds them by
+vectors. Depends on chunks and engines. Prefills nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.types import Chunk
 
 NUM_SIMILAR = 2
-"""Number of chunks that a similar variant is computed after."""
+"""Number of chunks in the context of a similar variant."""
 
 
 class SimilarChunkFinder(Protocol):

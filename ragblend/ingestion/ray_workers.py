@@ -116,7 +116,7 @@ class RayWorkers:
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
         """Prefill `chunks` in the workers. Yield the stored bytes of each chunk, in the order of completion.
 
-        Variants that are computed after other chunks are prefilled last.
+        Variants with other chunks in their context are prefilled last.
         """
         made_by = (engine.fingerprint, engine.renderer.fingerprint)
         for is_behind in (False, True):

@@ -52,7 +52,7 @@ class RegisteredChunkFinder:
     def find_missing_variants(self) -> list[Chunk]:
         """Return the similar variants of this engine that are requested and not stored.
 
-        The texts that such a variant was computed after were removed, or no similar text existed when it was added.
+        The texts in the context of such a variant were removed, or no similar text existed when it was added.
         """
         missing = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
         return [Chunk(each.text, context="similar") for each in missing]

@@ -26,8 +26,8 @@ class Chunk:
     """Reusable piece of a document: the unit of retrieval and of stored KV.
 
     `text` is `document[start:end]` of the document named by `source`, character for character, unless its metadata have
-    `verbatim: False`. `context` and `context_texts` are for precomputing: with "similar", the KV is computed after the
-    `context_texts`, the texts of other chunks; with None and "none", after the prefix alone.
+    `verbatim: False`. `context` and `context_texts` are for precomputing: with "similar", the KV is computed with the
+    `context_texts`, the texts of other chunks, before the chunk; with None and "none", with the prefix alone before it.
     """
 
     text: str

@@ -4,7 +4,7 @@ Keys are equal exactly when KV is the same, and fingerprints exactly when the mo
 prefix alone ("none"). It can also be prefilled after an *ingestion context*, of which only the chunk's own slice is
 kept: the most similar chunks of the corpus, which are likely to be retrieved with it ("similar"). The chunk has then
 attended to text similar to that of later prompts. The context policy of a store, which its disk tier keeps, is one of
-the two. KV is exact only after precisely the tokens that it was computed after.
+the two. KV is exact only if the same tokens precede it as when it was computed.
 
 Works on token ids, bytes and files. Does not depend on tensors or stores.
 """
@@ -36,7 +36,7 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 SIMILAR = "similar"
-"""The context, in keys, of KV that was computed after the most similar chunks, whose ids are not in the prompt."""
+"""The context, in keys, of KV that was computed with the most similar chunks before it; the prompt lacks their ids."""
 
 
 def chunk_key(
