@@ -30,7 +30,7 @@ from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Benchmark, Echo
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
-from ragblend.lab.quality.measures import Configuration, score_tokens
+from ragblend.lab.quality.measures import Configuration, token_log_probs
 from ragblend.lab.quality.study import (
     QualityRecord,
     QualityResult,
@@ -87,7 +87,7 @@ def measure_baselines(
     records = {}
     for name in names:
         last = ask_baseline(name, engine, prompt, case, answer_tokens)
-        seen = score_tokens(engine, last.prompt, last.answer.fused, expected.full.token_ids)
+        seen = token_log_probs(engine, last.prompt, last.answer.fused, expected.full.token_ids)
         configuration = Configuration(name, "none", 1.0)  # type: ignore[arg-type]  # no mode of the engine
         records[configuration] = expected.record(engine, last.answer, seen, last.prompt)
     return records

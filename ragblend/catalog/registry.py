@@ -4,8 +4,8 @@
   document releases a text, its KV can be deleted.
 - Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
 - Stored entries are recorded, so that `verify` reports missing ones.
-- Each entry's chunks are recorded: those that it contains and those that it was computed after. The entries of a
-  removed text are found by them, without reading files.
+- Each entry's chunks are recorded: those that it contains and those in its context. The entries of a removed text are
+  found by them, without reading files.
 - Similar variants of chunks that frameworks add are recorded with vectors, because these chunks are in no index.
 
 Depends on texts and ids, not on KV, engines or frameworks.
@@ -56,7 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """The variant of a framework's chunk that is computed after its most similar chunks. `is_stored`: its KV exists."""
+    """The variant of a framework's chunk that has the most similar chunks in its context; requested, or stored."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -419,10 +419,10 @@ class ChunkRegistry(Catalog):
         rows = self._rows(select_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows if is_intact(row)}
 
-    # --- chunks that an entry contains or was computed after ---
+    # --- chunks that an entry contains or has in its context ---
 
     def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record the chunks (token ids) that the KV entry with this key contains or was computed after."""
+        """Record the chunks (token ids) that the KV entry with this key contains or has in its context."""
         self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
     def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
@@ -434,7 +434,7 @@ class ChunkRegistry(Catalog):
         self._insert_missing((ENTRY_CHUNKS, missing))
 
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
-        """Return for each chunk (token ids) the keys of the entries that contain it or were computed after it."""
+        """Return for each chunk (token ids) the keys of the entries that contain it or have it in their context."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
@@ -474,9 +474,9 @@ class ChunkRegistry(Catalog):
         rows = self._rows(_VARIANTS_WITHOUT_KV, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
-    def has_variant(self, entry: str, embedder: str) -> bool:
-        """Return True if an intact row records the variant with a vector of this embedder."""
-        return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
+    def is_variant_recorded(self, key: str, embedder: str) -> bool:
+        """Return True if an intact row records the variant with this store key and a vector of this embedder."""
+        return any(map(is_intact, self._rows(_VARIANT, b_entry=key, b_embedder=embedder)))
 
     def stored_variant_keys(self) -> list[str]:
         """Return the store keys of all similar variants whose KV is stored, sorted."""

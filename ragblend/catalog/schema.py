@@ -170,7 +170,7 @@ STORED_ENTRIES = _checked_table("stored_entries", _text("entry"), _text("fingerp
 ENTRY_CHUNKS = _checked_table(
     "entry_chunks", _blob("ids_hash"), _text("namespace"), _text("entry"), key="ids_hash namespace entry"
 )
-"""The chunks, as hashes of their token ids, that an entry contains or was computed after."""
+"""The chunks, as hashes of their token ids, that an entry contains or has in its context."""
 Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
 VARIANTS = _checked_table(
     "variants",

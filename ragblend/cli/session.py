@@ -151,8 +151,8 @@ def open_settings_index(settings: Settings, engine: Engine, *, create: bool = Fa
 
 @contextmanager
 def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkIndex]:
-    """Give the index in which questions are searched: the settings' own, or where no folder was ingested, one of the
-    texts that frameworks and clients of a server have added in the engine's namespace, made for this command.
+    """Open the index that questions search: the index of the settings. If no folder was ingested, it is a temporary
+    index of the texts that frameworks and clients of a server have added in the engine's namespace.
     """
     from ragblend.catalog.registry import open_registry
     from ragblend.precompute import open_engine_index

@@ -71,7 +71,7 @@ class Layout:
         self._header_ends = {table.start: table.header_end for table in tables}
 
     def find_header(self, offset: int) -> tuple[int, int] | None:
-        """Return the span of the header row of the table that has `offset` after its header, else None."""
+        """Return the span of the header row if `offset` is in a table, after its header; else None."""
         table = self.tables.find(offset)
         if table is None or not table[0] < self._header_ends[table[0]] < offset:
             return None

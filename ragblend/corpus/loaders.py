@@ -58,8 +58,10 @@ class FileReader:
             digest = hashlib.file_digest(file, new_digest).hexdigest()
         return OpenedFile(digest, partial(load_file, self.loader, path))
 
-    def version(self, path: str) -> str:
-        """Return a name of this way to read the file: equal bytes and equal names give equal documents."""
+    def reader_version(self, path: str) -> str:
+        """Return an id of the reader of `path` and its settings. Files with the same bytes and the same id give the
+        same documents.
+        """
         if self.loader is not None:
             return f"loader {get_loader_version(self.loader)}"
         return reader_version(path, self.text_field)

@@ -37,9 +37,11 @@ MAX_UNREAD_PIECES = 16
 
 @dataclass(slots=True)
 class Conversation:
-    """KV of one conversation so far, held by the caller. Earlier turns are then an exact prefix of the next turn.
+    """KV of one conversation so far. The caller passes it with the next turn, which does not prefill the earlier turns
+    again.
 
-    The KV may be fused, hence approximate. It is exact with respect to this conversation, and it is never stored.
+    The KV of blended chunks in it is approximate, but is the KV from which the earlier answers were decoded. It is
+    never stored.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -118,8 +120,11 @@ class RunningAnswer:
         self._steps = self._run()
 
     def advance(self, logits: Tensor | BaseException | None = None) -> None:
-        """Run to the next decode step or the end. `logits` [vocabulary]: those of `step`, or the error of computing
-        them."""
+        """Run to the next decode step or the end.
+
+        `logits`: the logits [vocabulary] of the decode step that the answer asked for in `step`, or the exception that
+        computing them raised.
+        """
         if self.is_cancelled:
             self.end()
         if self.ended.is_set():
@@ -223,7 +228,7 @@ class RunningAnswer:
                 fused, ids = prefilled.fused, request.prompt.token_ids + result.token_ids
                 request.conversation.token_ids, request.conversation.fused = ids[: fused.length], fused
             if prefilled.misses:
-                engine.backfill(prefilled.misses)
+                engine.precompute_in_background(prefilled.misses)
             if self._on_end is not None:
                 self._on_end(prefilled, result)
 

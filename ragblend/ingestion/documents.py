@@ -26,8 +26,8 @@ from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_documen
 class Removal(NamedTuple):
     """Numbers of chunks and of KV entries that were deleted.
 
-    `num_other_kv`: the entries of other chunks that were computed after the deleted ones, which the next ingestion
-    stores again, and the entries of other models. It is 0 in the call that finishes a killed removal.
+    `num_other_kv`: the deleted entries of other chunks that had a deleted chunk in their context, which the next
+    ingestion stores again, and the deleted entries of other models. It is 0 in the call that finishes a killed removal.
     """
 
     num_chunks: int
@@ -76,8 +76,9 @@ def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: 
 def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) -> list[DocumentKey]:
     """Return the documents with this id or COLLECTION/ID, or else all documents of this collection.
 
-    Only documents in the namespace that `precompute_documents`, a vector store or a client of a server added are
-    searched. Returns [] for an unknown name. Raises UsageError for an id in several collections.
+    Searched are the documents of the namespace that `precompute_documents`, a vector store or a client of a server
+    added, not those of ingested folders. Returns [] for an unknown name. Raises UsageError for an id in several
+    collections.
     """
     with closing(open_registry(store, create=False)) as registry:
         known = [each for each in registry.documents() if each.id and each.namespace == namespace]
@@ -138,18 +139,20 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
     return Removal(num_chunks, num_removed, num_removed - num_own if own else 0)
 
 
-def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
-    """Exempt a document's KV from eviction, also after restarts.
+class PinCounts(NamedTuple):
+    """Numbers of the chunks of a pinned document: of all, and of those that are stored."""
 
-    Return the number of its chunks, and the number of its chunks that are stored.
+    num_chunks: int
+    num_stored: int
 
-    Raises NotFoundError for an unknown document.
-    """
+
+def pin_document(source: str, engine: Engine, index: ChunkIndex) -> PinCounts:
+    """Exempt a document's KV from eviction, also after restarts. Raises NotFoundError for an unknown document."""
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")
     engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
-    return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
+    return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
 
 
 def refresh_pins(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:

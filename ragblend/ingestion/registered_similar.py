@@ -28,7 +28,8 @@ from ragblend.prompt.types import Chunk
 
 
 class RegisteredChunkFinder:
-    """A `contexts.SimilarChunkFinder` over the framework chunks in `registry`.
+    """A `contexts.SimilarChunkFinder` over the chunks in `registry` that were added through LangChain, LlamaIndex or a
+    server.
 
     It compares the vectors of one embedder. Chunks with vectors of another embedder are ignored.
     """
@@ -43,7 +44,7 @@ class RegisteredChunkFinder:
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Embed the chunks without a vector, and record that their similar variants are requested."""
         entries = {self._entry(text): text for text in dict.fromkeys(chunk.text for chunk in chunks) if text.strip()}
-        if new := [pair for pair in entries.items() if not self.registry.has_variant(pair[0], self._name)]:
+        if new := [pair for pair in entries.items() if not self.registry.is_variant_recorded(pair[0], self._name)]:
             rows = self._embedder.embed([text for _, text in new]).astype("<f4")
             found = [SimilarContextVariant(*pair, row.tobytes()) for pair, row in zip(new, rows, strict=True)]
             self.registry.record_variants(found, self._name)
@@ -89,7 +90,7 @@ class RegisteredChunkFinder:
                 found.append(near)
         return found
 
-    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
         """Return the `texts` that no document has, without duplicates."""
         return [text for text in dict.fromkeys(texts) if text not in self.registry]
 

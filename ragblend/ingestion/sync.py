@@ -83,10 +83,10 @@ def sync_index(
 ) -> SyncResult:
     """Add new and changed documents of `scan` to the index, and remove those whose file or record is missing.
 
-    Only documents from the files and folders of `scan` are removed, also if their file is no document any more or its
-    folder now excludes it. Documents that the pattern of `scan` excludes are kept, and so are documents of unreadable
-    files. With `keep_missing`, no document is removed. Files that were last read by another `reader` are read again.
-    `workers` embed while the next files are read.
+    Only documents from the files and folders of `scan` are removed. A document also counts as missing if its file
+    contains no document any more, or if a `.gitignore` file now excludes it. Documents that the pattern of `scan`
+    excludes are kept, and so are documents of unreadable files. With `keep_missing`, no document is removed. Files that
+    were last read by another `reader` are read again. `workers` embed while the next files are read.
     """
     run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, reader)
     for path in scan.files:
@@ -216,7 +216,7 @@ class _SyncPass:
             self._saved_s = perf_counter()
 
     def _embed(self, texts: list[str]) -> Callable[[], Mapping[str, FloatArray]]:
-        missing = self.index.find_missing_texts(texts) if self._workers is not None else []
+        missing = self.index.find_unknown_texts(texts) if self._workers is not None else []
         if self._workers is None or not missing:
             return dict
         rows = self._workers.embed(missing, self.index.manifest.embedder)
@@ -266,12 +266,13 @@ class _SyncPass:
         return record.top if record is not None and is_same_or_below(top, record.top) else top
 
     def _make_file_version(self, path: str, digest: str) -> str:
-        return f"{digest}:{self._reader.version(path)}:{self.chunker.version}"
+        return f"{digest}:{self._reader.reader_version(path)}:{self.chunker.version}"
 
 
-def find_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
-    """Return the number of missing files outside of `scan` that had the same bytes as new files, by the path that their
-    ingestion named. After a folder was moved, its documents are in the index twice."""
+def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
+    """Count the indexed files outside of `scan` that no longer exist and had the same bytes as a new file. The keys are
+    the paths that were ingested. A moved folder has such files: its documents are in the index twice.
+    """
     lost: dict[str, int] = {}
     for record in index.files().values() if result.new_versions else ():
         if record.version in result.new_versions and not scan.is_covered(record.path) and _is_deleted(record.path):

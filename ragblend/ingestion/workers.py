@@ -30,10 +30,14 @@ class Workers(Protocol):
         """Start to embed `texts` with the embedder of this name. The returned function waits for unit rows [n, dim]."""
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
-        """Prefill chunks as `Prefill` describes. Chunks that are already stored are skipped and yield 0 bytes."""
+        """Prefill and store chunks. Yield the bytes stored for each; 0 for a chunk that was already stored (see
+        `Prefill`).
+        """
 
 
 def prefill_here(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
-    """Prefill chunks in this process as `Prefill` describes, several per pass if the engine supports it."""
+    """Prefill and store chunks in this process, several per pass if the engine supports it. Yield the bytes stored for
+    each (see `Prefill`).
+    """
     together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
     return together(chunks) if together is not None else map(engine.precompute, chunks)

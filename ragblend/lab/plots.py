@@ -93,7 +93,9 @@ def plot_ttft(facts: Facts, path: Path) -> None:
 
 
 def plot_throughput(facts: Facts, path: Path) -> None:
-    """Write mean TTFT over the requests served, a line per mode of `bench throughput`, up to three times the bound."""
+    """Write a plot of mean TTFT (y) over the requests served per second (x), a line per mode of `bench throughput`. The
+    y axis ends at three times the TTFT bound.
+    """
     bound = facts["bound_s"]
     with figure_file(path, 7.5, 4.8, f"vLLM, {_title(facts)}") as figure:
         axes = figure.add_subplot()
@@ -227,18 +229,21 @@ def _line_of(run: Facts) -> tuple[str, str, str]:
 
 
 def plot_with_intervals(
-    axes: Any, points: Sequence[Facts], place: str, name: str, bounds: tuple[str, str], color: str, label: str
+    axes: Any, points: Sequence[Facts], x_field: str, y_field: str, bounds: tuple[str, str], color: str, label: str
 ) -> None:
-    """Draw `name` over `place`, with bars between the fields `bounds` of points that have them."""
-    places, values = [point[place] for point in points], [point[name] for point in points]
-    low, high = (bound if bound in points[0] else name for bound in bounds)
-    below = [max(0.0, point[name] - point[low]) for point in points]  # rounding, at 1
-    above = [max(0.0, point[high] - point[name]) for point in points]
+    """Plot the field `y_field` over the field `x_field`. If the points have the two fields `bounds`, each gets an error
+    bar from the first to the second.
+    """
+    places, values = [point[x_field] for point in points], [point[y_field] for point in points]
+    low, high = (bound if bound in points[0] else y_field for bound in bounds)
+    below = [max(0.0, point[y_field] - point[low]) for point in points]  # rounding, at 1
+    above = [max(0.0, point[high] - point[y_field]) for point in points]
     axes.errorbar(places, values, [below, above], label=label, color=color, marker="o", ms=3, lw=1.2, capsize=2)
 
 
 def plot_calibration(facts: Facts, path: Path) -> None:
-    """Write agreement with full prefill's first token, with 95 % intervals, and KL, over the charged budget.
+    """Write a picture of two plots over the charged budget (recomputed tokens and the query probe): the share of first
+    tokens that equal full prefill's, and the KL divergence, both with 95 % intervals.
 
     There is a line per rule; a ring marks the ratio that was fitted.
     """
@@ -261,7 +266,9 @@ def plot_calibration(facts: Facts, path: Path) -> None:
 
 
 def plot_analysis(facts: Facts, path: Path) -> None:
-    """Write the shares of the tokens, the chunks that most requests need, and the hits of a store over its size."""
+    """Write a picture of three plots: the shares of the prompt tokens by kind, the chunks that most requests need, and
+    the hit rate of a store over its size.
+    """
     by = "estimated" if facts["tokens_are_estimated"] else f"by {facts['tokens_by']}"
     title = f"{facts['num_requests']} requests, {facts['num_tokens']} tokens ({by})"
     with figure_file(path, 13, 4.2, title) as figure:

@@ -64,7 +64,9 @@ class LongDocumentChain:
             _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
     def build(self) -> Runnable[Any, dict[str, Any]]:
-        """Return the chain, which answers from the windows, then makes the last answer, then the result."""
+        """Return the chain. It answers from each window (a group of documents that fits the prompt), makes the final
+        answer from these answers, and then the result.
+        """
         return (
             RunnableLambda(self._read, self._aread)
             | RunnablePassthrough.assign(message=RunnableLambda(self._final_answer))

@@ -255,7 +255,9 @@ class _RolesPromptValue(ChatPromptValue):
 
 
 def keep_roles(prompt: PromptValue) -> PromptValue:
-    """Return a chat prompt whose string has its messages; any other prompt unchanged."""
+    """Return a chat prompt as a value whose `to_string` result has the messages with their roles; any other prompt
+    unchanged.
+    """
     if isinstance(prompt, ChatPromptValue) and not isinstance(prompt, _RolesPromptValue):
         if not prompt.messages:
             raise UsageError("no messages given; pass at least one message with text")

@@ -178,7 +178,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
         )
         stored = registry.fingerprints_by_key()
     if CATALOG_FILE in report.damaged_files:
-        engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
+        engine.add_known_chunks(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
         disk.drop_unreadable(key)  # last, so that the next `verify` finds it after a kill
@@ -285,8 +285,8 @@ def collect_garbage(
     `max_bytes`.
 
     Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
-    KV computed after such a chunk, their registered texts, and pins of documents that are not indexed. Documents that
-    are ingested during the run keep their entries. A dry run removes nothing. Raises RagblendError if the index's
+    KV with such a chunk in its context, their registered texts, and pins of documents that are not indexed. Documents
+    that are ingested during the run keep their entries. A dry run removes nothing. Raises RagblendError if the index's
     tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
@@ -382,7 +382,7 @@ class _EntrySummary:
             yield header
 
     def find_outdated(self, index: ChunkIndex, renderer: Renderer) -> Iterator[str]:
-        """Yield the keys of similar variants that were computed after other chunks than the most similar ones now.
+        """Yield the keys of similar variants with other chunks in their context than the most similar ones now.
 
         A variant after only the nearest of them is not outdated, because the others did not fit into the context.
         """

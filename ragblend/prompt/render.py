@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
 from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, is_control_token, turn_arrangements
-from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, without_tools
+from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, tool_use_as_text
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
 _HEAD, _TAIL = "ragblendhead", "ragblendtail"
@@ -105,9 +105,9 @@ class Renderer:
         Raises UsageError if the template rejects all of these.
         """
         if not prompt.is_chat:
-            return self.render_text(prompt.messages[0].content)
+            return self.encode_with_special_tokens(prompt.messages[0].content)
         if prompt.uses_tools and not self.knows_tools:
-            prompt = without_tools(prompt)
+            prompt = tool_use_as_text(prompt)
         refusal: UsageError | None = None
         for messages in turn_arrangements(prompt):
             try:
@@ -117,7 +117,7 @@ class Renderer:
         assert refusal is not None
         raise refusal
 
-    def render_text(self, text: str) -> list[int]:
+    def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the ids of a plain string, with the special tokens that the tokenizer adds."""
         if not self._control.search(text):
             return list(self._tokenizer(text, verbose=False).input_ids)

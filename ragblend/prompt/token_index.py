@@ -85,7 +85,9 @@ class TokenIndex:
         return sum(array.nbytes for array in (self._tags, self._extras, self._chunks, self._offsets))
 
     def add(self, chunks: Iterable[tuple[int, Sequence[int] | NDArray[np.integer]]]) -> None:
-        """Add chunks by number and ids; a number must not be added twice. Fewer than WINDOW ids are never found."""
+        """Add chunks by number and ids; a number must not be added twice. A chunk of fewer than WINDOW ids is never
+        found.
+        """
         numbers, all_ids = [], []
         for number, ids in chunks:
             numbers.append(number)
@@ -290,8 +292,9 @@ class _Anchors:
 def anchor_offsets(chunk_length: int) -> range:
     """Return the offsets of the anchors of a chunk of `chunk_length` tokens, all below 2**16.
 
-    A chunk of fewer than MIN_RUN tokens has an anchor at every offset, so that it is found without its edges. A chunk
-    too short for two anchors has one every WINDOW ids, so that one is found if its first tokens differ in the prompt.
+    A chunk of fewer than MIN_RUN tokens has an anchor at every offset, so that it is found even if tokens at its edges
+    differ in the prompt. A longer chunk has an anchor every STRIDE ids. If there is room for only one of these, it has
+    an anchor every WINDOW ids, so that another one matches if the first tokens of the chunk differ.
     """
     end = min(chunk_length - WINDOW + 1, 1 << 16)
     if chunk_length < MIN_RUN:

@@ -126,7 +126,9 @@ class StoredCounts(BaseModel):
 
 
 class DocumentCounts(StoredCounts):
-    """Numbers of stored, pending and failed documents. A stored document that was sent again is stored and waiting."""
+    """Numbers of stored, pending and failed documents, and of waiting ones, whose text is still to be stored: the
+    pending documents, and stored documents that were sent again.
+    """
 
     num_stored: int
     num_pending: int

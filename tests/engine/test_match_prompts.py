@@ -77,7 +77,7 @@ def test_text_behind_the_quotation_makes_it_a_document(engine):
 def test_a_document_at_the_end_counts_from_64_tokens(num_tokens, is_document, is_chat, engine):
     text = ("0123456789" * 7)[:num_tokens]  # a token is a digit
     assert len(engine.renderer.chunk_ids(text)) == num_tokens
-    engine.add_known([text])
+    engine.add_known_chunks([text])
     content = f"{QUESTION}\n\n{text}"
     matched = engine.match(Prompt(question=content) if is_chat else Prompt.from_text(content))
     assert texts_of(matched, engine.renderer) == ([text] if is_document else [])
@@ -118,7 +118,7 @@ def test_a_named_chunk_that_shares_sentences_with_a_stored_one_is_found_whole(en
 
 
 def test_a_stored_chunk_that_holds_a_named_one_is_found_whole(engine):
-    engine.add_known([LONG])
+    engine.add_known_chunks([LONG])
     part = Chunk(" ".join(LONG.text.split()[3:30]))
     matched = engine.match(Prompt.from_messages([("user", f"{LONG.text}\n\n{QUESTION}")], chunks=[part]))
     assert texts_of(matched, engine.renderer) == [LONG.text]

@@ -45,9 +45,9 @@ from ragblend.lab.calibrate import (
     measure_curves,
     min_questions,
     read_questions,
-    rule_names,
     split_questions,
     summarize_ratio,
+    unique_rule_names,
 )
 from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.types import Chunk
@@ -129,9 +129,9 @@ def test_another_rule_takes_over_only_where_it_is_cheaper():
 
 
 def test_rules_start_with_the_one_that_is_used_uncalibrated():
-    assert rule_names((NO_PROBE_RULE, "auto", AUTO), 8) == (AUTO, NO_PROBE_RULE)
+    assert unique_rule_names((NO_PROBE_RULE, "auto", AUTO), 8) == (AUTO, NO_PROBE_RULE)
     with pytest.raises(UsageError, match="magic"):
-        rule_names(("magic",), 5)
+        unique_rule_names(("magic",), 5)
 
 
 # -- questions

@@ -65,7 +65,7 @@ def test_cutting_at_control_tokens_changes_no_id(name, messages, renderers):
 @example(text="<<s>s>")
 def test_plain_text_is_tokenized_as_the_tokenizer_does(text, renderers):
     renderer = renderers["chatml"]
-    ids = renderer.render_text(text)
+    ids = renderer.encode_with_special_tokens(text)
     if not renderer._control.search(text):
         assert ids == renderer._tokenizer(text).input_ids
     else:

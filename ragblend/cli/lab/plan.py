@@ -34,7 +34,8 @@ def profile(
     threads: ThreadsOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Time the model, the store's disk and the remote tier, if one is set. Requests then follow these times.
+    """Measure the speed of the model, the store's disk and the remote tier, if one is set. Later requests choose their
+    recompute ratio, or full prefill, by these speeds.
 
     `--backend vllm` measures in vLLM, as `ragblend serve` runs it; each backend uses its own times. Set other settings
     through RAGBLEND_NAME or in ragblend.toml.

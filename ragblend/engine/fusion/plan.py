@@ -168,7 +168,7 @@ class QuestionAttentionShares(NamedTuple):
 
 
 class StoredContext(Protocol):
-    """Protocol for the context after which a stored chunk was computed, such as `keys.LookupContext`."""
+    """Protocol for the context with which a stored chunk was computed, such as `keys.LookupContext`."""
 
     @property
     def match(self) -> PrefixMatch: ...  # noqa: D102
@@ -187,7 +187,7 @@ def record_fusion(
     """Write into `report` the reused and recomputed tokens, per chunk and in all, and the rule's measurements.
 
     The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start.
-    `num_known`: resident rows that were in memory before this request, which did not have to compute them.
+    `num_known`: number of rows at the start of the prompt that an earlier request had computed and left in memory.
 
     `attention_*` are from `question_attention_shares`. `mean_deviation`: mean of `relative_deviation` over the
     recomputed tokens at the first check layer: the distance of their stored keys and values from the recomputed ones. A

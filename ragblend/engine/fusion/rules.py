@@ -226,8 +226,9 @@ def is_probe_worthwhile(
 ) -> bool:
     """Return True if the query probe of `num_fresh` tokens costs few enough token-layers.
 
-    It may cost as much as recomputing `ratio` plus PROBE_MARGIN of the chunk tokens. NO_PROBE_RULE recomputes that much
-    more, and is less close to full prefill even then. Long questions over short chunks cost more.
+    It may cost as much as recomputing `ratio` plus PROBE_MARGIN of the chunk tokens. For the same cost, NO_PROBE_RULE
+    recomputes PROBE_MARGIN more of the tokens, and is still less close to full prefill. Long questions over short
+    chunks exceed this limit.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
@@ -306,7 +307,9 @@ class DriftCorrection(NamedTuple):
     shares: Tensor  # [T, M] float32, factors on the M rows of `drift`; 0 for tokens that are not corrected
 
     def estimate_drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
-        """Return M changes [H, M, D] float32 of pre-RoPE keys and values, from recomputed tokens' KV [H, N, D]."""
+        """Return the drift [H, M, D] float32 of pre-RoPE keys and values, from the `fresh` and `stored` KV [H, N, D] of
+        the recomputed tokens. `shares` @ drift are the changes to add to the stored KV of all T tokens.
+        """
         moved = []
         for new, old in zip(fresh, stored, strict=True):
             change = new.float() - old.float()

@@ -358,7 +358,9 @@ class SharedFile:
 
     @property
     def can_stay_open(self) -> bool:
-        """True if half of the process's descriptors are still free (the kernel hands out the lowest number)."""
+        """True if at least half of the process's file descriptors are free. The number of this one shows it, because
+        the kernel hands out the lowest free number.
+        """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2
 

@@ -178,7 +178,7 @@ class MemoryKV:
         return sum(layer.nbytes for layer in self.layers)
 
     def layer(self, index: int) -> LayerKV:
-        """Return keys and values of one layer, [H, T, D] each; computed at every call if it is held in eight bits."""
+        """Return keys and values of one layer, [H, T, D] each. Each call dequantizes a layer held in eight bits."""
         return dequantized(self.layers[index])
 
     def stored_layer(self, index: int) -> StoredLayer:

@@ -294,8 +294,8 @@ class TieredStore(KVStore):
         self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
-        """Put an entry with the same KV in another stored dtype. Deletes the remote entry first, because a remote tier
-        keeps an entry that it has.
+        """Replace the stored entry by `kv`, the same KV in another dtype. Deletes the remote entry first, because a
+        remote tier does not overwrite entries.
 
         Raises BackendUnreachableError if a remote tier does not answer; nothing is changed then.
         """
@@ -360,10 +360,14 @@ class TieredStore(KVStore):
         for tombstones in self._tombstones:
             tombstones.poll()
 
-    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
-        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds for the first time."""
+    def watch_deletions(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
+        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds until they have been applied
+        once.
+
+        skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
+        """
         for tombstones in self._tombstones:
-            tombstones.watch(timeout_s, leaves_disk=leaves_disk)
+            tombstones.watch(timeout_s, skip_disk=skip_disk)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""

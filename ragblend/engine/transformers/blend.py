@@ -57,7 +57,9 @@ class BlendDecision(NamedTuple):
 
 
 class BlendingEngine(LocalEngine):
-    """Prefill part of a TransformersEngine: KV of requests, and of the prefixes after which chunks are computed."""
+    """The part of TransformersEngine that prefills. It computes the KV of requests, and of the prefixes that precede
+    chunks.
+    """
 
     def __init__(
         self,

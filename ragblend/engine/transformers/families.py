@@ -347,7 +347,9 @@ def context_length(config: Any) -> int:
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return the attention window of every layer, in tokens with the token itself; None without a window."""
+    """Return the attention window of every layer in tokens, counting the attending token; None for a layer without a
+    window.
+    """
     window = getattr(config, "sliding_window", None)
     count: int = config.num_hidden_layers
     if not window or window >= context_length(config):

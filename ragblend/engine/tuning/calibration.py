@@ -163,7 +163,9 @@ def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibra
 
 
 def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
-    """Return the calibration that `as_dict` returned. Raises only UsageError, for any values."""
+    """Return the calibration whose `as_dict` returned `facts`. Raises UsageError for any invalid values, and no other
+    error.
+    """
     try:
         if facts["version"] != CALIBRATION_VERSION:
             raise UsageError(f"its version is {facts['version']!r}, this ragblend reads {CALIBRATION_VERSION}")

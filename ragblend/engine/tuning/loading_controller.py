@@ -187,8 +187,9 @@ def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares:
 def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
     """Return the seconds of loading and computing `num_layers` equal layers, each loaded while others are computed.
 
-    This is the engines' order (docs/performance.md): layer 0 is computed and read last, and the query probe needs
-    layer 1 before any recompute, so that computing waits for the loading of one layer.
+    This is the engines' order (docs/performance.md): the stored KV of layer 0 is read last, because layer 0 depends on
+    the token alone and is computed; the query probe needs layer 1 before any recompute. Computing therefore waits for
+    the loading of one layer.
 
     >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
     (9.0, 8.0)

@@ -54,7 +54,7 @@ from ragblend.options import (
     is_server_url,
 )
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.tools import CallFormat, without_tools
+from ragblend.prompt.tools import CallFormat, tool_use_as_text
 from ragblend.prompt.types import Message, Part, Prompt, as_chunk
 from ragblend.redaction import redact_url
 
@@ -414,7 +414,7 @@ class VllmClient(EngineBase):
     def request_body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
         """Return the JSON body of a completion request, with OpenAI's fields and vLLM's own."""
         if prompt.uses_tools and not self.facts.knows_tools:
-            prompt = without_tools(prompt)
+            prompt = tool_use_as_text(prompt)
         body: dict[str, Any] = {
             "model": self.facts.model,
             "max_tokens": options.max_tokens,
@@ -451,7 +451,7 @@ class VllmClient(EngineBase):
             self._send_missing(prompt)
         if not options.temperature:
             full = replace(options, mode="full")
-            self._shadow.sample_repeat(lambda: ServedStream(self, prompt, full), answer)
+            self._shadow.sample_vllm_answer(lambda: ServedStream(self, prompt, full), answer)
 
     # -- documents
 
@@ -484,7 +484,7 @@ class VllmClient(EngineBase):
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Do nothing, because the server reads ahead the chunks of waiting requests."""
 
-    def add_known(self, chunks: Iterable[Part]) -> None:
+    def add_known_chunks(self, chunks: Iterable[Part]) -> None:
         """Do nothing. An engine in this process is given the chunks to match in prompts; a server has them in its
         registry."""
 

@@ -228,7 +228,7 @@ def server_command(
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
         if ours in given:
             raise UsageError(f"{ours} is one of vLLM's flags that ragblend serve sets itself; leave it out")
-    if has_vllm_command():
+    if can_run_vllm_serve():
         command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
         if not given & {"--api-server-count", "-asc", "--headless"}:
             # The default is one server process per data-parallel engine, each with separate counters.
@@ -252,8 +252,10 @@ def server_command(
     return [*command, *flags]
 
 
-def has_vllm_command() -> bool:
-    """Return False if vLLM's CPU build is installed without the metadata from which `vllm serve` reads its version."""
+def can_run_vllm_serve() -> bool:
+    """Return True if `vllm serve` can start. It cannot if the installed vLLM is a CPU build without the package
+    metadata from which it reads its version.
+    """
     try:
         version("vllm")
     except PackageNotFoundError:

@@ -54,8 +54,8 @@ class LoadingController:
 
     It uses the machine profile `machine`, and which keys the workers have in memory. Without a profile (None), every
     request keeps its own ratio. Workers report changes of their memory tier at each engine step. An idle engine has no
-    steps, and a prefetch may change the tier in the meantime. `is_current` is then False until the next report, which
-    `needs_refresh` requests.
+    steps, so a prefetch may change the tier without a report. `is_current` is then False until the next report, and
+    `needs_refresh` makes the workers send one.
     """
 
     def __init__(self, machine: MachineProfile | None) -> None:

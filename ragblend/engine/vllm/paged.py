@@ -161,7 +161,9 @@ class PagedKV:
         self.length = placement.end
 
     def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
-        """Return True if `rows` can attend over the resident layer in one call, and faster than over the blocks."""
+        """Return True if one attention call over the resident layer, a contiguous copy of `layer`, is possible for
+        `rows` and faster than calls over the blocks.
+        """
         if layer not in self._kept or not (has_hook or self.fully_resident_layer == layer):
             return False
         if self._shares_reads is None or self._shares_reads[0] is not rows:

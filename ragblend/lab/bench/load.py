@@ -154,7 +154,7 @@ def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, on
         },
         TARGET,
         summarize(samples),
-        tuple(median_timeline(case, taken) for case, taken in samples.items()),
+        tuple(median_sample_timeline(case, taken) for case, taken in samples.items()),
     )
 
 
@@ -189,8 +189,8 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
 
 
 class StoreSwitchableEngine(NamedTuple):
-    """An engine to measure. Between requests, `read_from` may be called with another store, and a list assigned to
-    `times.timelines`, to which each request appends the times of its layers.
+    """An engine to measure. Between requests, `read_from(store)` makes it read from another store. While
+    `times.timelines` is a list, each request appends the times of its layers to it.
     """
 
     engine: TransformersEngine | VllmEngine
@@ -204,7 +204,7 @@ class StoreSwitchableEngine(NamedTuple):
 def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEngine]:
     if config.backend == "vllm":
         from ragblend.engine.vllm.worker import worker_of_this_process
-        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
+        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 
         shape = find_shape(config.shape)
         token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
@@ -217,7 +217,7 @@ def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEng
                 served.reset_prefix_cache()  # it keeps what an earlier blend of the prompt left
                 worker.read_from(store)
 
-            yield StoreSwitchableEngine(served, vocab_size, vllm_card(), read_uncached_from, worker)
+            yield StoreSwitchableEngine(served, vocab_size, vllm_hardware_card(), read_uncached_from, worker)
         return
     with engine_for(config.shape, disk, find_dtype(config.dtype)) as engine:
 
@@ -325,7 +325,7 @@ def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun
     return tuple(runs)
 
 
-def median_timeline(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
+def median_sample_timeline(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
     """Return the timeline of the sample with the median TTFT: [start, end] of each layer, seconds after the first."""
     ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
     load, fuse = ordered[len(ordered) // 2].timeline

@@ -33,7 +33,7 @@ class EstimatedTokens:
         self._texts: dict[int, str] = {}
 
     def ids(self, text: str) -> Ids:
-        """Return the ids of the pieces: 31 bits of their checksums."""
+        """Return one id for each piece of `text` (about a token): 31 bits of the piece's checksum."""
         pieces = _PIECE.findall(text)
         ids = [zlib.crc32(piece.encode("utf-8", "surrogatepass")) & 0x7FFFFFFF for piece in pieces]
         self._texts.update(zip(ids, pieces, strict=True))

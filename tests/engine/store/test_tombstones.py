@@ -157,7 +157,7 @@ def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path):
     one.put(KVS[0])
     assert one.flush(10)
     for store in (two, worker):
-        store.watch_deletions(60, leaves_disk=store is worker)
+        store.watch_deletions(60, skip_disk=store is worker)
         store.fetch_many(keys_of(0))
         assert store.flush(10)
     one.delete_everywhere(keys_of(0))
