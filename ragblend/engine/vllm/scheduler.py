@@ -134,11 +134,11 @@ class BlendScheduler:
         """Return the matcher of prompts; None if the model's tokenizer cannot be loaded."""
         try:
             place = str(model.tokenizer or model.model)
-            tokenizer, _ = load_tokenizer(place, vllm_model_options(model, place))
-            return PromptMatcher(self.disk, Renderer(tokenizer))
+            renderer = Renderer(load_tokenizer(place, vllm_model_options(model, place))[0])
         except (RagblendError, OSError, ValueError) as error:
             log.warning("prompts are not searched for chunks, because the tokenizer cannot be loaded: %s", error)
             return None
+        return PromptMatcher(self.disk, renderer)
 
     def on_new_request(self, request: Any) -> None:
         """Parse a request's parameters, salt its blocks in vLLM's prefix cache, and start the lookup of its chunks."""
