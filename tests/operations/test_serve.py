@@ -31,12 +31,6 @@ def value(command: tuple[str, ...], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-@pytest.fixture(autouse=True)
-def vllm_command(monkeypatch: Any) -> None:
-    """The same command whether this environment has vLLM, its CPU build, or none."""
-    monkeypatch.setattr(vllm_launch, "has_vllm_command", lambda: True)
-
-
 def extra(command: tuple[str, ...]) -> dict[str, Any]:
     transfer = json.loads(value(command, "--kv-transfer-config"))
     assert transfer["kv_connector_module_path"] == CONNECTOR_MODULE
@@ -56,12 +50,6 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: P
     config = extra(command)
     assert config["store"] == str(tmp_path / "kv")  # vLLM's processes may have another working directory
     assert ("mode" in config, made.prefix_ids) == (False, (1, 3))
-
-
-def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(vllm_launch, "has_vllm_command", lambda: False)
-    command = launch(store=str(tmp_path)).command
-    assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 
 
 @pytest.mark.parametrize(("flags", "count"), [((), "1"), (("--api-server-count", "3"), "3"), (("--headless",), None)])
@@ -248,7 +236,6 @@ def test_a_plugin_kept_out_is_named_with_the_way_in() -> None:
 
 @pytest.mark.parametrize("version", [(0, 0), (0, 27), (0, 34), (1, 0)])
 def test_without_a_fitting_vllm_nothing_starts(tmp_path: Path, monkeypatch: Any, version: tuple[int, int]) -> None:
-    monkeypatch.setattr(vllm_launch, "vllm_version", lambda: version)
     monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: version)
     with pytest.raises(RagblendError, match=r"pip install 'ragblend\[vllm\]'"):
         build_server_command(ServeOptions(Settings(model="demo", store=str(tmp_path))))

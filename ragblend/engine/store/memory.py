@@ -122,12 +122,6 @@ class MemoryStore(KVStore):
         with self._lock:
             return self._drop(key)
 
-    def clear(self) -> None:
-        """Delete all entries. Pins stay."""
-        with self._lock:
-            self._entries.clear()
-            self._used_bytes = 0
-
     def keys(self) -> Iterator[str]:
         """Return the keys held now, least recently used first."""
         with self._lock:

@@ -8,16 +8,10 @@ positions only.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
-
-_WORKSPACE_BYTES = 1 << 22
 
 TILE_ROWS = 64
 """Rows that share one reading of keys, in attention kernels and in `attention.attend_rows` on a CPU."""
@@ -65,36 +59,6 @@ def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tup
             groups.append([run])
         start = index
     return groups
-
-
-def metadata_snapshot(metadata: Any) -> object:
-    """Return the contents of an attention backend's `metadata` as a value that can be compared with later contents.
-
-    Small tensors are represented by their bytes, larger ones by their address, because those are workspaces.
-    """
-    seen: set[int] = set()
-
-    def state(value: Any) -> object:
-        if isinstance(value, Tensor):
-            if value.nbytes > _WORKSPACE_BYTES:
-                return value.data_ptr(), tuple(value.shape)
-            return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(), tuple(value.shape)
-        if isinstance(value, np.ndarray):
-            return value.tobytes()
-        if value is None or isinstance(value, int | float | complex | str | bytes):
-            return repr(value)  # NaN equals itself here
-        if id(value) in seen or callable(value) or isinstance(value, ModuleType):
-            return id(value)
-        seen.add(id(value))
-        if isinstance(value, Mapping):
-            return [(repr(name), state(each)) for name, each in value.items()]
-        if isinstance(value, list | tuple | deque):
-            return [state(each) for each in value]
-        slots = (name for each in type(value).__mro__ for name in getattr(each, "__slots__", ()))
-        names = [*getattr(value, "__dict__", ()), *slots]
-        return id(value), [(name, state(getattr(value, name, None))) for name in names]
-
-    return state(metadata)
 
 
 def kv_reads_per_run(positions: Sequence[int]) -> int:

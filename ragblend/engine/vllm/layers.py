@@ -34,7 +34,6 @@ from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     reject_kv_groups,
-    reject_shared_plans,
     reject_unsupported_attention,
 )
 from ragblend.errors import UnsupportedModelError
@@ -120,7 +119,6 @@ class VllmLayers:
             spec = spec.copy_with_new_block_size(self.block_size // self._kernel_blocks)
         with set_current_vllm_config(vllm_config):
             self._builder = builder(spec, self._names, vllm_config, self.device)
-        reject_shared_plans(self._plans, type(self._attention[0].impl).__name__)
         attention = self._layers[0].self_attn
         self._num_heads: int = self._attention[0].num_kv_heads
         self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
@@ -522,12 +520,6 @@ class VllmLayers:
             return tables
         split = tables[..., None] * self._kernel_blocks + torch.arange(self._kernel_blocks, device=tables.device)
         return split.flatten(1)
-
-    def _plans(self, positions: Sequence[int]) -> list[Any]:
-        """Return the backend's metadata of the calls for rows at `positions`, in vLLM's null block."""
-        rows = torch.tensor(positions, device=self.device)
-        tables = rows.new_zeros(1, positions[-1] // self.block_size + 1)
-        return [call.metadata for call in self.split_calls(rows, tables, torch.zeros_like(rows))]
 
 
 def _attention_params(attention: Any) -> AttentionExtras:

@@ -111,7 +111,6 @@ class BlendScheduler:
         self._salts = ConversationSalts(matcher.tail_ids if matcher is not None else ())
         self._cache_config = vllm_config.cache_config
         self.kv_cache_manager: Any = None  # vLLM's, once vLLM has passed it
-        self._drops_memory = False
         self._reuses = True
         self._record_model(str(model.model), shape)
 
@@ -120,15 +119,6 @@ class BlendScheduler:
         if self._reuses:
             log.warning("%s", WEIGHTS_UPDATED)
         self._reuses = False
-
-    def reset_worker_memory(self) -> None:
-        """Make the workers clear their memory tiers in the next step."""
-        self._drops_memory = True
-
-    def take_memory_reset(self) -> bool:
-        """Return True if `reset_worker_memory` was called since the last call."""
-        drops, self._drops_memory = self._drops_memory, False
-        return drops
 
     def _make_matcher(self, model: Any) -> PromptMatcher | None:
         """Return the matcher of prompts; None if the model's tokenizer cannot be loaded."""

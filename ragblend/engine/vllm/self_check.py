@@ -48,7 +48,8 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
         if not error <= allowed:  # NaN fails too
             raise UnsupportedModelError(
                 f"{name} in vLLM fails the exactness check of {gate}: relative error {error:.2g}, allowed "
-                f"{allowed:g}. Serve it without the ragblend connector"
+                f"{allowed:g}. Choose another attention backend, such as --attention-backend FLASH_ATTN, or serve it "
+                "without the ragblend connector"
             )
 
 
