@@ -122,7 +122,7 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None
             served.renderer,
             served.store,
             served.model_info(),
-            served.prefix_ids,
+            served.config.prefix_ids,
             namespace=namespace,
             context=served.config.context,
         )
@@ -185,12 +185,6 @@ class ServerResources:
         path = find_model(self._model.model, options=options)
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
-
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Prefix after which chunks are stored."""
-        config, disk = self.config, self.store.disk_tier
-        return disk.read_prefix(config.prefix) if config.prefix and disk is not None else config.prefix_ids
 
     def model_info(self) -> ServedModelInfo:
         """Return the facts about the model that an engine over this vLLM needs."""

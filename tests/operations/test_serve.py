@@ -16,8 +16,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import CONNECTOR_MODULE, cpu_paged_kv_bytes, plugin_problem
-from ragblend.engine.vllm.lookup import ChunkLookup
-from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
+from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command, serve
 
 
@@ -49,7 +48,7 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: P
     assert value(command, "--dtype") == "float32"
     config = extra(command)
     assert config["store"] == str(tmp_path / "kv")  # vLLM's processes may have another working directory
-    assert ("mode" in config, made.prefix_ids) == (False, (1, 3))
+    assert ("mode" in config, config["prefix_ids"]) == (False, [1, 3])
 
 
 @pytest.mark.parametrize(("flags", "count"), [((), "1"), (("--api-server-count", "3"), "3"), (("--headless",), None)])
@@ -70,31 +69,6 @@ def test_vllms_revision_chooses_the_checkpoint(tmp_path: Path, monkeypatch: Any)
         assert command[-2:] == ("--max-model-len", "512")
         assert not [word for word in command if word.startswith("--revision")]  # vLLM ignores it for a path
     assert [(model, options.revision) for model, options in asked] == [("org/tiny", "v2")] * 2
-
-
-SYSTEM = "Be brief, and name the source of every sentence. " * 60
-
-
-def test_the_ids_of_a_long_system_text_are_in_the_store_and_not_in_the_command(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
-    monkeypatch.setattr("os.execvpe", lambda *call: started.append(call))
-    options = ServeOptions(Settings(model="demo", store=str(tmp_path / "kv"), system=SYSTEM))
-    planned = build_server_command(options)
-    assert len(planned.prefix_ids) > 500
-    assert not (tmp_path / "kv").exists()  # planning writes nothing
-    with pytest.raises(NotFoundError, match="ragblend serve MODEL"):
-        DiskStore(tmp_path / "new").read_prefix(extra(planned.command)["prefix"])
-    serve(options)
-    ((_, command, _),) = started
-    assert tuple(command) == planned.command
-    assert len(" ".join(command)) < 2500
-    config = ConnectorConfig.from_extra_config(extra(planned.command))
-    lookup = ChunkLookup(DiskStore(Path(config.store)), config, planned.checkpoint.fingerprint, 5)
-    lookup.close()
-    assert lookup.prefix_ids == planned.prefix_ids
 
 
 def broken_stores(root: Path) -> dict[str, Path]:

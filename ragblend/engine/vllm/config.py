@@ -38,7 +38,6 @@ class ConnectorConfig(TierOptions):
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
     namespace: str = ""
     prefix_ids: tuple[int, ...] = ()  # the prefix after which chunks are ingested
-    prefix: str = ""  # name of a prefix in the store (`DiskStore.put_prefix`), instead of ids too long for a command
     context: ContextPolicy | None = copy_option(Settings, "context")  # None: the store's own
     slice_tokens: int = option(
         0, "Work between two engine steps, in tokens of an equal prefill. 0: max_num_batched_tokens.", at_least(0)
