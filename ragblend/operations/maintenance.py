@@ -25,7 +25,6 @@ from ragblend.engine.store.metadata import (
     MACHINES_DIR,
     MODELS_DIR,
     PINS_DIR,
-    PREFIXES_DIR,
 )
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.tuning.calibration import calibration_error
@@ -254,7 +253,6 @@ _LOSS_MESSAGES = {
     MODELS_DIR: "an engine of that model writes it again",
     CALIBRATIONS_DIR: "create it again: ragblend calibrate",
     MACHINES_DIR: "create it again: ragblend profile",
-    PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
     DEFAULTS_FILE: "set it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked up without context until it is set again: ragblend precompute --context ...",
     CATALOG_FILE: "ingest the documents again, and add those of frameworks and servers again; stored KV is reused",
