@@ -1,9 +1,8 @@
-"""Splitting of scattered rows into attention calls, and the number of keys and values that the calls read.
+"""Splitting of scattered rows into attention calls.
 
-vLLM's backend runs each run of adjacent rows as a separate request, which reads all KV before the run again. If the
-layer's KV is resident as a tensor, many rows can share one reading instead (`attention.attend_rows`). Sharing is
-cheaper for many short runs late in a long prompt, on a device whose speed is limited by its memory. Depends on
-positions only.
+vLLM's backend runs each run of adjacent rows as a separate request, which reads all KV before the run again. On a GPU,
+whose speed is limited by its memory, rows share one reading instead (`attention.attend_rows`) if the layer's KV is
+resident as a tensor. Depends on positions only.
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-
-TILE_ROWS = 64
-"""Rows that share one reading of keys, in attention kernels and in `attention.attend_rows` on a CPU."""
 
 
 class RequestRows(NamedTuple):
@@ -59,29 +55,3 @@ def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tup
             groups.append([run])
         start = index
     return groups
-
-
-def kv_reads_per_run(positions: Sequence[int]) -> int:
-    """Return the number of tokens whose KV is read if every run of the ascending positions reads separately.
-
-    A long run reads once per tile, as in attention kernels.
-
-    >>> kv_reads_per_run([9, 19, 20, 21])
-    32
-    """
-    return sum(
-        positions[end - 1] + 1
-        for group in cut_runs(positions, max_rows=TILE_ROWS, max_runs=len(positions))
-        for _, end in group
-    )
-
-
-def kv_reads_shared(positions: Sequence[int]) -> int:
-    """Return the number of tokens whose KV is read if every TILE_ROWS of the ascending positions share one reading.
-
-    >>> kv_reads_shared([9, 19, 20, 21])
-    22
-    """
-    return sum(
-        positions[min(start + TILE_ROWS, len(positions)) - 1] + 1 for start in range(0, len(positions), TILE_ROWS)
-    )
