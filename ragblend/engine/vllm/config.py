@@ -28,24 +28,19 @@ from ragblend.redaction import redact
 class ConnectorConfig(TierOptions):
     """`kv_connector_extra_config`, checked when vLLM starts.
 
-    `memory_gib` is the size of each worker's memory tier. `mode`, `rule`, `ratio` and `namespace` are the defaults of
-    requests without them.
+    `memory_gib` is the size of each worker's memory tier. `mode`, `rule` and `ratio` are the defaults of requests
+    without them.
     """
 
     store: str = DEFAULT_STORE  # a directory that all processes of this vLLM can access
     mode: Mode = copy_option(GenerationOptions, "mode")  # "prefix": requests without parameters are left to vLLM
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
-    namespace: str = ""
     prefix_ids: tuple[int, ...] = ()  # the prefix after which chunks are ingested
     context: ContextPolicy | None = copy_option(Settings, "context")  # None: the store's own
     slice_tokens: int = option(
         0, "Work between two engine steps, in tokens of an equal prefill. 0: max_num_batched_tokens.", at_least(0)
     )
-    max_runs: int = option(  # backends size their buffers by max_num_seqs
-        0, "Most runs of rows per attention call. 0: max_num_seqs.", at_least(0)
-    )
-    self_check: bool = True
     keys: str = ""  # path of the API keys file; with one, only requests that its gate has checked reuse KV
 
     def __post_init__(self) -> None:

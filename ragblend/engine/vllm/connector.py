@@ -177,11 +177,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._vllm_config,
             self._kv_cache_config,
             max_rows=batched,
-            max_runs=self.config.max_runs or limits.max_num_seqs,
+            max_runs=limits.max_num_seqs,  # backends size their buffers by it
         )
-        if self.config.self_check:
-            blocks = self._kv_cache_config.num_blocks
-            self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
+        blocks = self._kv_cache_config.num_blocks
+        self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
         self._store = store = self.config.open_tiers(memory=True)
         if (memory := store.memory_tier) is not None:
             memory.page_locked = layers.device.type == "cuda"

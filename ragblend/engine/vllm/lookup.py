@@ -64,7 +64,7 @@ class ChunkLookup:
         self.prefix_ids = config.prefix_ids or (matcher.prefix_ids if matcher is not None else ())
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
         if matcher is not None:
-            self._pool.submit(matcher.find_runs, (), config.namespace)  # builds the token index before any request
+            self._pool.submit(matcher.find_runs, (), "")  # builds the token index before any request
 
     def start(
         self,

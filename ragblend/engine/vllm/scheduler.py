@@ -181,7 +181,7 @@ class BlendScheduler:
             self._count_left(reason)
             return None
         else:
-            params = BlendParams(self.config.mode, namespace=self.config.namespace)
+            params = BlendParams(self.config.mode)
         if bound is None:
             bound = salted_namespace(params.namespace, request.cache_salt)
             if params.namespace:
