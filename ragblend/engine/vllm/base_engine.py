@@ -173,7 +173,7 @@ class VllmEngineBase(LocalEngine):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing, because vLLM's workers read ahead the chunks of waiting requests."""
+        """Do nothing, because vLLM's workers read the store, and only for requests."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
         """Prefill a chunk's token ids after an ingestion context, and store the KV.

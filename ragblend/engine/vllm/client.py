@@ -481,7 +481,7 @@ class VllmClient(EngineBase):
         return self.remove_documents(CHUNK_COLLECTION, [_chunk_id(as_chunk(chunk).text)]) > 0
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing, because the server reads ahead the chunks of waiting requests."""
+        """Do nothing, because the server reads its store only for requests."""
 
     def add_known(self, chunks: Iterable[Part]) -> None:
         """Do nothing. An engine in this process is given the chunks to match in prompts; a server has them in its

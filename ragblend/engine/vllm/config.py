@@ -14,7 +14,7 @@ from typing import Any
 from ragblend.config import Settings, read_environment, trusted_setting
 from ragblend.engine.base import record_entries_on_put
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.store.open import GIB, open_store
+from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
@@ -77,11 +77,6 @@ class ConnectorConfig(TierOptions):
         if (catalog := self.catalog or trusted_setting("catalog")) is not None:
             text = redact(text, echo_of=catalog).replace(redact(catalog), "CATALOG")
         return text
-
-    @property
-    def worker_memory_bytes(self) -> int:
-        """Size of the memory tier of one worker, in bytes. Each worker of this vLLM has a separate memory tier."""
-        return int(self.memory_gib * GIB)
 
     def open_tiers(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
         """Open the store: the disk tier, a remote tier if one is configured and, if `memory`, a memory tier."""

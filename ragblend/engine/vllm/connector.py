@@ -63,8 +63,6 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
     """Message of one engine step from the scheduler to the workers."""
 
     jobs: list[BlendJob] = field(default_factory=list)  # new ones
-    prefetch_keys: list[str] = field(default_factory=list)  # entries to read into memory
-    needs_memory_report: bool = False  # the workers must report the contents of their memory tier
     is_idle: bool = False  # vLLM schedules no tokens in this step
 
 
@@ -101,7 +99,6 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: BlendWorker
         self._store: TieredStore
         self._watch: MemoryTierTracker | None = None
-        self._must_report_memory = False
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, BlendReport] = {}
@@ -142,8 +139,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if is_idle:
             self.scheduler.wait_for_pending()
-        jobs, ahead = self.scheduler.take_jobs()
-        return BlendMetadata(jobs, ahead, self.scheduler.loading.needs_refresh, is_idle)
+        return BlendMetadata(self.scheduler.take_jobs(), is_idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' message to the scheduler's half."""
@@ -197,12 +193,9 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
         meta = self._get_connector_metadata()
-        self._must_report_memory = meta.needs_memory_report
         if weights_updated.is_set():  # all ranks see it between the same two steps
             self._record_finished(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
         else:
-            if meta.prefetch_keys:
-                self._store.prefetch(meta.prefetch_keys)
             for job in meta.jobs:
                 self._worker.submit(job)
         self._record_finished(self._worker.run_slice(meta.is_idle))
@@ -239,7 +232,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         reports, self._reports = self._reports, {}
         change = None
         if self._watch is not None:
-            change, self._must_report_memory = self._watch.take_delta(self._must_report_memory), False
+            change = self._watch.take_delta()
         is_news = bool(reports) or change is not None or weights_updated.is_set()
         return BlendReports(reports, change, weights_updated.is_set()) if is_news else None
 
