@@ -228,20 +228,6 @@ def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scale: float | N
     return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
 
 
-def attend_last(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, params: AttentionExtras = PLAIN
-) -> Tensor:
-    """Return the attention [1, Hq, 1, D] of the last row alone, over `keys`, `values` [1, H, T, D]."""
-    if params.window is not None:
-        keys, values = keys[:, :, -params.window :], values[:, :, -params.window :]
-    if params.softcap is not None or params.sinks is not None:  # no kernel supports them
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        last = keys.shape[2] - 1
-        rows = torch.full((1,), last, device=keys.device)
-        return _attend_eager(ProbeQueries(query[0], rows, factor, params, (last,)), keys[0], values[0])[None]
-    return _attend_masked(query, keys, values, None, scale)
-
-
 def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor:
     """Return the attention [Hq, Q, D] over keys and values [H, T, D], from explicit probabilities."""
     output = values.new_empty(queries.states.shape[0], len(queries.rows), values.shape[2])

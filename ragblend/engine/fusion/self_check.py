@@ -111,10 +111,10 @@ def _prompt(model: TransformersLayers, vocabulary: int) -> Tensor:
 def _own_noise(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     """Return, per gate, the relative change of the model's own results when its forward gets the prompt in pieces."""
     ids = _prompt(model, vocabulary)
-    reference, layers = model.chunked_prefill(ids, ())
+    reference, layers = model.full_prefill(ids)
     noise = dict.fromkeys(GATES, 0.0)
     for cuts in CUTS:
-        logits, cut_layers = model.chunked_prefill(ids, cuts)
+        logits, cut_layers = model.full_prefill(ids, cuts)
         pairs = [pair for kv in zip(cut_layers, layers, strict=True) for pair in zip(*kv, strict=True)]
         found = (_error(*pairs[0]), max(_error(*pair) for pair in pairs), *[_error(logits, reference)] * 2)
         noise = {gate: max(noise[gate], value) for gate, value in zip(GATES, found, strict=True)}
