@@ -74,8 +74,8 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
             hidden = layers.run_layer(layer, hidden, question, target)
         return layers.final_norm(hidden)
 
-    def blended(plan: FusePlan) -> Tensor:
-        target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
+    def blended(plan: FusePlan, kept: Sequence[int] = range(layers.num_layers)) -> Tensor:
+        target = PagedKV(layers, blocks, context, kept, QUESTION_TOKENS)
         with PagedSource((prefix, *plan.placements), layers, target, corrects_drift=plan.corrects_drift) as source:
             run_to_completion(layers, fuse_steps(layers, plan, target, source))
         return run_question()
@@ -132,6 +132,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     gates["scattered tokens over exact KV"] = blended(scattered)
     with _small_calls(layers, context // 2):
         gates["scattered tokens in several calls"] = blended(scattered)
+        gates["scattered tokens in several calls over the blocks"] = blended(scattered, kept=())
     gates["rule 'ask' over exact KV"] = blended(plan([whole], "ask", CheckLayer(0, 0.3)))
     gates["a query probe over placed KV"] = probed(whole)
     gates["a query probe over KV in the blocks"] = probed(whole, context // 2)
