@@ -7,7 +7,6 @@ server renders and tokenizes prompts and finds the chunks in them; the client ne
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from weakref import WeakSet
 
 import httpx
 
+from ragblend.catalog.schema import text_key
 from ragblend.engine.base import EngineBase
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
@@ -591,7 +591,7 @@ class VllmClient(EngineBase):
 
 def _chunk_id(text: str) -> str:
     """Return the id of a text that is stored without a document, as the chunk registry computes it."""
-    return hashlib.blake2b(text.strip().encode(), digest_size=16).hexdigest()
+    return text_key(text.strip()).hex()
 
 
 def _openai_message(message: Message) -> dict[str, Any]:
