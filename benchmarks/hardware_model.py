@@ -86,12 +86,12 @@ class Cost(NamedTuple):
         return max(self.flops / gpu.flops, self.memory_bytes / gpu.memory) / efficiency
 
 
-def kv_reads_per_run(positions: Sequence[int]) -> int:
+def kv_reads_by_run(positions: Sequence[int]) -> int:
     """Return the number of tokens whose KV is read if every run of the ascending positions reads separately.
 
     A long run reads once per tile, as in attention kernels.
 
-    >>> kv_reads_per_run([9, 19, 20, 21])
+    >>> kv_reads_by_run([9, 19, 20, 21])
     32
     """
     return sum(
@@ -101,10 +101,10 @@ def kv_reads_per_run(positions: Sequence[int]) -> int:
     )
 
 
-def kv_reads_shared(positions: Sequence[int]) -> int:
+def kv_reads_by_tile(positions: Sequence[int]) -> int:
     """Return the number of tokens whose KV is read if every TILE_ROWS of the ascending positions share one reading.
 
-    >>> kv_reads_shared([9, 19, 20, 21])
+    >>> kv_reads_by_tile([9, 19, 20, 21])
     22
     """
     return sum(
@@ -123,7 +123,7 @@ def full(model: Model, tokens: int) -> list[Cost]:
 
 def recomputed(model: Model, rows: list[int], together: bool) -> list[Cost]:
     """Return the cost of one layer over the tokens at `rows`, one by one or together, with stored KV placed."""
-    read = kv_reads_shared(rows) if together else kv_reads_per_run(rows)
+    read = kv_reads_by_tile(rows) if together else kv_reads_by_run(rows)
     return [
         Cost(model.linear_flops(len(rows)), model.weights * BYTES),
         Cost(model.attention_flops(sum(rows) + len(rows)), read * model.kv_bytes),
@@ -177,7 +177,7 @@ def estimate(
         # The question selects tokens while KV arrives; the selection is fused, and then the engine runs the question.
         times.append(max(ask_s, ASKED_SHARE * bus_s) + model.layers * (layer_s + question_s))
     full_s = model.layers * seconds(full(model, tokens), device, efficiency)
-    gb = [read(rows) * model.kv_bytes / 1e9 for read in (kv_reads_per_run, kv_reads_shared)]
+    gb = [read(rows) * model.kv_bytes / 1e9 for read in (kv_reads_by_run, kv_reads_by_tile)]
     host_s = model.layers * (LAUNCHES_PER_LAYER * LAUNCH_S + chunk_tokens * model.kv_bytes / LOADED_PER_S)
     return Line(gpu, tokens, full_s, times[0], times[1], bus_s, host_s, gb[0], gb[1])
 

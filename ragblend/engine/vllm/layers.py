@@ -204,7 +204,7 @@ class VllmLayers:
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
     ) -> Tensor:
-        """Run a decoder layer over `rows` without blocks, which attend over the resident layer of `fused`."""
+        """Run a decoder layer over `rows`, which have no blocks and attend over the resident layer of `fused`."""
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
