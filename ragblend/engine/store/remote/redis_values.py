@@ -35,6 +35,7 @@ except ImportError as error:
 
 PREFIX = "ragblend:kv:"
 NOTES = "ragblend:notes"  # a hash, so that its names are listed without a scan of the database
+NOTE_NAMES = "{ragblend:notes}:names"  # the same names in a sorted set; in a cluster, on the hash's node
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
 _MAX_REPLY_BYTES = _MAX_VALUE_BYTES + (1 << 16)  # of one call: no list of ours is as long as a value may be
@@ -127,10 +128,11 @@ class RedisValues:
         """Return 0: a value appears in one step, so there is nothing to delete."""
         return 0
 
-    def list_metadata(self) -> list[str]:
-        """Return the names of the metadata values."""
+    def list_metadata(self, after: str = "") -> list[str]:
+        """Return the names of the metadata values that sort after `after`. Redis does not read the earlier ones."""
         with self._call(self._timeout_s):
-            return [name.decode("utf-8", "replace") for name in cast("list[bytes]", self._reader.hkeys(NOTES))]
+            found = self._reader.zrangebylex(NOTE_NAMES, f"({after}", "+") if after else self._reader.hkeys(NOTES)
+            return [name.decode("utf-8", "replace") for name in cast("list[bytes]", found)]
 
     def get_metadata(self, name: str) -> bytes | None:
         """Return a metadata value; None if there is none."""
@@ -138,14 +140,16 @@ class RedisValues:
             return cast("bytes | None", self._reader.hget(NOTES, name))
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        """Write a metadata value in one step."""
+        """Write a metadata value in one step, and then its name for `list_metadata`."""
         with self._call(self._timeout_s):
             self._writer.hset(NOTES, name, data)
+            self._writer.zadd(NOTE_NAMES, {name: 0})
 
     def delete_metadata(self, name: str) -> None:
         """Delete a metadata value, if there is one."""
         with self._call(self._timeout_s):
             self._reader.hdel(NOTES, name)
+            self._reader.zrem(NOTE_NAMES, name)
 
     def ping(self) -> None:
         """Make one round trip; in a cluster, to any node that holds chunks and answers."""
