@@ -36,7 +36,6 @@ from ragblend.engine.store.eviction import (
     ENTRY_SUFFIX,
     EVICTED_MARK,
     NAME,
-    RESCAN_INTERVAL_S,
     Capacity,
     DiskEvictor,
     auto_limit,
@@ -240,11 +239,11 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
-        """Return the result of `nbytes`, possibly without the bytes that other processes wrote in the last second.
+        """Return the result of `nbytes`, without what other processes changed since the directory was last listed.
 
-        It is faster than `nbytes`, because it need not list the directory.
+        With a budget, the directory is listed at the first call, and seldom after it (see `eviction`).
         """
-        return self._evictor.held_bytes(RESCAN_INTERVAL_S)
+        return self._evictor.held_bytes(lists_again=False)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
         """Return the current byte budget of the entries; None for no limit. It is never below the bytes already stored.

@@ -104,16 +104,15 @@ class DiskEvictor:
         with self._lock:
             self._kept_bytes -= self._untrack(key)
 
-    def held_bytes(self, max_age_s: float = 0.0) -> int:
+    def held_bytes(self, *, lists_again: bool = True) -> int:
         """Return the bytes of all entries, damaged ones included.
 
         Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
-        max_age_s: with a budget, the result may be this old: bytes that other processes wrote in the last `max_age_s`
-        seconds may be missing.
+        lists_again: False with a budget returns the table's bytes, without what other processes changed since the last
+        listing.
         """
         with self._put_lock:
-            age_s = time.monotonic() - self._looked_s if self._looked_s is not None else math.inf
-            if self._capacity is None or age_s >= max_age_s:
+            if lists_again or self._capacity is None or self._looked_s is None:
                 with suppress(OSError):
                     self._rescan(removes_damaged=False)
             with self._lock:
@@ -232,7 +231,7 @@ class DiskEvictor:
 
     def _rescan(self, *, removes_damaged: bool = True) -> None:
         """Update the table from the directory. Damaged files are deleted, or counted."""
-        now_s, found, kept, damaged_bytes = time.time(), dict[str, os.stat_result](), set[str](), dict[str, int]()
+        now_s, found, kept, damaged_bytes = time.time(), dict[str, _TrackedEntry](), set[str](), dict[str, int]()
         for folder in _folders(self._root):
             try:
                 changed_ns = folder.stat().st_mtime_ns  # before the listing, so that a later change is seen next time
@@ -251,39 +250,43 @@ class DiskEvictor:
             self._damaged_bytes = damaged_bytes
             for key in [key for key in self._held if key[:2] not in kept and key not in found]:
                 self._kept_bytes -= self._untrack(key)
-            new = [
-                key for key, stat in found.items() if key not in self._held or self._held[key].nbytes != stat.st_size
-            ]
-            for key in new:
-                self._track(key, found[key].st_size, min(found[key].st_mtime, now_s))
+            new = {
+                key: entry
+                for key, entry in found.items()
+                if (held := self._held.get(key)) is None or held.nbytes != entry.nbytes
+            }
             if new:
-                self._held = OrderedDict(sorted(self._held.items(), key=lambda item: (item[1].used_s, item[0])))
+                entries = {**self._held, **new}
+                self._held = OrderedDict(sorted(entries.items(), key=lambda item: (item[1].used_s, item[0])))
+                self._used_bytes = sum(entry.nbytes for entry in entries.values())
             self._unseen_bytes = 0
         self._looked_s = time.monotonic()
 
     def _list(
         self, folder: os.DirEntry[str], removes_damaged: bool, damaged_of: dict[str, int]
-    ) -> dict[str, os.stat_result]:
+    ) -> dict[str, _TrackedEntry]:
         """Return the entries of one folder. Times in the future (a clock was set back) become now.
 
         Damaged files are deleted first if `removes_damaged`; the bytes of the others are put into `damaged_of`.
         """
-        found, damaged_bytes, now_s = {}, 0, time.time()
+        found, damaged_bytes, now_s, name = {}, 0, time.time(), folder.name
         with os.scandir(folder.path) as files:
             for file in files:
-                key, suffix = os.path.splitext(file.name)  # noqa: PTH122 (a million names)
-                if suffix not in (ENTRY_SUFFIX, DAMAGED_SUFFIX) or key[:2] != folder.name or not NAME.fullmatch(key):
+                key, dot, suffix = file.name.rpartition(".")
+                if dot + suffix not in (ENTRY_SUFFIX, DAMAGED_SUFFIX) or key[:2] != name or not NAME.fullmatch(key):
                     continue
-                with suppress(FileNotFoundError):  # deleted or quarantined since the listing
+                try:
                     stat = file.stat()
-                    if suffix == DAMAGED_SUFFIX:
-                        is_removed = removes_damaged and try_remove_file(Path(file.path))
-                        damaged_bytes += 0 if is_removed else stat.st_size
-                        continue
-                    if stat.st_mtime > now_s + CLOCK_SLACK_S:
-                        with suppress(OSError):
-                            os.utime(file.path, (now_s, now_s))
-                    found[key] = stat
+                except FileNotFoundError:  # deleted or quarantined since the listing
+                    continue
+                if dot + suffix == DAMAGED_SUFFIX:
+                    is_removed = removes_damaged and try_remove_file(Path(file.path))
+                    damaged_bytes += 0 if is_removed else stat.st_size
+                    continue
+                if stat.st_mtime > now_s + CLOCK_SLACK_S:
+                    with suppress(OSError):
+                        os.utime(file.path, (now_s, now_s))
+                found[key] = _TrackedEntry(stat.st_size, min(stat.st_mtime, now_s))
         damaged_of[folder.name] = damaged_bytes
         return found
 
