@@ -31,7 +31,6 @@ from ragblend.engine.store.chunk_file import (
     write_chunk,
 )
 from ragblend.engine.store.eviction import (
-    CLOCK_SLACK_S,
     DAMAGED_SUFFIX,
     ENTRY_SUFFIX,
     EVICTED_MARK,
@@ -404,15 +403,10 @@ class DiskStore(StoreMetadata, KVStore):
             )
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
-        """Return every entry, the least recently used first. Times in the future (a clock was set back) become now."""
-        now_s = time.time()
-        found = []
-        for path, stat in self._stats(ENTRY_SUFFIX):
-            if stat.st_mtime > now_s + CLOCK_SLACK_S:
-                with suppress(OSError):
-                    os.utime(path, (now_s, now_s))
-            found.append((min(stat.st_mtime_ns, int(now_s * 1e9)), path.stem, path, stat))
-        return [(path, stat) for _, _, path, stat in sorted(found, key=lambda item: item[:2])]
+        """Return every entry, the least recently used first. A time in the future (a clock was set back) counts as
+        now."""
+        now_ns = time.time_ns()
+        return sorted(self._stats(ENTRY_SUFFIX), key=lambda file: (min(file[1].st_mtime_ns, now_ns), file[0].stem))
 
     def _path(self, key: str) -> Path:
         return self.kv_dir / checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"

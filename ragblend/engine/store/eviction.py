@@ -43,7 +43,6 @@ AUTO_SHARE = 0.5
 
 RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, the directory is listed again
 RESCAN_INTERVAL_S = 1.0  # before an eviction, the directory is listed again if the last listing is older
-CLOCK_SLACK_S = 60.0  # an entry whose last use is later than that from now: a clock was set back
 _SETTLED_S = 2.0  # a folder that changed a moment ago may change again without showing it: file times are coarse
 
 
@@ -76,7 +75,6 @@ class DiskEvictor:
         self._damaged_bytes: dict[str, int] = {}  # by folder
         self._unseen_bytes = 0  # written here since the last listing
         self._looked_s: float | None = None  # time of the last listing; None: outdated
-        self._latest_s = 0.0
         self._lock = threading.Lock()  # of the table
         self._put_lock = threading.Lock()  # one entry at a time, so that two writers do not use the same free bytes
 
@@ -90,14 +88,14 @@ class DiskEvictor:
             self._evict_for(key, nbytes)
             yield
             with self._lock:
-                self._track(key, nbytes, self._now_s())
+                self._track(key, nbytes)
                 self._unseen_bytes += nbytes
 
     def record_use(self, key: str, nbytes: int) -> None:
         """Record a use of an entry of that size."""
         if self._capacity is not None:
             with self._lock:
-                self._track(key, nbytes, self._now_s())
+                self._track(key, nbytes)
 
     def record_delete(self, key: str) -> None:
         """Record that an entry was deleted."""
@@ -124,9 +122,9 @@ class DiskEvictor:
 
     # -- the table; callers hold its lock
 
-    def _track(self, key: str, nbytes: int, used_s: float) -> None:
+    def _track(self, key: str, nbytes: int, used_s: float | None = None) -> None:
         self._untrack(key)
-        self._held[key] = _TrackedEntry(nbytes, used_s)
+        self._held[key] = _TrackedEntry(nbytes, time.time() if used_s is None else used_s)
         self._used_bytes += nbytes
 
     def _untrack(self, key: str) -> int:
@@ -135,11 +133,6 @@ class DiskEvictor:
         nbytes = held.nbytes if held is not None else 0
         self._used_bytes -= nbytes
         return nbytes
-
-    def _now_s(self) -> float:
-        """Return the time, never earlier than a previous result, so that uses in this process stay in order."""
-        self._latest_s = max(time.time(), self._latest_s)
-        return self._latest_s
 
     # -- evicting
 
@@ -265,7 +258,7 @@ class DiskEvictor:
     def _list(
         self, folder: os.DirEntry[str], removes_damaged: bool, damaged_of: dict[str, int]
     ) -> dict[str, _TrackedEntry]:
-        """Return the entries of one folder. Times in the future (a clock was set back) become now.
+        """Return the entries of one folder. A time in the future (a clock was set back) counts as now.
 
         Damaged files are deleted first if `removes_damaged`; the bytes of the others are put into `damaged_of`.
         """
@@ -283,9 +276,6 @@ class DiskEvictor:
                     is_removed = removes_damaged and try_remove_file(Path(file.path))
                     damaged_bytes += 0 if is_removed else stat.st_size
                     continue
-                if stat.st_mtime > now_s + CLOCK_SLACK_S:
-                    with suppress(OSError):
-                        os.utime(file.path, (now_s, now_s))
                 found[key] = _TrackedEntry(stat.st_size, min(stat.st_mtime, now_s))
         damaged_of[folder.name] = damaged_bytes
         return found
