@@ -368,12 +368,11 @@ class ChunkRegistry(Catalog):
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
         """Return (row number, token ids) of the intact rows with numbers above `number`."""
+        rows: Sequence[Any] = self._rows(_IDS_AFTER, number=number, tokenizer=tokenizer, namespace=namespace)
         start = row_checksum(tokenizer, namespace)  # the same for all rows, of which there may be a million
         return [
             (row_number, np.frombuffer(ids, "<u4"))
-            for row_number, key, ids, checksum in self._rows(
-                _IDS_AFTER, number=number, tokenizer=tokenizer, namespace=namespace
-            )
+            for row_number, key, ids, checksum in rows
             if checksum == row_checksum(key, ids, start=start)
         ]
 
