@@ -30,7 +30,7 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
             "indexes"
         )
     available = f"{format_bytes(free)} free"
-    if disk.capacity_bytes is None:
+    if disk.certainly_fits(nbytes):
         return available
     held = disk.last_known_nbytes()
     limit = disk.limit_bytes(held)

@@ -244,6 +244,10 @@ class DiskStore(StoreMetadata, KVStore):
         """
         return self._evictor.held_bytes(lists_again=False)
 
+    def certainly_fits(self, nbytes: int) -> bool:
+        """Return True if `nbytes` of new entries are within the budget, judged without listing the directory."""
+        return self._evictor.certainly_fits(nbytes)
+
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
         """Return the current byte budget of the entries; None for no limit. It is never below the bytes already stored.
 

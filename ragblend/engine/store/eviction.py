@@ -81,7 +81,7 @@ class DiskEvictor:
     @contextmanager
     def reserve(self, key: str, nbytes: int) -> Iterator[None]:
         """Evict entries until the new one fits, then let the caller write it. Raises StoreFullError."""
-        if self._capacity is None:
+        if self._capacity is None or (self._looked_s is None and self.certainly_fits(nbytes)):
             yield
             return
         with self._put_lock:
@@ -90,6 +90,20 @@ class DiskEvictor:
             with self._lock:
                 self._track(key, nbytes)
                 self._unseen_bytes += nbytes
+
+    def certainly_fits(self, nbytes: int) -> bool:
+        """Return True if `nbytes` more are within the budget, even if the disk held nothing but entries. Lists nothing.
+
+        A million entries take seconds to list, and on a disk that is less than half full "auto" needs no listing.
+        """
+        if self._capacity is None:
+            return True
+        try:
+            total_bytes, free_bytes = _disk_size(self._root)
+        except OSError:
+            return False
+        limit = AUTO_SHARE * total_bytes if self._capacity == "auto" else self._capacity
+        return total_bytes - free_bytes + nbytes <= limit
 
     def record_use(self, key: str, nbytes: int) -> None:
         """Record a use of an entry of that size."""
@@ -288,10 +302,16 @@ def auto_limit(root: Path, held_bytes: int) -> float:
     the file system does not report its size.
     """
     try:
-        disk = shutil.disk_usage(root if root.is_dir() else root.parent)  # the first entry makes the folder
+        total_bytes, free_bytes = _disk_size(root)
     except OSError:
         return math.inf
-    return AUTO_SHARE * (disk.free + held_bytes) if disk.total else math.inf
+    return AUTO_SHARE * (free_bytes + held_bytes) if total_bytes else math.inf
+
+
+def _disk_size(root: Path) -> tuple[int, int]:
+    """Return the total and the free bytes of the disk of `root`, a folder that the first entry creates."""
+    disk = shutil.disk_usage(root if root.is_dir() else root.parent)
+    return disk.total, disk.free
 
 
 def _folders(root: Path) -> list[os.DirEntry[str]]:
