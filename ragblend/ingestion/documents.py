@@ -140,7 +140,7 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
 
 
 def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, int]:
-    """Exempt a document's KV from eviction, also after restarts.
+    """Exempt a document's KV from eviction on disk, also after restarts.
 
     Return the number of its chunks, and the number of its chunks that are stored.
 
@@ -149,7 +149,8 @@ def pin_document(source: str, engine: Engine, index: ChunkIndex) -> tuple[int, i
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")
-    engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
+    if (disk := engine.store.disk_tier) is not None:
+        disk.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
     return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
 
 

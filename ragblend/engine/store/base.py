@@ -195,13 +195,6 @@ class KVStore(ABC):
         """Put an entry with the same KV in another stored dtype. Raises what `put` and `delete` raise."""
         self.put(kv)
 
-    def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Exempt a document's entries from eviction until `unpin`. Replaces an earlier pin of the document."""
-
-    def unpin(self, document: str) -> bool:
-        """End the pin of a document; return True if it was pinned."""
-        return False
-
     def put_context_policy(self, policy: ContextPolicy) -> None:
         """Store the context policy with which chunks are precomputed."""
 
