@@ -65,6 +65,7 @@ class SimilarVariant(NamedTuple):
     is_stored: bool = False
 
 
+_ID_DTYPE = np.dtype("<u4")
 _OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
 _IDS_AFTER = (
     select(TOKEN_IDS.c.number, TOKEN_IDS.c.key, TOKEN_IDS.c.ids, TOKEN_IDS.c.checksum)
@@ -368,13 +369,16 @@ class ChunkRegistry(Catalog):
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
         """Return (row number, token ids) of the intact rows with numbers above `number`."""
-        rows: Sequence[Any] = self._rows(_IDS_AFTER, number=number, tokenizer=tokenizer, namespace=namespace)
         start = row_checksum(tokenizer, namespace)  # the same for all rows, of which there may be a million
-        return [
-            (row_number, np.frombuffer(ids, "<u4"))
-            for row_number, key, ids, checksum in rows
-            if checksum == row_checksum(key, ids, start=start)
-        ]
+        with self._locked() as connection:
+            rows: Any = connection.execute(
+                _IDS_AFTER, {"number": number, "tokenizer": tokenizer, "namespace": namespace}
+            )
+            return [
+                (row_number, np.frombuffer(ids, _ID_DTYPE))
+                for row_number, key, ids, checksum in rows
+                if checksum == row_checksum(key, ids, start=start)
+            ]
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
         """Return the token ids of a row number; None if the row was deleted or is damaged."""

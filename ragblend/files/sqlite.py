@@ -11,6 +11,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
@@ -64,8 +65,13 @@ def row_checksum(*columns: object, start: int = 0) -> int:
     digest = start
     for column in columns:
         data = column if isinstance(column, bytes) else str(column).encode()
-        digest = zlib.crc32(data, zlib.crc32(b"%s%d:" % (type(column).__name__.encode(), len(data)), digest))
+        digest = zlib.crc32(data, zlib.crc32(_column_header(type(column), len(data)), digest))
     return digest
+
+
+@lru_cache(4096)
+def _column_header(kind: type, nbytes: int) -> bytes:
+    return f"{kind.__name__}{nbytes}:".encode()
 
 
 def truncate_log(connection: sqlite3.Connection) -> None:
