@@ -35,7 +35,7 @@ except ImportError as error:
 
 PREFIX = "ragblend:kv:"
 NOTES = "ragblend:notes"  # a hash, so that its names are listed without a scan of the database
-NOTE_NAMES = "{ragblend:notes}:names"  # the same names in a sorted set; in a cluster, on the hash's node
+NOTE_NAMES = "ragblend:note-names"  # the same names in a sorted set, which lists the latest ones
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
 _MAX_REPLY_BYTES = _MAX_VALUE_BYTES + (1 << 16)  # of one call: no list of ours is as long as a value may be
