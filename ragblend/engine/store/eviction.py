@@ -117,7 +117,7 @@ class DiskEvictor:
             self._kept_bytes -= self._untrack(key)
 
     def held_bytes(self, *, lists_again: bool = True) -> int:
-        """Return the bytes of all entries, damaged ones included.
+        """Return the size in bytes of all entries, damaged ones included.
 
         Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
         lists_again: False with a budget returns the table's bytes, without what other processes changed since the last
@@ -188,7 +188,7 @@ class DiskEvictor:
         return ' ("auto", as much as it leaves free on its disk)' if self._capacity == "auto" else ""
 
     def _excess(self, key: str, nbytes: int, limit: float) -> float:
-        """Return the bytes by which an entry of `nbytes` under `key` would exceed the limit."""
+        """Return the number of bytes by which an entry of `nbytes` under `key` would exceed the limit."""
         with self._lock:
             own_bytes = self._held[key].nbytes if key in self._held else 0
             return self._used_bytes - own_bytes + sum(self._damaged_bytes.values()) + nbytes - limit
@@ -298,8 +298,8 @@ class DiskEvictor:
 def auto_limit(root: Path, held_bytes: int) -> float:
     """Return the byte limit that the capacity "auto" means for the entries in `root`.
 
-    It is AUTO_SHARE of the sum of `held_bytes`, the entries' bytes, and the free space of the disk. It is infinite if
-    the file system does not report its size.
+    It is AUTO_SHARE of (`held_bytes` + free space of the disk), where `held_bytes` is the size of the entries. It is
+    infinite if the file system does not report its size.
     """
     try:
         total_bytes, free_bytes = _disk_size(root)

@@ -140,7 +140,7 @@ class MemoryStore(KVStore):
             return iter([held.kv.header for held in self._entries.values()])
 
     def nbytes(self) -> int:
-        """Return the bytes of all tensors held, never more than `capacity_bytes`."""
+        """Return the size in bytes of all tensors held, never more than `capacity_bytes`."""
         with self._lock:
             return self._used_bytes
 

@@ -56,8 +56,8 @@ class IngestRun:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownRun:
-    """One of the two runs of `ragblend ingest` over the same documents. The second one finds every chunk stored."""
+class RepeatedIngestRun:
+    """One of two runs of `ragblend ingest` over the same documents. The second run finds every chunk stored."""
 
     run: str  # first, second
     chunks: int
@@ -75,17 +75,17 @@ class IngestResult(BenchResult):
     runs: tuple[IngestRun, ...]
     ingest_over_prefill: float  # tokens per second of ingestion over prefill's, median of the rounds
     context_over_none: dict[str, float]  # seconds of ingestion with a context policy over those without, median
-    known: tuple[KnownRun, ...]
+    known: tuple[RepeatedIngestRun, ...]
 
 
 def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> IngestResult:
-    """Measure `config`."""
+    """Run the benchmark that `config` describes."""
     with torch_threads(config.threads), open_directory() as directory:
         store = open_store(directory / "kv", memory_gib=0)
         with engine_for(config.shape, store, find_dtype(config.dtype)) as engine:
             rounds = time_prefill_and_ingest(engine, config, on_progress)
             bytes_per_token = engine.bytes_per_token
-        known = run_known(config, directory / "known", on_progress) if config.num_known else ()
+        known = run_repeated_ingest(config, directory / "known", on_progress) if config.num_known else ()
         tokens = config.num_chunks * config.chunk_tokens
         medians = {mode: statistics.median(times[mode] for times in rounds) for mode in rounds[0]}
         runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
@@ -154,7 +154,7 @@ def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
         raise RagblendError(f"{report.num_new_kv} of {len(chunks)} chunks were new: the store was not empty")
 
 
-def run_known(config: IngestConfig, directory: Path, on_progress: Progress) -> tuple[KnownRun, ...]:
+def run_repeated_ingest(config: IngestConfig, directory: Path, on_progress: Progress) -> tuple[RepeatedIngestRun, ...]:
     """Ingest documents of at least `num_known` chunks twice, with a newly opened store and engine each time."""
     write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size)
     runs = []
@@ -171,7 +171,7 @@ def run_known(config: IngestConfig, directory: Path, on_progress: Progress) -> t
 
             seconds = _measure_seconds(once)
         (report,) = reports
-        found = KnownRun(
+        found = RepeatedIngestRun(
             name, report.num_chunks, seconds, report.num_new_kv, report.num_known_kv, num_prefilled_tokens()
         )
         runs.append(found)
