@@ -65,13 +65,13 @@ def row_checksum(*columns: object, start: int = 0) -> int:
     digest = start
     for column in columns:
         data = column if isinstance(column, bytes) else str(column).encode()
-        digest = zlib.crc32(data, zlib.crc32(_column_header(type(column), len(data)), digest))
+        digest = zlib.crc32(data, zlib.crc32(_column_header(type(column).__name__, len(data)), digest))
     return digest
 
 
 @lru_cache(4096)
-def _column_header(kind: type, nbytes: int) -> bytes:
-    return f"{kind.__name__}{nbytes}:".encode()
+def _column_header(type_name: str, nbytes: int) -> bytes:
+    return f"{type_name}{nbytes}:".encode()
 
 
 def truncate_log(connection: sqlite3.Connection) -> None:
