@@ -63,8 +63,9 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
 def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
     """Release the texts in the registry, and record their entries in place of the texts."""
     released = registry.remove_from_document(orphaned.texts, DocumentKey(index.collection))
-    for source in orphaned.sources:
-        engine.store.unpin(source)
+    if (disk := engine.store.disk_tier) is not None:
+        for source in orphaned.sources:
+            disk.unpin(source)
     places = _places(engine)
     pending = []
     for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():

@@ -147,11 +147,12 @@ class PinCounts(NamedTuple):
 
 
 def pin_document(source: str, engine: Engine, index: ChunkIndex) -> PinCounts:
-    """Exempt a document's KV from eviction, also after restarts. Raises NotFoundError for an unknown document."""
+    """Exempt a document's KV on disk from eviction, also after restarts. Raises NotFoundError for an unknown one."""
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")
-    engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
+    if (disk := engine.store.disk_tier) is not None:
+        disk.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
     return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
 
 
