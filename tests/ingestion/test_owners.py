@@ -86,9 +86,9 @@ def test_what_a_command_names_is_removed_from_one_collection(engine: Transformer
     with pytest.raises(UsageError, match="'1' is a document in the collections 'first', 'second'; name one"):
         find_added_documents("1", engine.store, engine.namespace)
     assert find_added_documents("unknown", engine.store, engine.namespace) == []
-    assert remove_added_documents(find_added_documents("first/1", engine.store, engine.namespace), engine) == (1, 1)
+    assert remove_added_documents(find_added_documents("first/1", engine.store, engine.namespace), engine) == (1, 1, 0)
     assert [engine.is_stored(text) for text in (BASALT, SLATE, CHALK)] == [False, True, True]
-    assert remove_added_documents(find_added_documents("second", engine.store, engine.namespace), engine) == (2, 2)
+    assert remove_added_documents(find_added_documents("second", engine.store, engine.namespace), engine) == (2, 2, 0)
     with closing(open_registry(engine.store)) as registry:
         assert registry.documents() == {}
 
