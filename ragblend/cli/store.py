@@ -186,11 +186,6 @@ def verify(
     lines += [f"  index: {arguments_to_flags(problem)}" for problem in report.index_problems]
     if report.num_without_kv:
         lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
-    if report.outdated:
-        lines.append(
-            f"{len(report.outdated)} similar variants were computed after chunks that are no longer their nearest; "
-            f"they are still used: {join_names(report.outdated, 5)}"
-        )
     if repair:
         lines += [f"{report.num_repaired} recomputed", *report.dropped, *map(arguments_to_flags, report.unrepaired)]
     elif report.has_problems:
