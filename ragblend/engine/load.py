@@ -154,7 +154,7 @@ def load_document_engine(model: str | None, store: str, **options: Any) -> Docum
     given = dict(options)
     loading = ModelOptions(**{name: given.pop(name) for name in ("dtype", "device", "trust_remote_code")})
     if not is_server_url(given.pop("backend")) and model is not None:
-        with suppress(UnsupportedModelError):
+        with suppress(UnsupportedModelError, OSError, ValueError, AttributeError):  # load_engine says what is wrong
             checkpoint = find_checkpoint(model, loading)
     if model is None or checkpoint is None or checkpoint.fingerprint not in DiskStore(folder).models():
         engine: DocumentEngine = load_engine(model, store, **options)
