@@ -160,7 +160,7 @@ def serve(
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
     """Return uvicorn's configuration for the page."""
-    return uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_STOP_S)
+    return uvicorn.Config(app, http="h11", log_level="warning", timeout_graceful_shutdown=_STOP_S)
 
 
 class _Server(uvicorn.Server):
