@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.quality.data import QaCase
-from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, score_tokens
+from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, token_log_probs
 from ragblend.prompt.types import Chunk, MatchedPrompt, Part, Prompt
 
 Baseline = Literal["map_reduce", "map_rerank", "reorder"]
@@ -94,7 +94,7 @@ def confidence(engine: TransformersEngine, found: Asked) -> float:
     learnt to say "not stated" says so of most chunks, with a high score.
     """
     token_ids = found.answer.token_ids
-    return -loss(score_tokens(engine, found.prompt, found.answer.fused, token_ids), token_ids)
+    return -loss(token_log_probs(engine, found.prompt, found.answer.fused, token_ids), token_ids)
 
 
 def reordered(chunks: Iterable[Chunk]) -> list[Chunk]:

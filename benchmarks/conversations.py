@@ -29,7 +29,7 @@ from ragblend.corpus.documents import Document
 from ragblend.engine.vllm.base_engine import VllmRequest
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.ttft_vllm import vllm_card
+from ragblend.lab.bench.ttft_vllm import vllm_hardware_card
 from ragblend.lab.quality.data import SYSTEM, load_cases
 from ragblend.options import GenerationOptions
 from ragblend.prompt.types import Message, Prompt
@@ -171,7 +171,7 @@ def main() -> None:
         load_engine(given.model, Path(folder) / "kv", backend="vllm", vllm_options=serving, **options) as engine,
     ):
         found = measure(engine, config, given.num_chunks, given.conversations)
-        hardware = vllm_card()
+        hardware = vllm_hardware_card()
     facts = {
         "model": Path(given.model).name,
         "conversations_of_each_kind": given.conversations,

@@ -30,7 +30,7 @@ from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Benchmark, Echo
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
-from ragblend.lab.quality.measures import Configuration, score_tokens
+from ragblend.lab.quality.measures import Configuration, token_log_probs
 from ragblend.lab.quality.study import (
     QualityRecord,
     QualityResult,
@@ -59,9 +59,9 @@ class FigureConfig(QualityConfig):
         Option("--baselines", help="That fuse nothing, comma-separated: map_reduce, map_rerank, reorder."),
     ] = BASELINES
 
-    def validate(self) -> None:
-        """Reject unknown baselines, and the values that `bench quality` rejects."""
-        QualityConfig.validate(self)
+    def resolve_options(self) -> None:
+        """Set the defaults of `bench quality`. Reject unknown baselines, and values that `bench quality` rejects."""
+        QualityConfig.resolve_options(self)
         for baseline in self.baselines:
             if baseline not in BASELINES:
                 raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")
@@ -87,7 +87,7 @@ def measure_baselines(
     records = {}
     for name in names:
         last = ask_baseline(name, engine, prompt, case, answer_tokens)
-        seen = score_tokens(engine, last.prompt, last.answer.fused, expected.full.token_ids)
+        seen = token_log_probs(engine, last.prompt, last.answer.fused, expected.full.token_ids)
         configuration = Configuration(name, "none", 1.0)  # type: ignore[arg-type]  # no mode of the engine
         records[configuration] = expected.record(engine, last.answer, seen, last.prompt)
     return records

@@ -22,7 +22,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shared
+from ragblend.engine.vllm.attention_calls import kv_reads_by_run, kv_reads_by_tile
 
 BYTES = 2  # of a bfloat16
 ASKED_SHARE = 0.8  # share of the layers that the question runs through first
@@ -95,7 +95,7 @@ def full(model: Model, tokens: int) -> list[Cost]:
 
 def recomputed(model: Model, rows: list[int], together: bool) -> list[Cost]:
     """Return the cost of one layer over the tokens at `rows`, one by one or together, with stored KV placed."""
-    read = kv_reads_shared(rows) if together else kv_reads_per_run(rows)
+    read = kv_reads_by_tile(rows) if together else kv_reads_by_run(rows)
     return [
         Cost(model.linear_flops(len(rows)), model.weights * BYTES),
         Cost(model.attention_flops(sum(rows) + len(rows)), read * model.kv_bytes),
@@ -149,7 +149,7 @@ def estimate(
         # The question selects tokens while KV arrives; the selection is fused, and then the engine runs the question.
         times.append(max(ask_s, ASKED_SHARE * bus_s) + model.layers * (layer_s + question_s))
     full_s = model.layers * seconds(full(model, tokens), device, efficiency)
-    gb = [read(rows) * model.kv_bytes / 1e9 for read in (kv_reads_per_run, kv_reads_shared)]
+    gb = [read(rows) * model.kv_bytes / 1e9 for read in (kv_reads_by_run, kv_reads_by_tile)]
     host_s = model.layers * (LAUNCHES_PER_LAYER * LAUNCH_S + chunk_tokens * model.kv_bytes / LOADED_PER_S)
     return Line(gpu, tokens, full_s, times[0], times[1], bus_s, host_s, gb[0], gb[1])
 

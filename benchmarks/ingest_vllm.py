@@ -25,7 +25,7 @@ from ragblend.engine.vllm.base_engine import INGEST_CONCURRENCY
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
 from ragblend.lab.bench.common.workloads import make_prompts
-from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
+from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 from ragblend.prompt.types import Chunk, Prompt
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def bench_ingest_vllm(
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "benchmarks.ingest_vllm",
-        "hardware": vllm_card(),
+        "hardware": vllm_hardware_card(),
         "config": {**facts, "backend": "vllm", "threads": threads, "repeats": repeats, "seed": seed},
         "model": name,
         "rounds": [{"prefill": prefill._asdict(), "ingest": ingest._asdict()} for prefill, ingest in rounds],

@@ -84,7 +84,7 @@ class ManyDocuments:
                 texts = {DocumentKey(self.store.collection, str(number)): text_of(number) for number in numbers}
                 for name, text in texts.items():
                     registry.add([text], name)
-                self._engine.add_known(texts.values())
+                self._engine.add_known_chunks(texts.values())
                 for text in texts.values():
                     kv = self._empty_entry(text, layers.kv_shapes)
                     registry.record_entry_chunks(kv.header.key, [kv.header.token_ids], "")

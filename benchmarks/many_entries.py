@@ -104,7 +104,7 @@ class Place:
     def _put(self, store: DiskStore | RemoteStore) -> None:
         kv = entry(self._number, self._values)
         self._number += 1
-        store.send(kv) if isinstance(store, RemoteStore) else store.put(
+        store.put_and_wait(kv) if isinstance(store, RemoteStore) else store.put(
             kv
         )  # `put` of a remote tier only appends to a queue
         self._keys.append(kv.header.key)

@@ -44,7 +44,7 @@ from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
 from ragblend.lab.bench.common.workloads import make_prompts
 from ragblend.lab.bench.load import ThrottledStore
-from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
+from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ def main(
     runs = measure(config, read_s, rule, repeats, alone_s, print_notice)
     facts = {
         "command": "benchmarks.stall",
-        "hardware": vllm_card(),
+        "hardware": vllm_hardware_card(),
         "config": {
             "shape": shape, "chunks": num_chunks, "chunk_tokens": chunk_tokens, "read_s": read_s, "rule": rule,
             "threads": threads, "repeats": repeats, "alone_s": alone_s,

@@ -122,8 +122,8 @@ def create_history_aware_blend_chain(
 ) -> Runnable[Any, dict[str, Any]]:
     """Return `create_blend_chain` for conversations: input `{"input": question, "chat_history": [messages]}`.
 
-    If there is a history, `rephrase` converts both to the question to search for, which the result has as
-    `search_query`. By default the llm does so with REPHRASE_PROMPT. For a model that is too small, pass
+    If there is a history, `rephrase` turns input and history into the question to search for. The result has this
+    question as `search_query`. By default the llm does so with REPHRASE_PROMPT. For a model that is too small, pass
     `rephrase=lambda x: x["input"]`.
     """
     chat = _chat(llm)

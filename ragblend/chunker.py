@@ -45,10 +45,10 @@ def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512)
     """Return chunks of at most `max_tokens` tokens, without overlap; a chunk is `document.text[start:end]`.
 
     A chunk ends at the last paragraph in its second half, else sentence, else line, else at a word. Only a word that
-    exceeds the budget alone is cut inside. A chunk ends after a heading, in a code block or in a row of a table only if
-    its last three quarters have no other end. Rows of records (a CSV, a log) are cut, after two fifths of a chunk, at a
-    row that its own content selects, so that an added row changes few chunks. Chunks lose only outer whitespace. Their
-    metadata is the document's and `num_tokens`.
+    exceeds the budget alone is cut inside. A chunk ends right after a heading, inside of a code block or inside of a
+    table row only if its last three quarters have no other place to end. Records (a CSV, a log) are cut from two fifths
+    of a chunk on, at the row that a hash of its content selects, so that an added row changes few chunks. Chunks lose
+    only outer whitespace. Their metadata is the document's and `num_tokens`.
 
     A chunk that continues a table begins with the table's header row, if that takes at most a quarter of the budget.
     It has `verbatim: False` in its metadata, and its text is the header row, a line break and

@@ -37,7 +37,7 @@ from ragblend.options import (
     TierOptions,
     is_server_url,
 )
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +141,7 @@ class Settings(TierOptions):
     def __repr__(self) -> str:
         """Return the settings without passwords in URLs."""
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        shown |= {
-            name: value and redact(value) for name, value in shown.items() if name in ("remote", "catalog", "backend")
-        }
+        shown |= {name: shown[name] and redact_url(shown[name]) for name in ("remote", "catalog", "backend")}
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
@@ -284,7 +282,7 @@ def arguments_to_flags(message: str) -> str:
 
 @cache
 def setting_type(name: str) -> tuple[type, tuple[str, ...]]:
-    """The type of a setting's values, and the names it may have instead or, a string, has to have.
+    """Return the type of a setting's values, and the allowed names: of a string, all values; else words such as "auto".
 
     >>> setting_type("chunk_size"), setting_type("ratio")
     ((<class 'int'>, ()), (<class 'float'>, ('auto',)))

@@ -48,7 +48,7 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, resolve_store_folder
+from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, resolve_and_migrate_store_folder
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk
 
@@ -106,14 +106,14 @@ def open_index(
 ) -> ChunkIndex:
     """Return the index in the folder `path`. With `create`, a missing index is created.
 
-    A relative path is resolved at once, so a later change of the working folder has no effect. `embedder` defaults to
-    the index's own, which is loaded at the first text; for a new index to `default_embedder()`. The other arguments are
-    facts of a new index. Raises NotFoundError for a missing index, StoreMismatchError for another embedder or schema,
-    CorruptError for damage. At the first text, an embedder of the recorded name that returns other vectors raises
-    StoreMismatchError.
+    A relative path is resolved at once, so a later change of the working folder has no effect. `embedder`: by default
+    the index's own, which is loaded when the first text is embedded; for a new index `default_embedder()`. The other
+    arguments are facts of a new index. Raises NotFoundError for a missing index, StoreMismatchError for another
+    embedder or schema, CorruptError for damage. Embedding the first text raises StoreMismatchError if an embedder has
+    the recorded name but returns other vectors.
     """
     named = expand_user_path(path, "index")
-    folder = resolve_store_folder(named, "index")
+    folder = resolve_and_migrate_store_folder(named, "index")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
     missing = NotFoundError(f"{named} has no documents; add some: ragblend ingest DOCS --store {named}")
@@ -261,7 +261,7 @@ class ChunkIndex(IndexedDocuments):
         self._replace(source, content_hash, items, file)
         self._changed = True
 
-    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
         """Return the `texts` that no chunk of the index has, without duplicates."""
         texts = dict.fromkeys(texts)
         stored = self.stored_vectors(texts)
@@ -294,13 +294,16 @@ class ChunkIndex(IndexedDocuments):
 
     @property
     def is_saved(self) -> bool:
-        """True if `vectors.faiss` contains all changes of this object, and of processes killed before `save`."""
+        """True if `vectors.faiss` contains all changes: those of this object, and those of processes that were killed
+        before they called `save`.
+        """
         return not self._changed and not self._is_outdated
 
     def save(self) -> None:
         """Write `vectors.faiss` in one step. After a kill, the next open adds the missing rows.
 
-        First the catalogue's log is copied into its file, so that the vectors contain no change that is not durable.
+        First the catalogue's log is copied into the catalogue's file, so that every row in the vectors is already
+        durable.
         """
         self.registry.truncate_log()
         with self._search_snapshot():

@@ -181,7 +181,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         if request.options.tools and may_return_calls(request.options):
             from ragblend.langchain.tools import tool_fields
 
-            fields = tool_fields(result.text, self.engine.renderer.calls_shown)
+            fields = tool_fields(result.text, self.engine.renderer.call_format_in_text)
         message = AIMessage(**fields, usage_metadata=token_usage(result), response_metadata=self._facts(result))
         return ChatGeneration(message=message)
 
@@ -189,7 +189,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         if request.options.tools and may_return_calls(request.options):
             from ragblend.langchain.tools import tool_chunks
 
-            messages = tool_chunks(CallReader(self.engine.renderer.calls_shown), pieces)
+            messages = tool_chunks(CallReader(self.engine.renderer.call_format_in_text), pieces)
         else:
             messages = (AIMessageChunk(content=piece) for piece in pieces)
         return (ChatGenerationChunk(message=message) for message in messages)

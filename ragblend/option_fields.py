@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from ragblend.errors import UsageError
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Validator(NamedTuple):
     def validate(self, name: str, value: T) -> T:
         """Return `value`. Raises UsageError with the option's `name` unless the value is valid."""
         if not self.accepts(value):
-            shown = repr(redact(value) if isinstance(value, str) else value)
+            shown = repr(redact_url(value) if isinstance(value, str) else value)
             shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
             raise UsageError(f"{name} is {shown}; choose {self.expected}")
         return value
@@ -60,15 +60,15 @@ def int_between(least: int, most: int) -> Validator:
     return Validator(lambda value: type(value) is int and least <= value <= most, f"a whole number, {least} to {most}")
 
 
-def between_zero_and_one(low: str, high: str) -> Validator:
+def between_zero_and_one(zero_meaning: str, one_meaning: str) -> Validator:
     """Return a validator that accepts numbers from 0 to 1.
 
-    `low` and `high` say, for the error message, what the values 0 and 1 do.
+    `zero_meaning` and `one_meaning` say, for the error message, what the values 0 and 1 do.
     """
-    return Validator(lambda value: is_number(value) and 0 <= value <= 1, f"0 ({low}) to 1 ({high})")
+    return Validator(lambda value: is_number(value) and 0 <= value <= 1, f"0 ({zero_meaning}) to 1 ({one_meaning})")
 
 
-def is_list(value: object) -> bool:
+def is_sequence(value: object) -> bool:
     """Return True for a list, a tuple or another sequence, but not for one text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 

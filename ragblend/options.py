@@ -20,8 +20,8 @@ from ragblend.option_fields import (
     check_options,
     int_at_least,
     int_between,
-    is_list,
     is_number,
+    is_sequence,
     one_of,
     option,
     reject_unknown_names,
@@ -44,11 +44,11 @@ def _is_structure(value: object) -> bool:
 TRUE_OR_FALSE = Validator(lambda value: type(value) is bool, "True or False")
 TEXT = Validator(lambda value: isinstance(value, str), "a text")
 TEXTS = Validator(
-    lambda value: isinstance(value, str) or (is_list(value) and all(isinstance(each, str) for each in value)),
+    lambda value: isinstance(value, str) or (is_sequence(value) and all(isinstance(each, str) for each in value)),
     "a text or a list of texts",
 )
 TOOLS = Validator(
-    lambda value: is_list(value) and all(isinstance(each, Mapping) for each in value), "a list of dictionaries"
+    lambda value: is_sequence(value) and all(isinstance(each, Mapping) for each in value), "a list of dictionaries"
 )
 SECONDS = Validator(
     lambda value: is_number(value) and 0 <= value < math.inf, "a number of seconds, 0 or more, or leave it out"
@@ -165,8 +165,9 @@ class ModelOptions:
 
     @classmethod
     def from_keywords(cls, **given: Any) -> ModelOptions:
-        """Return options from arguments of other forms: `torch_dtype` for `dtype`, a torch.dtype, torch.device or
-        device number, and any of them inside `model_kwargs`.
+        """Return options from arguments in the forms of transformers and LangChain. `torch_dtype` is another name of
+        `dtype`. The dtype may be a torch.dtype, the device a torch.device or a number, and `model_kwargs` may contain
+        any of these options.
 
         Raises UsageError for an option with two values.
         """
@@ -258,9 +259,10 @@ class GenerationOptions:
     """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one of them.
 
     `recompute_ratio` (blend): share of chunk tokens to recompute. "auto" and None are the store's calibrated ratio,
-    else the default. On a profiled machine the ratio is raised to what loading hides, and full prefill is used if it is
-    faster. Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that mass. Penalties and bias also
-    apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.
+    else the default. On a profiled machine the ratio is raised as far as recomputing takes no longer than loading, and
+    full prefill is used if it is faster. Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that
+    mass. Penalties and bias also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and
+    temperature.
     """
 
     mode: Mode = option("blend", "blend, full, prefix or reuse.", one_of("blend", "full", "prefix", "reuse"))

@@ -39,7 +39,7 @@ from ragblend.ingestion.contexts import (
 )
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except
 from ragblend.ingestion.documents import refresh_pins
-from ragblend.ingestion.dtype_conversion import count_other_dtypes, prefill_again, quantize_stored
+from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
 from ragblend.ingestion.engine_index import resolve_chunker
 from ragblend.ingestion.registered_similar import open_registered_finder
@@ -53,7 +53,7 @@ from ragblend.ingestion.server_documents import (
     send_documents,
     send_indexed_chunks,
 )
-from ragblend.ingestion.sync import Progress, find_moved_files, sync_index
+from ragblend.ingestion.sync import Progress, count_moved_files, sync_index
 from ragblend.ingestion.workers import Prefill, Workers, prefill_here
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
@@ -145,7 +145,7 @@ def ingest(
             precompute_chunks(wanted, engine, on_progress, report, notify, index=opened, prefill=prefill)
             refresh_pins(followed.sources, engine, opened)
         if notify is not None:
-            for folder, num_files in find_moved_files(opened, followed, found).items():
+            for folder, num_files in count_moved_files(opened, followed, found).items():
                 place = display_source(folder)
                 notify(
                     f"{num_files} of these files were in {place} before, where they no longer exist; remove their old "
@@ -227,9 +227,9 @@ def precompute_chunks(
             notify(
                 f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of new KV, {capacity}"
             )
-    engine.add_known(distinct.values())
+    engine.add_known_chunks(distinct.values())
     on_progress("prefill", 0, len(missing) + len(renewed))
-    prefilled = chain(prefill(missing, engine), prefill_again(renewed, engine, prefill))
+    prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
     try:
         for done, nbytes in enumerate(prefilled, start=1):
             report.new_kv_bytes += nbytes

@@ -1,4 +1,4 @@
-"""Removal of secrets from texts: `redact`, for URLs and for messages that may contain one.
+"""Removal of secrets from texts: `redact_url`, and `redact_message` for messages that may contain a URL.
 
 A URL is cut, not parsed. A password may contain `/`, `#`, `?` and `@`, and a scheme may be mistyped, so a parser may
 return a piece of the password as the host. If in doubt, more is removed. Depends on text only.
@@ -27,36 +27,46 @@ _MAX_DELIMITERS = 24  # marks in a password at which it may have been cut
 _MIN_PIECE_CHARS = 3  # shortest piece of a password that is searched for: shorter ones occur in any text
 
 
-def redact(text: str, *, echo_of: str | None = None) -> str:
-    """Return a URL without user, password, options and fragment; with `echo_of`, a message without that URL's secrets.
+def redact_url(url: str) -> str:
+    """Return the URL's scheme, host and path. What comes before its last `@`, and anything that is no host, is hidden.
 
-    echo_of: the URL that was passed to the library whose message `text` is. Other URLs in the message are also cut.
-
-    >>> redact("redis://:secret@cache:6379/0?socket_timeout=1")
+    >>> redact_url("redis://:secret@cache:6379/0?socket_timeout=1")
     'redis://***@cache:6379/0'
-    >>> redact("Port could not be cast to integer value as 'sec'", echo_of="redis://:sec#ret@cache")
+    """
+    found = _SCHEME.match(url)
+    scheme = found[0] if found else ""
+    _, at, rest = url[len(scheme) :].rpartition("@")
+    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+    host, slash, path = rest.partition("/")
+    if not _HOST.fullmatch(host):  # `user:password` whose host was forgotten, or a piece of a password
+        host, slash, path = HIDDEN, "", ""
+    return scheme + (HIDDEN + at if at else "") + host + slash + path
+
+
+def redact_message(message: str, url: str) -> str:
+    """Return a library's message without the secrets of `url`, which the library was given, and of other URLs.
+
+    >>> redact_message("Port could not be cast to integer value as 'sec'", "redis://:sec#ret@cache")
     "Port could not be cast to integer value as '***'"
     """
-    if echo_of is None:
-        return _redact_url(text)
-    text = text.replace(echo_of, _redact_url(echo_of)) if echo_of else text
-    for piece in sorted(set(_pieces(echo_of)), key=len, reverse=True):
-        text = text.replace(piece, HIDDEN)
-    text = _URL.sub(lambda found: _redact_url(found[0]), text)
-    return _PAIR.sub(lambda pair: f"{pair['name']}={HIDDEN}" if is_secret(pair["name"]) else pair[0], text)
+    message = message.replace(url, redact_url(url)) if url else message
+    for piece in sorted(set(_pieces(url)), key=len, reverse=True):
+        message = message.replace(piece, HIDDEN)
+    message = _URL.sub(lambda found: redact_url(found[0]), message)
+    return _PAIR.sub(lambda pair: f"{pair['name']}={HIDDEN}" if is_secret(pair["name"]) else pair[0], message)
 
 
 def has_secret(url: str) -> bool:
-    """True if `redact` would change `url`."""
-    return redact(url) != url
+    """True if `redact_url` would change `url`."""
+    return redact_url(url) != url
 
 
-def url_password_hint(url: str) -> str:
-    """Return how to write the characters of a password that would end it early in a URL, for the end of a message.
+def password_encoding_hint(url: str) -> str:
+    """Return the end of an error message: how to percent-encode the characters that cut off the URL's password.
 
     Returns "" if the URL's password has no such character.
 
-    >>> url_password_hint("redis://:a#b@cache")
+    >>> password_encoding_hint("redis://:a#b@cache")
     "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"
     """
     scheme = _SCHEME.match(url)
@@ -88,7 +98,7 @@ def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
         elif is_secret(str(name)) and value is not None:
             shown[name] = HIDDEN
         else:
-            shown[name] = redact(value) if isinstance(value, str) and ("://" in value or "@" in value) else value
+            shown[name] = redact_url(value) if isinstance(value, str) and ("://" in value or "@" in value) else value
     return shown
 
 
@@ -106,22 +116,10 @@ def redact_command(words: list[str]) -> list[str]:
         elif word.startswith("--") and is_set and is_secret(flag):
             shown.append(f"{flag}={HIDDEN}")
         elif word.startswith("--") and is_set:
-            shown.append(f"{flag}={_redact_url(value)}" if "://" in value else word)
+            shown.append(f"{flag}={redact_url(value)}" if "://" in value else word)
         else:
-            shown.append(_redact_url(word) if _SCHEME.match(word) else word)
+            shown.append(redact_url(word) if _SCHEME.match(word) else word)
     return shown
-
-
-def _redact_url(url: str) -> str:
-    """The URL's scheme, host and path; what comes before its last `@`, and anything that is no host, is hidden."""
-    found = _SCHEME.match(url)
-    scheme = found[0] if found else ""
-    _, at, rest = url[len(scheme) :].rpartition("@")
-    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
-    host, slash, path = rest.partition("/")
-    if not _HOST.fullmatch(host):  # `user:password` whose host was forgotten, or a piece of a password
-        host, slash, path = HIDDEN, "", ""
-    return scheme + (HIDDEN + at if at else "") + host + slash + path
 
 
 def _pieces(url: str) -> Iterator[str]:

@@ -192,7 +192,8 @@ class BlendVectorStore(VectorStore):
         """Store and precompute documents, each in place of an older one with its id. Return their ids.
 
         ids: used instead of the documents' own ids. A document that the model cannot prefill is stored, and a warning
-        is logged; see `precompute_documents`. Raises UsageError for another number of ids, before storing a document.
+        is logged; see `precompute_documents`. Raises UsageError if the numbers of ids and documents differ; nothing is
+        stored then.
         """
         given = given_or_own_ids(documents, kwargs.get("ids"))
         ids = self.inner.add_documents(documents, **kwargs)
@@ -205,8 +206,9 @@ class BlendVectorStore(VectorStore):
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete the documents with these ids, and their KV. Unknown ids are ignored.
 
-        Without `ids`, an index deletes all documents that were added through LangChain, and their KV. Any other inner
-        store then does what its own `delete` does, and the KV stays until `ragblend gc --orphans`.
+        Without `ids`, and if the inner store is a ragblend index, all documents that were added through LangChain are
+        deleted, with their KV. With any other inner store, its own `delete` decides. The KV then stays until `ragblend
+        gc --orphans`.
         """
         if ids is None and isinstance(self.inner, _IndexStore):
             ids = self.inner.ids()

@@ -114,7 +114,7 @@ def test_ingestion_goes_on_behind_a_file_that_is_too_large(tmp_path: Path) -> No
         cut = ChunkerConfig(lambda document: split(document, by_four), "v")
         followed = sync_index(
             index,
-            scan_folders([tmp_path], own=[tmp_path / "index"]),
+            scan_folders([tmp_path], excluded=[tmp_path / "index"]),
             cut,
             lambda *_: None,
             reader=FileReader(max_file_mib=1),

@@ -369,7 +369,7 @@ def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_
                 llm.invoke("Read: " + " ".join(texts) + " Where is it?")
         def add():
             while True:
-                llm.engine.add_known([f"Another text, which was added at {time.monotonic()}, long enough."])
+                llm.engine.add_known_chunks([f"Another text, which was added at {time.monotonic()}, long enough."])
         for work in (ask, ask, add):
             threading.Thread(target=work, daemon=True).start()
         time.sleep(0.5)

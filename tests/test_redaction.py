@@ -17,7 +17,7 @@ from ragblend.engine.vllm.client import Connection
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
 from ragblend.operations.serve import ServeOptions, build_server_command
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 SECRET = "geheim"
 URLS = (
@@ -48,7 +48,7 @@ URLS = (
 @pytest.mark.parametrize("url", URLS)
 def test_no_message_about_a_remote_shows_its_password(url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    shown = [redact(url), repr(Settings(remote=url))]
+    shown = [redact_url(url), repr(Settings(remote=url))]
     try:
         store = open_remote(url, timeout_s=0.5)
         store.get("a" * 32)
@@ -67,7 +67,7 @@ def test_a_password_with_reserved_characters_is_an_error_that_names_their_escape
 
 def test_a_url_as_it_was_printed_is_refused_instead_of_tried() -> None:
     with pytest.raises(UsageError, match="give the whole URL"):
-        open_remote(redact("redis://:geheim@cache:6379/0"))
+        open_remote(redact_url("redis://:geheim@cache:6379/0"))
 
 
 @pytest.mark.parametrize("make", [BlendLLM, ChatBlend, LlamaIndexLLM])

@@ -98,7 +98,7 @@ text-of-others-released         catalog    ChunkRegistry.remove_from_document
     A not in kept  ->  True
 removed-vectors-stay            .          FaissVectors.sync
     A.size - np.count_nonzero(B) + C.size != D.num_chunks  ->  False
-span-one-token-too-long         vllm       check_length
+span-one-token-too-long         vllm       check_tokens_after_spans
     A[-1][1] >= B  ->  A[-1][1] > B
 connector-key-without-namespace vllm       ChunkLookup._key
     chunk_key(A, B, C, D, E)  ->  chunk_key(A, B, C, "", E)

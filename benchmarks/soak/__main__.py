@@ -35,7 +35,7 @@ from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import UsageError
-from ragblend.lab.bench.ttft_vllm import vllm_card
+from ragblend.lab.bench.ttft_vllm import vllm_hardware_card
 
 SCHEMA_VERSION = 1
 MIN_REQUESTS = 50
@@ -227,7 +227,7 @@ class Soak:
         return {
             "schema_version": SCHEMA_VERSION,
             "command": "benchmarks.soak",
-            "hardware": vllm_card(),
+            "hardware": vllm_hardware_card(),
             "config": {**asdict(self.config), "namespaces": len(TENANTS), "leaves": LEAVES, "streams": STREAMS},
             "num_requests": self._turnstile.num_done,
             "seconds": round(self.requests_s, 1),

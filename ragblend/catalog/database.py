@@ -81,7 +81,7 @@ class Catalog:
 
     @property
     def identity(self) -> object:
-        """A value that differs from the one of a database that stood at the same place before."""
+        """A value that changes if another database takes the place of this one."""
         return self._dialect.identity
 
     def truncate_log(self) -> None:
@@ -146,7 +146,7 @@ class Catalog:
                 finally:
                     if is_opened and self.is_shared:
                         self._connection = None
-                        self._dialect.release(connection)
+                        self._dialect.release_connection(connection)
             except Exception:
                 with self._dialect.wrap_errors():
                     raise

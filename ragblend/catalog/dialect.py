@@ -41,7 +41,7 @@ class Dialect(ABC):
         """Return a value that differs from `opened_file_id` if the opened file was deleted or replaced."""
         return None
 
-    def release(self, connection: Connection) -> None:
+    def release_connection(self, connection: Connection) -> None:
         """Return the connection of a shared database to its pool after a call."""
         connection.close()
 

@@ -118,7 +118,8 @@ class IndexedDocuments:
         return facts
 
     def generation(self) -> int:
-        """Return the number of changes to documents since the index was created. Each chunk records its number."""
+        """Return the number of changes to documents since the index was created. Each chunk records the generation that
+        wrote it."""
         return int(self._fact("generation"))
 
     def write_metadata(self, **changes: object) -> None:

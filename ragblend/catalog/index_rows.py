@@ -36,8 +36,7 @@ class OrphanedTexts(NamedTuple):
 
 
 class PendingDeletion(NamedTuple):
-    """A stored entry that has to be deleted, because a text was removed: its own, or one that its KV was computed
-    after.
+    """A stored entry that has to be deleted, because its own text or a text in its ingestion context was removed.
 
     The row contains no text. It may therefore be kept until an unreachable remote tier answers again.
     """

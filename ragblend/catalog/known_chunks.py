@@ -142,7 +142,7 @@ class KnownChunks:
         num_removals = self._registry.num_id_removals()
         added = self._registry.ids_after(self._last_number, *self._owner)
         if num_removals != self._num_removals:  # counting takes long in PostgreSQL
-            num_removed = len(self._index) + len(added) - self._registry.count_ids(*self._owner)
+            num_removed = len(self._index) + len(added) - self._registry.count_tokenized_texts(*self._owner)
             if num_removed > len(self._index) // 4:
                 self._clear()
                 added = self._registry.ids_after(0, *self._owner)

@@ -29,7 +29,7 @@ from ragblend.errors import (
     StoreNotWritableError,
     UsageError,
 )
-from ragblend.redaction import redact, url_password_hint
+from ragblend.redaction import password_encoding_hint, redact_message, redact_url
 
 if TYPE_CHECKING:
     from psycopg.abc import PQGen
@@ -69,7 +69,7 @@ class PostgresDialect(Dialect):
         except ImportError as error:
             raise ImportError("a catalogue in PostgreSQL needs psycopg: pip install 'ragblend[postgres]'") from error
         self._url = url
-        self.name, self.key = redact(url), url
+        self.name, self.key = redact_url(url), url
         self._has_tables = False
 
     @cached_property
@@ -88,7 +88,7 @@ class PostgresDialect(Dialect):
             self._has_tables = True
         return connection
 
-    def release(self, connection: Connection) -> None:
+    def release_connection(self, connection: Connection) -> None:
         """Return the connection to the pool, or drop it if it is closed."""
         if not connection.invalidated and cast("Any", connection.connection.dbapi_connection).closed:
             connection.invalidate()
@@ -169,12 +169,12 @@ class PostgresDialect(Dialect):
         import psycopg
 
         text = str(error).strip() or type(error).__name__
-        reason = redact(re.split(r"failed: |FATAL: +|\n", text.partition("\n")[0])[-1], echo_of=self._url)
+        reason = redact_message(re.split(r"failed: |FATAL: +|\n", text.partition("\n")[0])[-1], self._url)
         state = error.sqlstate or ""
         if isinstance(error, psycopg.ProgrammingError) and not state:
             return UsageError(
                 f"the URL {self.name} of the catalogue cannot be read ({reason}); write it as "
-                f"postgresql://USER:PASSWORD@HOST/DATABASE{url_password_hint(self._url)}"
+                f"postgresql://USER:PASSWORD@HOST/DATABASE{password_encoding_hint(self._url)}"
             )
         if state in ("53100", "53200", "53400"):
             return StoreFullError(

@@ -4,8 +4,8 @@
   document releases a text, its KV can be deleted.
 - Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
 - Stored entries are recorded, so that `verify` reports missing ones.
-- Each entry's chunks are recorded: those that it contains and those that it was computed after. The entries of a
-  removed text are found by them, without reading files.
+- Each entry's chunks are recorded: those that it contains and those in its context. The entries of a removed text are
+  found by them, without reading files.
 - Similar variants of chunks that frameworks add are recorded with vectors, because these chunks are in no index.
 
 Depends on texts and ids, not on KV, engines or frameworks.
@@ -55,8 +55,8 @@ from ragblend.files.store_folder import FORMER_REGISTRY_FILE
 from ragblend.option_fields import is_unicode
 
 
-class SimilarVariant(NamedTuple):
-    """The variant of a framework's chunk that is computed after the most similar chunks. It is requested, or stored."""
+class SimilarContextVariant(NamedTuple):
+    """The variant of a framework's chunk that has the most similar chunks in its context; requested, or stored."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -126,7 +126,7 @@ _VARIANTS = (
     .order_by(VARIANTS.c.number)
 )
 _VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
-_MISSING_VARIANTS = _VARIANTS.where(VARIANTS.c.is_stored == 0)
+_VARIANTS_WITHOUT_KV = _VARIANTS.where(VARIANTS.c.is_stored == 0)
 _VARIANT = select_checked(VARIANTS, equals_parameters(VARIANTS, "entry", "embedder"))
 _COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(equals_parameters(VARIANTS, "embedder"))
 _SET_VARIANT_STORED = (
@@ -258,7 +258,7 @@ class ChunkRegistry(Catalog):
     def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
         """Return the texts that would be deleted if each document of `kept_texts` kept only these texts.
 
-        A text stays if another document of the same namespace has it, or an index. Changes nothing.
+        A text stays if an index or another document of the same namespace has it. Changes nothing.
         """
         lost: dict[str, set[DocumentKey]] = {}
         with self._locked():
@@ -380,7 +380,7 @@ class ChunkRegistry(Catalog):
         rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
         return str(rows[0].id) if rows else ""
 
-    def count_ids(self, tokenizer: str, namespace: str) -> int:
+    def count_tokenized_texts(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids for a tokenizer and a namespace."""
         return int(self._rows(_COUNT_IDS, tokenizer=tokenizer, namespace=namespace)[0][0])
 
@@ -411,7 +411,7 @@ class ChunkRegistry(Catalog):
         with self._write() as connection:
             _delete_entries(connection, STORED_ENTRIES, keys)
 
-    def stored_entries(self) -> dict[str, str]:
+    def fingerprints_by_key(self) -> dict[str, str]:
         """Return the fingerprint of the model by key, for every entry that was stored and not deleted.
 
         Damaged rows are left out, because their keys may be wrong.
@@ -419,10 +419,10 @@ class ChunkRegistry(Catalog):
         rows = self._rows(select_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows if is_intact(row)}
 
-    # --- chunks that an entry contains or was computed after ---
+    # --- chunks that an entry contains or has in its context ---
 
     def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record the chunks (token ids) that the KV entry with this key contains or was computed after."""
+        """Record the chunks (token ids) that the KV entry with this key contains or has in its context."""
         self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
     def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
@@ -434,7 +434,7 @@ class ChunkRegistry(Catalog):
         self._insert_missing((ENTRY_CHUNKS, missing))
 
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
-        """Return for each chunk (token ids) the keys of the entries that contain it or were computed after it."""
+        """Return for each chunk (token ids) the keys of the entries that contain it or have it in their context."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
@@ -460,7 +460,7 @@ class ChunkRegistry(Catalog):
 
     # --- similar variants of framework chunks ---
 
-    def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarVariant]]:
+    def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarContextVariant]]:
         """Return (row number, variant) of the intact rows of an embedder with numbers above `number`, ascending."""
         rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
         return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
@@ -469,14 +469,14 @@ class ChunkRegistry(Catalog):
         """Return the number of variants with vectors of this embedder."""
         return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
 
-    def missing_variants(self, embedder: str) -> list[SimilarVariant]:
+    def variants_without_kv(self, embedder: str) -> list[SimilarContextVariant]:
         """Return the variants that have a vector of this embedder but no stored KV. Damaged rows are left out."""
-        rows = self._rows(_MISSING_VARIANTS, b_embedder=embedder)
+        rows = self._rows(_VARIANTS_WITHOUT_KV, b_embedder=embedder)
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
-    def has_variant(self, entry: str, embedder: str) -> bool:
-        """Return True if an intact row records the variant with a vector of this embedder."""
-        return any(map(is_intact, self._rows(_VARIANT, b_entry=entry, b_embedder=embedder)))
+    def is_variant_recorded(self, key: str, embedder: str) -> bool:
+        """Return True if an intact row records the variant with this store key and a vector of this embedder."""
+        return any(map(is_intact, self._rows(_VARIANT, b_entry=key, b_embedder=embedder)))
 
     def stored_variant_keys(self) -> list[str]:
         """Return the store keys of all similar variants whose KV is stored, sorted."""
@@ -488,7 +488,7 @@ class ChunkRegistry(Catalog):
         query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
         return bool(self._rows(query))
 
-    def record_variants(self, variants: Iterable[SimilarVariant], embedder: str) -> None:
+    def record_variants(self, variants: Iterable[SimilarContextVariant], embedder: str) -> None:
         """Record variants, each in place of an earlier record of its entry."""
         row_of: dict[str, dict[str, object]] = {}
         for each in variants:
@@ -512,8 +512,8 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, VARIANTS, entries)
 
 
-def _as_variant(row: Any) -> SimilarVariant:
-    return SimilarVariant(row.entry, row.text, row.vector, bool(row.is_stored))
+def _as_variant(row: Any) -> SimilarContextVariant:
+    return SimilarContextVariant(row.entry, row.text, row.vector, bool(row.is_stored))
 
 
 def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:

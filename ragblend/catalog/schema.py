@@ -170,7 +170,7 @@ STORED_ENTRIES = _checked_table("stored_entries", _text("entry"), _text("fingerp
 ENTRY_CHUNKS = _checked_table(
     "entry_chunks", _blob("ids_hash"), _text("namespace"), _text("entry"), key="ids_hash namespace entry"
 )
-"""The chunks, as hashes of their token ids, that an entry contains or was computed after."""
+"""The chunks, as hashes of their token ids, that an entry contains or has in its context."""
 Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
 VARIANTS = _checked_table(
     "variants",
@@ -197,7 +197,7 @@ TOKEN_IDS = _checked_table(
 """The token ids of texts, for each tokenizer (its fingerprint) and namespace."""
 
 
-class StoredCounts(NamedTuple):
+class SentDocumentCounts(NamedTuple):
     """Numbers for one stored document: chunks, tokens, entries stored before (known), new entries and their bytes."""
 
     num_chunks: int = 0
@@ -214,7 +214,7 @@ SENT_DOCUMENTS = Table(
     *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
     *(Column(name, TEXT, nullable=False, server_default="") for name in ("stored_version", "reason")),
     Column("body", TEXT),
-    *(Column(name, INTEGER, nullable=False, server_default="0") for name in StoredCounts._fields),
+    *(Column(name, INTEGER, nullable=False, server_default="0") for name in SentDocumentCounts._fields),
     UniqueConstraint("namespace", "collection", "id"),
     sqlite_autoincrement=True,
 )

@@ -18,7 +18,7 @@ from ragblend.catalog.schema import (
     INTEGER,
     SENT_DOCUMENTS,
     DocumentKey,
-    StoredCounts,
+    SentDocumentCounts,
     equals_parameters,
     find_existing,
     is_in_values,
@@ -27,7 +27,7 @@ from ragblend.catalog.schema import (
 _ROW = SENT_DOCUMENTS.c
 _STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
 _OF_DOCUMENT = equals_parameters(SENT_DOCUMENTS, *DocumentKey._fields)
-_COUNTS = [_ROW[name] for name in StoredCounts._fields]
+_COUNTS = [_ROW[name] for name in SentDocumentCounts._fields]
 _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
 
 
@@ -70,7 +70,7 @@ class SentDocumentTable(Catalog):
     """The documents that were sent to the servers of one catalogue. Safe between threads and processes."""
 
     def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
-        """Record documents to be stored, each in place of an older one with its id; all or none.
+        """Record documents to be stored, all or none. Each replaces the recorded document with the same id, if any.
 
         Return a unique id for this ingestion.
         """
@@ -130,7 +130,9 @@ class SentDocumentTable(Catalog):
             there = find_existing(connection, query, (document.number for document in given))
         return [document for document in given if document.number in there]
 
-    def record_outcome(self, document: WaitingDocument, counts: StoredCounts, reason: str, *, is_stored: bool) -> None:
+    def record_outcome(
+        self, document: WaitingDocument, counts: SentDocumentCounts, reason: str, *, is_stored: bool
+    ) -> None:
         """Record that a document was stored or, if not `is_stored`, that it failed for `reason`.
 
         If the document was sent again in the meantime, its new version stays pending.

@@ -35,9 +35,9 @@ class SqliteDialect(Dialect):
         self.name, self.key = str(path), path
 
     def connect_and_create_tables(self) -> Connection:
-        """Open the file, creating it if missing. Files of earlier versions are copied into it.
+        """Open the file, creating it if missing. The rows of earlier versions' files are copied into it.
 
-        In a folder that cannot be written and has no catalogue, the copies are in memory.
+        If the folder has no catalogue and cannot be written, they are copied into a database in memory.
         """
         path = self.path
         is_writable = path is not None and _make_folder(path)

@@ -154,10 +154,10 @@ def _find_documents(document: str, settings: Settings) -> tuple[list[DocumentKey
 
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Remove documents: their chunks, pins, and KV and texts that no other document uses. DOC is a file, a folder, or
-    what a vector store or a client of a server has added: its id, COLLECTION/ID or COLLECTION; the vector store keeps
-    what it has itself. A file that still exists is ingested again by the next `ingest` of its folder. After a crash, or
-    an unreachable remote tier (exit code 5), run the same command again.
+    """Remove documents: their chunks, pins, and KV and texts that no other document uses. DOC is a file or a folder, or
+    names documents that a vector store or a client of a server has added: an id, COLLECTION/ID, or COLLECTION for all
+    of them. Documents in the vector store itself are not deleted. A file that still exists is ingested again by the
+    next `ingest` of its folder. After a crash, or an unreachable remote tier (exit code 5), run the same command again.
     """
     from ragblend.ingestion.documents import remove_added_documents, remove_documents
 

@@ -135,7 +135,10 @@ def examples_epilog(name: str) -> str:
 
 
 def set_help_layout(app: Typer, prefix: str = "") -> None:
-    """Have the help of each command list its options in two lists, and end with its examples."""
+    """Make the help of each command show its common and its rare options under two headings, then its examples.
+
+    `prefix`: the words before the names of these commands, such as "bench ".
+    """
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__.replace("_", "-")

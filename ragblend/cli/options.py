@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ragblend.cli.session import settings_for_demo, settings_from
+from ragblend.cli.session import prepare_demo_settings, settings_from
 from ragblend.config import Settings, arguments_to_flags, flag_name, setting_type, unflagged_settings
 from ragblend.errors import RagblendError, UsageError
 from ragblend.option_fields import OptionSpec
@@ -25,12 +25,12 @@ Command = Callable[..., None]
 
 
 def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callable[[Command], Command]:
-    """Return a decorator that adds flags for the settings `names` between a command's own arguments and options, and
-    calls it with `settings`.
+    """Return a decorator for a command. It adds flags for the settings `names`, between the command's own arguments and
+    options, and passes the Settings as `settings`.
 
-    A parameter of the command that has a setting's name also sets the setting; one that has a flag's name receives the
-    flag's value. `unflagged`: settings that the command reads without a flag, listed in its help. `demo`: help of a
-    flag `--demo`, which takes settings that are not given from the demo.
+    If a parameter of the command has the name of a setting, its value sets that setting. If it has the name of an added
+    flag, it receives the flag's value. `unflagged`: settings that the command reads without a flag, listed in its help.
+    `demo`: help text of a flag `--demo`; with this flag, settings that are not given have the demo's values.
     """
 
     def decorate(command: Command) -> Command:
@@ -52,7 +52,7 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
             asked = {name: value for name, value in given.items() if name in Settings.__dataclass_fields__}
             token = unflagged_settings.set(unflagged.split())
             try:
-                settings = settings_for_demo(asked) if given.get("demo") else settings_from(asked)
+                settings = prepare_demo_settings(asked) if given.get("demo") else settings_from(asked)
                 command(settings=settings, **{name: value for name, value in given.items() if name in own})
             except RagblendError as error:
                 error.args = (arguments_to_flags(str(error)),)  # only this function knows the command's flags
@@ -75,7 +75,9 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
 
 
 def how_to_set_without_flag(argument: str, unflagged: Sequence[str]) -> str:
-    """Return how to set a setting without a flag; "" if `argument` names none of the command's `unflagged` settings."""
+    """Return a hint on how to set the setting that `argument` (such as "--fsync=no") names, for a command that has no
+    such flag: in the environment or in ragblend.toml. Return "" if it is none of the command's `unflagged` settings.
+    """
     name = {flag_name(each): each for each in unflagged if flag_name(each)}.get(argument.partition("=")[0])
     return f"set RAGBLEND_{name.upper()}=..., or {name} in ragblend.toml" if name else ""
 

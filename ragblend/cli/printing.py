@@ -33,7 +33,7 @@ from rich.text import Text
 
 from ragblend.config import arguments_to_flags
 from ragblend.options import DiskBudget
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -110,9 +110,9 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
     where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     if settings.is_served:
-        where = f"store of {redact(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
+        where = f"store of {redact_url(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
     most = None if logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
-    shown = functools.partial(join_names, most=most, flag="ragblend --verbose")
+    shown = functools.partial(join_names, max_names=most, flag="ragblend --verbose")
     skipped = [
         f"{display_source(path)} {arguments_to_flags(reason.partition(';')[0])}" for path, reason in report.skipped
     ]
@@ -210,17 +210,17 @@ def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
     return f"limit: {format_bytes(limit_bytes)} ({half if disk_gib == 'auto' else 'disk_gib'})"
 
 
-def join_names(names: Iterable[str], most: int | None = NUM_NAMED, flag: str = "--json") -> str:
-    """Return the first `most` names (one more if only one is left; all if None), the number of others, and the flag
-    that lists them.
+def join_names(names: Iterable[str], max_names: int | None = NUM_NAMED, flag: str = "--json") -> str:
+    """Return one text: the first `max_names` of `names`, then "and N more" with the flag that lists all. If only one
+    would be left out, it is named, too. With `max_names` None, all are named.
 
-    >>> join_names(["a", "b", "c"], most=2), join_names(["a", "b", "c", "d"], most=2)
+    >>> join_names(["a", "b", "c"], max_names=2), join_names(["a", "b", "c", "d"], max_names=2)
     ('a, b, c', 'a, b and 2 more (--json lists all)')
     """
     every = list(names)
-    if most is None or len(every) <= most + 1:
+    if max_names is None or len(every) <= max_names + 1:
         return ", ".join(every)
-    return f"{', '.join(every[:most])} and {len(every) - most} more ({flag} lists all)"
+    return f"{', '.join(every[:max_names])} and {len(every) - max_names} more ({flag} lists all)"
 
 
 def plural(number: int, what: str) -> str:
@@ -248,7 +248,7 @@ class ProgressLog:
         self._latest: tuple[str, int, int | None] | None = None
 
     def begin(self, title: str) -> None:
-        """Begin work without stages. Its name is in the lines until the first stage."""
+        """Begin the work `title`. Lines show this title until the first stage reports."""
         self._title, self._begun_s = title, monotonic()
 
     def on_progress(self, stage: str, done: int, total: int | None) -> None:
@@ -293,7 +293,7 @@ def progress_lines(
 
 @contextmanager
 def waiting_lines(title: str) -> Iterator[ProgressLog]:
-    """Print lines on stderr during work without stages, unless stderr is a terminal.
+    """Print a line on stderr from time to time during work that reports no stages. On a terminal, print nothing.
 
     Call `begin` of the given log when another part of the work begins.
     """
@@ -306,9 +306,9 @@ def waiting_lines(title: str) -> Iterator[ProgressLog]:
 
 @contextmanager
 def progress_bars(title: str = "working") -> Iterator[Any]:
-    """Give a progress callback that draws bars with rate and time left on stderr; lines if that is no terminal.
+    """Give a progress callback that draws bars with rate and time left on stderr.
 
-    `title`: what runs before the first stage, for the lines.
+    If stderr is no terminal, it prints lines, which show `title` until the first stage reports.
     """
     if not sys.stderr.isatty():
         with progress_lines(print_notice, title=title) as log:

@@ -44,14 +44,14 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
     return found
 
 
-def settings_for_demo(arguments: dict[str, Any]) -> Settings:
+def prepare_demo_settings(arguments: dict[str, Any]) -> Settings:
     """Ingest the demo's corpus. Return settings from a command's arguments and, for those not given, the demo's."""
     limit_torch_to_one_thread()
     quiet_libraries()
-    from ragblend.demo.show import demo_settings
+    from ragblend.demo.show import prepare_demo
 
     with progress_bars() as progress:
-        prepared = demo_settings(progress=progress)
+        prepared = prepare_demo(progress=progress)
     return settings_from({**prepared, **{name: value for name, value in arguments.items() if value is not None}})
 
 
@@ -164,8 +164,8 @@ def open_settings_index(settings: Settings, engine: DocumentEngine, *, create: b
 
 @contextmanager
 def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkIndex]:
-    """Give the index in which questions are searched: the settings' own, or where no folder was ingested, one of the
-    texts that frameworks and clients of a server have added in the engine's namespace, made for this command.
+    """Open the index that questions search: the index of the settings. If no folder was ingested, it is a temporary
+    index of the texts that frameworks and clients of a server have added in the engine's namespace.
     """
     from ragblend.catalog.registry import open_registry
     from ragblend.precompute import open_engine_index

@@ -49,12 +49,12 @@ def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> in
 
 
 def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int, layout: Layout) -> int:
-    """Return the index in `ends` of the word at whose end a chunk is best cut: the last of the strongest gaps in its
-    second half. So only a text's last chunk may be less than half full.
+    """Return the index in `ends` of the last word of the chunk. The chunk ends at the last of the strongest gaps in its
+    second half, with two exceptions.
 
-    Uniform rows of records are cut before the row with the lowest hash, from two fifths of the chunk on. A row that is
-    inserted before the cut then changes neither the cut nor the chunks after it. If all gaps of the second half
-    separate parts that belong together, a better gap in the quarter before it is used.
+    If the chunk has uniform rows of records, it ends before the row with the lowest hash, from two fifths of the chunk
+    on. A row that is inserted before the cut then changes neither the cut nor the chunks after it. If all gaps of the
+    second half separate parts that belong together, a better gap in the quarter before the second half is used.
     """
     size = ends[last] - start
     middle = bisect_right(ends, start + size // 2, first, last)

@@ -81,14 +81,14 @@ class FileDocuments:
         return any(source == start or source.startswith(f"{start}.") for start in self.unread)
 
 
-class SourceFile(NamedTuple):
+class OpenedFile(NamedTuple):
     """An opened file: the digest of its bytes (32 hex digits), and the function that reads its documents."""
 
     digest: str
     read: Callable[[], FileDocuments]
 
 
-def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> SourceFile:
+def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> OpenedFile:
     """Return a file to read. Of JSON lines and Parquet only some records are held in memory at a time.
 
     Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file larger than `max_file_mib`
@@ -106,9 +106,9 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str =
         with open_file(path, max_file_mib) as file:
             if (head := file.peek(4)) and not detect_bom_encoding(head):
                 digest = hashlib.file_digest(file, new_digest).hexdigest()
-                return SourceFile(digest, partial(_read_stream, stream, path, digest, text_field))
+                return OpenedFile(digest, partial(_read_stream, stream, path, digest, text_field))
     data = read_bytes(path, max_file_mib)
-    return SourceFile(new_digest(data).hexdigest(), partial(read_documents, path, data, text_field))
+    return OpenedFile(new_digest(data).hexdigest(), partial(read_documents, path, data, text_field))
 
 
 def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
@@ -119,8 +119,11 @@ def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
 
 @contextmanager
 def open_file(path: str, max_file_mib: float, *, any_kind: bool = False) -> Iterator[BufferedReader]:
-    """Yield the file, opened at its beginning. Raises UnreadableDocumentError if it is too large, NotADocumentError if
-    it cannot hold text, unless `any_kind`."""
+    """Yield the file, opened at its beginning.
+
+    Raises UnreadableDocumentError if it cannot be read, or is larger than `max_file_mib`. Raises NotADocumentError for
+    a kind of file that holds no text; `any_kind` turns this check off.
+    """
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise UnreadableDocumentError("is neither a file nor a folder; pass regular files")
@@ -239,9 +242,9 @@ def has_visible_text(text: str) -> bool:
 def reader_version(path: str, text_field: str = "") -> str:
     """Return the settings that determine a file's text, apart from its bytes: version of the readers, and `text_field`.
 
-    It leaves out the versions of the parsers: releases of selectolax gave the same text of 38 of 38 pages, those of
-    PDFium of 88 of 93 files, and each upgrade would read every file again. READERS_VERSION is raised when the golden
-    digests of tests/corpus/readers/test_reader_goldens.py change, also through a parser.
+    Versions of the parsers are left out: with another release the text of 0 of 38 pages (selectolax) and of 5 of 93
+    files (PDFium) changed, and every upgrade would make ragblend read every file again. READERS_VERSION is raised when
+    the golden digests of tests/corpus/readers/test_reader_goldens.py change, also through a parser.
     """
     version = str(READERS_VERSION)
     return f"{version}:{text_field}" if text_field and _suffix(path) in RECORD_READERS else version

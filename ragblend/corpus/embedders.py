@@ -41,8 +41,8 @@ class Embedder(Protocol):
     """Maps texts to unit vectors; the inner product of two vectors is the similarity of their texts.
 
     A model may be loaded at the first use. `load_embedder(name)` returns an equal embedder. If the model encodes
-    questions differently, the embedder also has `embed_query(text)`. `version`, an int, is 1 if missing; it is raised
-    when the vectors change and the name does not.
+    questions differently, the embedder also has `embed_query(text)`. `version`, an int, is 1 if missing; increase it
+    when the vectors change under the same name.
     """
 
     @property

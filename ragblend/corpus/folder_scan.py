@@ -95,18 +95,19 @@ class FolderScan:
         return frozenset(path for path, _ in self.unreadable)
 
 
-def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str | Path] = ()) -> FolderScan:
-    """Return the files that `paths` name and that the folders among them hold, each folder's in order of their names.
+def scan_folders(paths: Iterable[str | Path], glob: str = "*", excluded: Iterable[str | Path] = ()) -> FolderScan:
+    """Return the files among `paths`, and the files in the folders among `paths`; those of each folder in order of
+    their names.
 
     Folders are walked recursively. Left out are hidden files, `node_modules`, what `.gitignore` files name (those of
     the folder, of folders below it, and of folders above it in the same git repository), ragblend's own data, and the
-    folders `own`. Links to folders are not followed. A link to a file is read under its own name, unless the file
+    folders `excluded`. Links to folders are not followed. A link to a file is read under its own name, unless the file
     itself is read too; a link to a file outside of `paths` is not read. `glob` filters the files of folders like
     `Path.rglob`. A named file is always read. Raises NotFoundError for a path that does not exist, UsageError for a
     pattern that can match nothing.
     """
     pattern = _split_glob(glob)
-    found, ours = FolderScan(), {os.path.realpath(folder) for folder in own}
+    found, excluded_folders = FolderScan(), {os.path.realpath(folder) for folder in excluded}
     for path in map(_local, paths):
         if not os.path.lexists(path):
             raise NotFoundError(
@@ -121,7 +122,7 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", own: Iterable[str
             found.files.setdefault(top, top)
             continue
         others = list[ReadFailure]()
-        for path in _files_below(top, ours, found, others):
+        for path in _files_below(top, excluded_folders, found, others):
             if _is_wanted(path, top, pattern):
                 found.files[path] = min(found.files.get(path, top), top, key=len)  # the widest of several
             else:
@@ -194,7 +195,7 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def resolve_source(name: str) -> str:
-    """Return the source of the document `name`: an absolute path, or the URI that it is."""
+    """Return the source of the document `name`: a file's absolute path; another URI unchanged."""
     if name.startswith(_FILE_URI):
         _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # the part between is the host, this one
         return normal_path(unquote(slash + path))
@@ -202,7 +203,8 @@ def resolve_source(name: str) -> str:
 
 
 def make_source(path: str, record: str = "") -> str:
-    """Return the source of a file, or of its `#record`. The source of a file whose name ends like a record ends in `#`.
+    """Return the source of a file, or of its `#record`. If the name of a file ends like a record (`a.json#0`), `#` is
+    appended to its source.
 
     >>> make_source("/a.json", "#0"), make_source("/a.json"), make_source("/a.json#0")
     ('/a.json#0', '/a.json', '/a.json#0#')

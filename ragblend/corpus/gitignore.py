@@ -48,7 +48,7 @@ class GitignoreRules(NamedTuple):
         return GitignoreRules((*self.rules, (folder, _parse_patterns(lines, path))))
 
     def is_ignored(self, path: str, is_folder: bool) -> bool:
-        """Return True if a rule ignores `path` itself; the parents of `path` must not be ignored."""
+        """Return True if a rule ignores `path` itself. Call it only if no rule ignores a parent of `path`."""
         for folder, spec in reversed(self.rules):
             relative = path[len(folder.rstrip("/")) + 1 :]
             verdict = spec.check_file(relative + "/" if is_folder else relative).include

@@ -71,7 +71,7 @@ class Layout:
         self._header_ends = {table.start: table.header_end for table in tables}
 
     def find_header(self, offset: int) -> tuple[int, int] | None:
-        """Return the span of the header row of the table that has `offset` after its header, else None."""
+        """Return the span of the header row if `offset` is in a table, after its header; else None."""
         table = self.tables.find(offset)
         if table is None or not table[0] < self._header_ends[table[0]] < offset:
             return None
@@ -163,7 +163,7 @@ def _is_header(first: list[str], second: list[str]) -> bool:
 
 
 class RowEnd(NamedTuple):
-    """The end of a row of records. `rank` depends only on the row after it, so equal rows have equal ranks."""
+    """The end of a row of records. `rank` is a digest of the next row's text, so equal next rows give equal ranks."""
 
     offset: int
     rank: bytes
@@ -179,8 +179,8 @@ def find_row_ends_between(text: str, start: int, first_end: int, last_end: int) 
 
     Rows are paragraphs (of a CSV file), else lines (of a table or a log) without blank lines between them. Two rows are
     similar if their first words have the same form, such as digits in the same places. A row's end is returned only if
-    the row and the next one are similar. The rows are uniform if three in four of them are similar to the next row,
-    counted from `start` over three times the distance to `last_end`.
+    the row and the next one are similar. The rows are uniform if at least three in four of them are similar to the
+    next row. They are counted from `start` over three times the distance from `start` to `last_end`.
     """
     size = last_end - start
     piece = text[start : last_end + 2 * size]

@@ -20,7 +20,7 @@ from ragblend.corpus.documents import (
     MAX_FILE_MIB,
     Document,
     FileDocuments,
-    SourceFile,
+    OpenedFile,
     has_visible_text,
     normalize_text,
     open_file,
@@ -40,7 +40,7 @@ Documents are those of ragblend, LangChain and LlamaIndex. An exception is repor
 
 @dataclass(frozen=True, slots=True)
 class FileReader:
-    """Settings by which an ingestion reads its files.
+    """Opens the files of an ingestion, with these settings.
 
     max_file_mib: larger files are not read; 0: no limit. text_field: field that holds the text of CSV, JSON and Parquet
     records; "" lets the reader choose. loader: function that reads every file instead of this package's readers.
@@ -50,16 +50,18 @@ class FileReader:
     text_field: str = ""
     loader: Loader | None = None
 
-    def open(self, path: str) -> SourceFile:
+    def open(self, path: str) -> OpenedFile:
         """Return a file's digest and the function that reads it. Raises the errors of `open_source`."""
         if self.loader is None:
             return open_source(path, self.max_file_mib, self.text_field)
         with open_file(path, self.max_file_mib, any_kind=True) as file:
             digest = hashlib.file_digest(file, new_digest).hexdigest()
-        return SourceFile(digest, partial(load_file, self.loader, path))
+        return OpenedFile(digest, partial(load_file, self.loader, path))
 
-    def version(self, path: str) -> str:
-        """Return a name of this way to read the file: equal bytes and equal names give equal documents."""
+    def reader_version(self, path: str) -> str:
+        """Return an id of the reader of `path` and its settings. Files with the same bytes and the same id give the
+        same documents.
+        """
         if self.loader is not None:
             return f"loader {get_loader_version(self.loader)}"
         return reader_version(path, self.text_field)

@@ -85,7 +85,7 @@ def sample_corpus() -> Corpus:
     return Corpus(records, tuple(_question(line) for line in lines))
 
 
-def questions_about(texts: Iterable[str], count: int, seed: int = 0) -> list[str]:
+def pick_questions_about(texts: Iterable[str], count: int, seed: int = 0) -> list[str]:
     """Return at most `count` of the corpus' questions about `texts`, in random order.
 
     For `ragblend calibrate` with the embedded model, which cannot answer other questions.

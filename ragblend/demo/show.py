@@ -52,7 +52,8 @@ class Demo:
 
 @contextmanager
 def open_demo(directory: str | Path, progress: Progress | None = None) -> Iterator[Demo]:
-    """Write the sample corpus to `corpus` in `directory`, ingest it into that store, and yield both open."""
+    """Write the sample corpus to `corpus` in `directory`, ingest it into the store `directory`, and yield the Demo with
+    the open engine and index."""
     directory, corpus = expand_user_path(directory, "--dir"), sample_corpus()
     corpus.write(directory / CORPUS)
     files = [directory / CORPUS / record.filename for record in corpus.records]
@@ -80,7 +81,7 @@ def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
         return open_engine_index(path, engine, EMBEDDER, chunk_size=CHUNK_TOKENS)
 
 
-def demo_settings(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:
+def prepare_demo(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:
     """Ingest the sample corpus in `directory`. Return the settings for commands that query it."""
     with open_demo(directory, progress):
         pass
@@ -134,7 +135,8 @@ def pick_evenly(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def summarize_modes(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return for each mode the right answers, those of reference questions, both totals, and the median TTFT in s."""
+    """Return, for each mode, the numbers of right answers and of questions, both also of the reference questions alone,
+    and the median TTFT in seconds."""
     prepared = [row for row in rows if row["answer"]]
     references = [row for row in prepared if row["kind"] in REFERENCE_KINDS]
     return {

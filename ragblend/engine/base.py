@@ -21,7 +21,7 @@ from ragblend.catalog.known_chunks import KnownChunks, find_runs_of, open_known_
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
-from ragblend.engine.generation import Backfill
+from ragblend.engine.generation import Backfiller
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
@@ -60,7 +60,7 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
 
 
 def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
-    """Make the store's disk tier record in its registry the chunks that each entry contains or was computed after.
+    """Make the store's disk tier record in its registry the chunks that each entry contains or has in its context.
 
     An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
     registry; None if the store has no disk tier, or if that tier records its entries already.
@@ -76,7 +76,7 @@ def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
 
 
 def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
-    """Record in the registry the chunks that the entry with this header contains or was computed after."""
+    """Record in the registry the chunks that the entry with this header contains or has in its context."""
     registry.record_entry_chunks(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 
@@ -184,11 +184,12 @@ class EngineBase:
 
 
 class LocalEngine(EngineBase, ABC):
-    """An engine that has tokenizer and store: keys, chunks in prompts, ingestion. Subclasses prefill and answer.
+    """An engine that holds its tokenizer and its store. It computes keys, finds chunks in prompts and ingests;
+    subclasses prefill and answer.
 
-    `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; "inline" does not.
-    `context`: the store's context policy (see `keys`); None: the policy that its disk tier has stored, or the default
-    for a model of `num_layers`.
+    `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; with "inline", its KV
+    is used for this request only and not stored. `context`: the store's context policy (see `keys`); None: the policy
+    that its disk tier has stored, or the default for a model of `num_layers`.
     """
 
     def __init__(
@@ -212,21 +213,21 @@ class LocalEngine(EngineBase, ABC):
         self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
-        self._backfill = Backfill(self._store_missing, self._worker) if on_miss == "store" else None
+        self._backfill = Backfiller(self._store_missing, self._worker) if on_miss == "store" else None
 
     # -- chunks in prompts
 
     @cached_property
     def known_chunks(self) -> KnownChunks:
-        """Return the chunks of the store and the namespace that are matched in prompts."""
+        """Return the chunks of this store and namespace that the engine looks for in prompts."""
         return open_known_chunks(open_registry(self.store), self.renderer.fingerprint, self.namespace)
 
     def match(self, prompt: Prompt) -> MatchedPrompt:
         """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
 
         Unknown chunks that the prompt names are matched, too, so that they are stored for later requests. A short run
-        at the end of the last user turn is a question that quotes a document. It is left out, unless the prompt names
-        its chunk and contains it nowhere else.
+        at the end of the last user turn is taken for a quotation in the question and left out. It is kept if the prompt
+        names the run's chunk and has no other run of that chunk.
         """
         self.check_not_forked()
         start_s = perf_counter()
@@ -273,7 +274,7 @@ class LocalEngine(EngineBase, ABC):
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     def key(self, chunk: Part) -> str:
-        """Return the store key of the chunk's KV. The KV is computed after the default prefix.
+        """Return the store key of the chunk's KV. The KV is computed with the default prefix before it.
 
         A chunk has several variants, each with its own key; the chunk's `context` selects one.
         """
@@ -293,16 +294,16 @@ class LocalEngine(EngineBase, ABC):
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk after the default prefix and its ingestion context, store its KV, and return the bytes
-        stored.
+        """Prefill one chunk after the default prefix and its ingestion context, and store its KV.
 
-        Returns 0 if the KV was stored already. Raises UsageError for a similar variant without `context_texts`.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises UsageError for a similar variant
+        without `context_texts`.
         """
         token_ids, context = self._chunk_ids(chunk)
-        self.add_known([chunk])
+        self.add_known_chunks([chunk])
         return self.precompute_ids(token_ids, context)
 
-    def add_known(self, chunks: Iterable[Part]) -> None:
+    def add_known_chunks(self, chunks: Iterable[Part]) -> None:
         """Add chunks to the known chunks: their token ids are matched in later prompts. Their KV is not computed."""
         self.check_not_forked()
         texts = dict.fromkeys(as_chunk(chunk).text for chunk in chunks)
@@ -312,9 +313,9 @@ class LocalEngine(EngineBase, ABC):
 
     @abstractmethod
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
+        """Prefill and store a chunk given as token ids, after an ingestion context.
 
-        Returns 0 if it was stored already.
+        Returns the number of bytes stored, 0 if the KV was stored already.
         """
 
     def forget(self, chunk: Part) -> bool:
@@ -355,7 +356,7 @@ class LocalEngine(EngineBase, ABC):
                 f"the {what} takes {num_tokens} tokens, {self.name} reads {self.context_length}; {fix[what]}"
             )
 
-    def backfill(self, misses: Iterable[ChunkRun]) -> None:
+    def precompute_in_background(self, misses: Iterable[ChunkRun]) -> None:
         """Precompute the chunks of these runs in the background, each alone. Do nothing if `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return
@@ -364,10 +365,10 @@ class LocalEngine(EngineBase, ABC):
 
     def _store_missing(self, run: ChunkRun) -> None:
         if run.chunk is not None:
-            self.add_known([run.chunk])
+            self.add_known_chunks([run.chunk])
         self.precompute_ids(run.chunk_ids)
 
-    def flush(self) -> None:
+    def wait_for_precompute(self) -> None:
         """Wait until the background precompute is done; raise its latest error."""
         if self._backfill is not None:
             self._backfill.flush()

@@ -119,7 +119,7 @@ class Sampler:
         return token
 
     def record_forced(self, tokens: Sequence[int]) -> None:
-        """Add `tokens` to the answer that a grammar forces. They are not sampled, so their probability is 1."""
+        """Add to the answer `tokens` that a grammar forces. They are not sampled, so their probability is 1."""
         for token in tokens:
             if self._shape is not None:
                 self._shape.record_token(token)

@@ -1,7 +1,7 @@
 """One answer from its prefill to its last token, for the transformers engine, which decodes token by token.
 
-The engine's loop (see `loop`) runs an `Answer` step by step; a `GenerationStream` is what the caller reads. Depends on
-reports, sampling and text, not on how KV is stored or fused.
+The engine's loop (see `loop`) runs a `RunningAnswer` step by step; a `GenerationStream` is what the caller reads.
+Depends on reports, sampling and text, not on how KV is stored or fused.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ MAX_UNREAD_PIECES = 16
 
 @dataclass(slots=True)
 class Conversation:
-    """KV of one conversation so far, held by the caller. Earlier turns are then an exact prefix of the next turn.
+    """KV of one conversation so far. The caller passes it with the next turn, which does not prefill the earlier turns
+    again.
 
-    The KV may be fused, hence approximate. It is exact with respect to this conversation, and it is never stored.
+    The KV of blended chunks in it is approximate, but is the KV from which the earlier answers were decoded. It is
+    never stored.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -92,10 +94,10 @@ OnEnd = Callable[[PrefillResult, Generation], None]
 """Called once an answer has ended, also a cancelled one. The KV then has the answer's tokens after the prompt's."""
 
 
-class Answer:
-    """One answer inside the engine loop. The caller holds its GenerationStream.
+class RunningAnswer:
+    """An answer in progress inside the engine loop. The caller holds its GenerationStream.
 
-    `advance` runs it up to its next decode step. Its texts are put into `pieces`, followed by None.
+    `advance` runs the answer up to its next decode step. Its texts are put into `pieces`, followed by None.
     """
 
     def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
@@ -118,8 +120,11 @@ class Answer:
         self._steps = self._run()
 
     def advance(self, logits: Tensor | BaseException | None = None) -> None:
-        """Run to the next decode step or the end. `logits` [vocabulary]: those of `step`, or the error of computing
-        them."""
+        """Run to the next decode step or the end.
+
+        `logits`: the logits [vocabulary] of the decode step that the answer asked for in `step`, or the exception that
+        computing them raised.
+        """
         if self.is_cancelled:
             self.end()
         if self.ended.is_set():
@@ -223,12 +228,12 @@ class Answer:
                 fused, ids = prefilled.fused, request.prompt.token_ids + result.token_ids
                 request.conversation.token_ids, request.conversation.fused = ids[: fused.length], fused
             if prefilled.misses:
-                engine.backfill(prefilled.misses)
+                engine.precompute_in_background(prefilled.misses)
             if self._on_end is not None:
                 self._on_end(prefilled, result)
 
 
-CancelCheck = Callable[[Answer], bool]
+CancelCheck = Callable[[RunningAnswer], bool]
 """Called after every piece of an answer; True ends the answer. An exception that it raises is the answer's error."""
 
 
@@ -243,7 +248,7 @@ class GenerationStream:
     def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
         self.request = request
         self._engine = engine
-        self._answer = Answer(engine, request, on_end)
+        self._answer = RunningAnswer(engine, request, on_end)
         self.result: Generation = self._answer.result
         self._is_started = False
 
@@ -303,7 +308,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
         fresh[0]._engine.loop.start([stream._answer for stream in fresh])
 
 
-class Backfill:
+class Backfiller:
     """Precomputes chunks that a prompt contained and the store did not have, in the background, by `worker`.
 
     It computes one chunk at a time, so a request waits for at most one of them.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import resolve_store_folder
+from ragblend.files.store_folder import resolve_and_migrate_store_folder
 from ragblend.options import (
     MODEL_NAMES,
     TIER_NAMES,
@@ -22,7 +22,7 @@ from ragblend.options import (
     TierOptions,
     is_server_url,
 )
-from ragblend.redaction import has_secret, redact
+from ragblend.redaction import has_secret, redact_url
 
 if TYPE_CHECKING:
     from ragblend.engine.api import DocumentEngine, Engine
@@ -63,8 +63,8 @@ def load_engine(
     """Return an engine: a model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded. The
-    pair's model then uses ragblend's attention function, which calls the model's previous one in its own forward. None
-    is the model that the store's latest ingestion used, or the server's.
+    pair's model then uses ragblend's attention function; in your own calls of the model, that function calls the
+    model's previous one. None is the model that the store's latest ingestion used, or the server's.
     `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's engine arguments; or "http://HOST:PORT", a server
@@ -79,7 +79,7 @@ def load_engine(
 
     `system` is the system text after which chunks are precomputed; None is the stored one, "" none. `context` is the
     store's context policy (see `store.keys`); None is the stored one, so pass it for KV in a remote tier that another
-    process fills. A directory with KV of other models only raises StoreMismatchError, unless `new_model` is True.
+    process fills. Raises StoreMismatchError if all KV in the directory is of other models, unless `new_model` is True.
 
     `shadow`: share of the requests answered from fused KV for which full prefill also runs, after the answer.
     `engine.shadow` counts how often both agree; each report's `shadow` has the comparison.
@@ -97,12 +97,12 @@ def load_engine(
         raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
     if backend not in ("transformers", "vllm") and not is_server_url(backend):
         raise UsageError(
-            f"backend is {redact(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
+            f"backend is {redact_url(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
         )
     if settings.max_num_seqs is not None and backend != "transformers":
         raise UsageError(
-            f"max_num_seqs is for an engine that decodes in this process, not for backend={redact(backend)!r}; set it "
-            "where vLLM starts: vllm_options={'max_num_seqs': ...}, or `ragblend serve MODEL --max-num-seqs ...`"
+            f"max_num_seqs is for an engine that decodes in this process, not for backend={redact_url(backend)!r}; set "
+            "it where vLLM starts: vllm_options={'max_num_seqs': ...}, or `ragblend serve MODEL --max-num-seqs ...`"
         )
     pair: tuple[Any, Any] | None = None
     if model is None:
@@ -116,7 +116,7 @@ def load_engine(
         model = loaded_model_name(pair)
         if backend != "transformers":
             raise UsageError(
-                f"a loaded model runs in this process, but backend is {redact(backend)!r}; pass its name or path"
+                f"a loaded model runs in this process, but backend is {redact_url(backend)!r}; pass its name or path"
             )
     model = None if model is None else str(model)
     shared = {name: getattr(settings, name) for name in ("system", "namespace", "on_miss", "shadow", "context")}
@@ -126,7 +126,7 @@ def load_engine(
             model=model, store=store, backend=backend, remote=remote, namespace=settings.namespace, **asked.non_defaults
         )
     if isinstance(store, Path):
-        store = resolve_store_folder(store)
+        store = resolve_and_migrate_store_folder(store)
         if settings.system is None:
             shared["system"] = load_store_defaults(store).system
             settings = replace(settings, system=shared["system"])
@@ -150,7 +150,7 @@ def load_document_engine(model: str | None, store: str, **options: Any) -> Docum
     from ragblend.engine.vllm.launch import find_checkpoint
     from ragblend.prompt.render import Renderer
 
-    checkpoint, folder = None, resolve_store_folder(expand_user_path(store, "store"))
+    checkpoint, folder = None, resolve_and_migrate_store_folder(expand_user_path(store, "store"))
     given = dict(options)
     loading = ModelOptions(**{name: given.pop(name) for name in ("dtype", "device", "trust_remote_code")})
     if not is_server_url(given.pop("backend")) and model is not None:
@@ -298,18 +298,19 @@ def _load_client(
     from ragblend.prompt.render import Renderer
 
     more = ["vllm_options"] if settings.vllm_options else []
-    _reject_loading_options(asked, f"set where the server starts, not with {redact(url)}", *more)
+    _reject_loading_options(asked, f"set where the server starts, not with {redact_url(url)}", *more)
     changed = sorted(name for name in TIER_NAMES if getattr(settings, name) != getattr(TierOptions(), name))
     if changed:
         variables = " ".join(f"RAGBLEND_{name.upper()}=..." for name in changed)
         raise UsageError(
-            f"{', '.join(changed)} cannot be set here: the store is that of the server at {redact(url)}. Start the "
+            f"{', '.join(changed)} cannot be set here: the store is that of the server at {redact_url(url)}. Start the "
             f"server with it ({variables} ragblend serve MODEL), and leave it out of this command's flags, environment "
             "and ragblend.toml"
         )
     if store is not None and not isinstance(store, Path):
         raise UsageError(
-            f"store is a {type(store).__name__}, but with {redact(url)} the store is the server's; leave `store` out"
+            f"store is a {type(store).__name__}, but with {redact_url(url)} the store is the server's; leave `store` "
+            "out"
         )
     http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
     opened = Connection(url, **{name: value for name, value in http.items() if value is not None})
@@ -317,7 +318,7 @@ def _load_client(
         facts = request_server_facts(opened, model or "")
         if model not in (None, facts.model, facts.root):
             raise StoreMismatchError(
-                f"the server at {redact(url)} runs {facts.model!r}, not {model!r}; pass `model={facts.model!r}`"
+                f"the server at {redact_url(url)} runs {facts.model!r}, not {model!r}; pass `model={facts.model!r}`"
             )
         # The server's folder of the model, if this machine has it as well, else its name.
         place = facts.model if Path(facts.root).is_absolute() and not Path(facts.root).exists() else facts.root

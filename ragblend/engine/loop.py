@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ragblend.engine.generation import Answer, DecodeStep
+from ragblend.engine.generation import DecodeStep, RunningAnswer
 from ragblend.errors import EngineClosedError
 from ragblend.option_fields import int_at_least
 
@@ -48,11 +48,11 @@ class EngineLoop(Executor):
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-engine")
         self._changed = threading.Condition()  # guards what follows
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._waiting: deque[Answer] = deque()
+        self._waiting: deque[RunningAnswer] = deque()
         self._is_running = False
         self._is_closed = False
         self._thread_id: int | None = None
-        self._running: list[Answer] = []  # used by the loop's thread alone
+        self._running: list[RunningAnswer] = []  # used by the loop's thread alone
         self._known_errors: set[str] = set()
 
     def submit(self, function: Callable[..., T], /, *args: Any, **keywords: Any) -> Future[T]:
@@ -71,7 +71,7 @@ class EngineLoop(Executor):
             return function()
         return self.submit(function).result()
 
-    def start(self, answers: Sequence[Answer]) -> None:
+    def start(self, answers: Sequence[RunningAnswer]) -> None:
         """Queue answers and return at once. A closed loop ends them with their text so far."""
         with self._changed:
             if not self._is_closed:
@@ -86,7 +86,7 @@ class EngineLoop(Executor):
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < self.max_num_seqs)
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: RunningAnswer) -> None:
         """End a started answer at its next token, and return when it has ended."""
         answer.is_cancelled = True
         if answer.ended.is_set() or self._process != os.getpid():  # in a forked process the loop's thread is missing
@@ -144,7 +144,7 @@ class EngineLoop(Executor):
             if not self._is_running:
                 return
 
-    def _decode_together(self, answers: Sequence[Answer]) -> None:
+    def _decode_together(self, answers: Sequence[RunningAnswer]) -> None:
         """Compute the logits of every answer in one step and sample its next token."""
         running = [answer for answer in answers if not answer.end_if_cancelled()]
         start_s = perf_counter()

@@ -80,7 +80,8 @@ class BlendReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BlendReport:
-        """Return the report that `as_dict` returned, also of another version. Unknown fields are left out."""
+        """Return the report that `as_dict` made these values from, perhaps in another version of ragblend. Unknown
+        fields are left out."""
         report = cls(**_known(cls, values))
         report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in values.get("chunks", ())]
         if shadow := values.get("shadow"):

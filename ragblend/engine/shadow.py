@@ -70,14 +70,15 @@ class Shadow:
                 return
             self._pending.append(self._executor.submit(self._work, compare, report))
 
-    def sample_repeat(self, repeat: Callable[[], Stream], answer: Generation) -> None:
-        """Sample a request of vLLM whose greedy, complete answer has ended. `repeat` requests it by full prefill.
+    def sample_vllm_answer(self, stream_full: Callable[[], Stream], answer: Generation) -> None:
+        """If this request of vLLM is sampled, compare its finished `answer`, which must be greedy and complete, with
+        full prefill's. `stream_full` requests the answer to the same prompt by full prefill.
 
         Other answers cannot be compared, because vLLM returns tokens without their distribution.
         """
 
         def compare() -> ShadowReport:
-            stream = repeat()
+            stream = stream_full()
             same = yields_same_tokens(stream, answer)
             return ShadowReport(stream.result.token_ids[:1] == answer.token_ids[:1], None, same)
 

@@ -159,7 +159,7 @@ def disk_full_reason(error: OSError) -> str:
 
 
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
-    """Return the reason why a file of `nbytes` bytes in `folder` cannot grow; "" if it can. Writes a test file.
+    """Return why a file of `nbytes` bytes in `folder` cannot become larger; "" if it can. Writes a test file.
 
     Some libraries report a full disk as an I/O error; this function finds out.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from ragblend.errors import UsageError
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # one slash, because str(Path("s3://bucket")) is "s3:/bucket"
 _URL_OPTIONS = {
@@ -34,7 +34,7 @@ def expand_user_path(place: str | os.PathLike[str], name: str) -> Path:
         fix = _URL_OPTIONS.get(name, "download it, and give the path of the copy")
         if url[1].lower() == "file":
             fix = f"write the path itself: /{unquote(text[url.end() :])}"
-        raise UsageError(f"{name} is {redact(text)!r}, a URL, but it has to be a path on this machine; {fix}")
+        raise UsageError(f"{name} is {redact_url(text)!r}, a URL, but it has to be a path on this machine; {fix}")
     found = os.path.expanduser(text)  # noqa: PTH111 (Path's raises where there is no such user)
     if found == text and text[0] in "~$" and not os.path.lexists(text):
         reason = "there is no such user" if text[0] == "~" else "only shells expand variables"

@@ -39,7 +39,7 @@ _ENTRY_SUFFIXES = (".safetensors", ".damaged")
 _LOCK_TIMEOUT_S = 5.0  # for another process that has the database open
 
 
-def resolve_store_folder(path: str | os.PathLike[str], name: str = "store") -> Path:
+def resolve_and_migrate_store_folder(path: str | os.PathLike[str], name: str = "store") -> Path:
     """Return the absolute path of the store's folder at `path`, which need not exist. Migrates an earlier layout.
 
     The migration runs once and is logged. If `path` is the `kv` or `index` folder of the earlier layout, the folder
@@ -56,7 +56,9 @@ def resolve_store_folder(path: str | os.PathLike[str], name: str = "store") -> P
 
 
 def find_kv_dir(folder: Path) -> Path:
-    """Return the default folder of the entries of the store in `folder`, or `folder` if it is not migrated."""
+    """Return the default folder of the KV entries of the store in `folder`. It is `folder` itself for a store that
+    still has the layout of an earlier version.
+    """
     return folder if next(_entry_folders(folder), None) is not None else folder / KV_DIR
 
 

@@ -36,7 +36,9 @@ async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
 
 
 async def iterate_in_thread(generator: Generator[T]) -> AsyncGenerator[T]:
-    """Yield the items of `generator`, each made on a thread. Closes `generator` at the end, after a running step."""
+    """Yield the items of `generator`, each made on a thread. At the end, or if the caller stops early, `generator` is
+    closed when the step in progress has ended.
+    """
     loop, done = asyncio.get_running_loop(), object()
     step: asyncio.Future[Any] | None = None
     try:

@@ -70,7 +70,7 @@ class ChatSession:
         return found if found and answer.finish_reason == "stop" else question
 
     def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> StreamedReply:
-        """Return the stream of the answer to `question` over `chunks`, without those of earlier turns.
+        """Return the stream of the answer to `question` over `chunks`. Chunks of earlier turns are left out.
 
         `generation`: keyword arguments of `engine.stream`.
         """

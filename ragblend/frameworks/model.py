@@ -54,11 +54,11 @@ from ragblend.options import (
     is_server_url,
 )
 from ragblend.prompt.types import Chunk, Message, Prompt
-from ragblend.redaction import hide_secrets, redact
+from ragblend.redaction import hide_secrets, redact_url
 
 if TYPE_CHECKING:
     from ragblend.engine.api import Engine, Stream
-    from ragblend.engine.generation import Answer
+    from ragblend.engine.generation import RunningAnswer
 
 
 _ENGINE_FIELDS = frozenset(  # fields that determine the engine
@@ -88,7 +88,7 @@ class BlendModel(BaseModel):
     pipeline. None is the model whose KV the store has. `engine_options` are further arguments of `load_engine`: remote,
     memory_gib, adapter, vllm_options and others.
 
-    A call may override the fields from `mode` to `strict`. `call_options` are defaults of a call's options that are no
+    A call may override the fields from `mode` to `strict`. `call_options` are defaults of the call options that are not
     fields: min_p, repetition_penalty, logit_bias, structured_outputs. Five field names of other libraries are accepted:
     `model_name`, `base_url` (`backend`), `torch_dtype`, `max_new_tokens` and `max_completion_tokens`.
 
@@ -397,7 +397,7 @@ def _usage_error(error: ValidationError) -> UsageError:
     return UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
-def _should_stop(timeout_s: float | None, cancelled: threading.Event | None, answer: Answer) -> bool:
+def _should_stop(timeout_s: float | None, cancelled: threading.Event | None, answer: RunningAnswer) -> bool:
     """Return True if the call was cancelled. Raises TimeoutError."""
     if cancelled is not None and cancelled.is_set():
         return True
@@ -414,4 +414,4 @@ def redact_setting(value: Any) -> Any:
     """Return a setting without passwords and tokens."""
     if isinstance(value, Mapping):
         return hide_secrets(value)
-    return redact(value) if isinstance(value, str) else value
+    return redact_url(value) if isinstance(value, str) else value

@@ -39,7 +39,7 @@ def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, 
     parallel = choice == "auto" if options.parallel_tool_calls is None else options.parallel_tool_calls
     schema = asked["json"] if asked is not None else None
     schema = json.loads(schema) if isinstance(schema, str) else schema
-    return structural_tag(renderer.calls, options.tools, choice, parallel, schema)
+    return structural_tag(renderer.call_format, options.tools, choice, parallel, schema)
 
 
 def resolve_tool_choice(options: CallOptions) -> str:

@@ -11,7 +11,7 @@ from ragblend.errors import StoreFullError
 
 
 def stored_kv_bytes(engine: Engine) -> int:
-    """Return the bytes of stored KV on disk; 0 for an engine with KV in memory only."""
+    """Return the size in bytes of stored KV on disk; 0 for an engine with KV in memory only."""
     disk = engine.store.disk_tier
     return disk.nbytes() if disk is not None else 0
 
@@ -19,7 +19,8 @@ def stored_kv_bytes(engine: Engine) -> int:
 def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     """Return a text with the free capacity, and the evictions that `nbytes` of new KV will cause.
 
-    Raises StoreFullError if the disk has less free space, or if no limit is configured and the automatic one is lower.
+    Raises StoreFullError if the disk has less than `nbytes` free, or if `nbytes` is above the automatic limit, which
+    applies if none is configured.
     """
     free = shutil.disk_usage(disk.kv_dir if disk.kv_dir.is_dir() else disk.root).free
     if nbytes > free:

@@ -1,8 +1,8 @@
-"""Ingestion contexts: the variants of each chunk that a store keeps, and the chunks that a variant is computed after.
+"""Ingestion contexts: the variants of each chunk that a store keeps, and the chunks that precede a variant's chunk.
 
 The policy belongs to the store (see `engine.store.keys`). A variant is one chunk's KV in one ingestion context. A
-similar variant is computed after the most similar chunks, which an index or `registered_similar` finds by vectors.
-Depends on chunks and engines. Prefills nothing.
+similar variant is computed with the most similar chunks before it; an index or `registered_similar` finds them by
+vectors. Depends on chunks and engines. Prefills nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.types import Chunk
 
 NUM_SIMILAR = 2
-"""Number of chunks that a similar variant is computed after."""
+"""Number of chunks in the context of a similar variant."""
 
 
 class SimilarChunkFinder(Protocol):
@@ -31,7 +31,7 @@ class SimilarChunkFinder(Protocol):
         `text` itself and without duplicates.
         """
 
-    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
         """Return the `texts` that no chunk has, without duplicates."""
 
 
@@ -108,13 +108,13 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
 def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
     """Delete the variants of `chunks` whose context contains a text that was removed since. Return their number.
 
-    Call it after storing the variants. Another process may have removed a text while they were computed; they were not
-    stored then, so that process could not delete them.
+    Call it after storing the variants. Another process may have removed a text while the variants were computed. That
+    process could not delete the variants, because they were not stored yet.
     """
     similar = [chunk for chunk in chunks if chunk.context == "similar"]
     if index is None or not similar:
         return 0
-    removed = set(index.find_missing_texts(text for chunk in similar for text in chunk.context_texts))
+    removed = set(index.find_unknown_texts(text for chunk in similar for text in chunk.context_texts))
     stale = [chunk for chunk in similar if not removed.isdisjoint(chunk.context_texts)]
     return sum(engine.forget(chunk) for chunk in stale)
 
@@ -142,8 +142,8 @@ def _num_prefill_tokens(chunk: Chunk, context_texts: Sequence[str], engine: Engi
 
 
 def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
-    """Delete every variant of `chunks` that is not in `kept`. Without the policy "similar", also delete the similar
-    variants of framework chunks.
+    """Delete every variant of `chunks` that is not in `kept`. If the engine's policy is not "similar", also delete all
+    similar variants of chunks that were added through LangChain, LlamaIndex or a server.
 
     Return the number of deleted entries, and the error of an unreachable remote tier, or "".
     """

@@ -1,4 +1,4 @@
-"""Deletion of removed texts: their KV in every tier, KV computed after them, registry rows and pins.
+"""Deletion of removed texts: their KV in every tier, KV with them in its context, registry rows and pins.
 
 The catalogue records the texts that documents of an index have lost (see `catalog.documents`). `delete_orphaned_kv`
 finds their entries, records them in place of the texts, and deletes them. After a kill, the next call continues.
@@ -88,8 +88,8 @@ def _places(engine: DocumentEngine) -> list[str]:
 def _find_unseen_remote_keys(keys: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry) -> list[str]:
     """Return the keys of similar variants that no local tier has, but a remote tier may have from other machines.
 
-    Without a shared catalogue, this machine does not know which texts such a variant was computed after. When any text
-    is removed, they are all deleted from the remote tiers, and the next ingestion computes them again.
+    Without a shared catalogue, this machine does not know the texts in the context of such a variant. When any text is
+    removed, all these variants are deleted from the remote tiers, and the next ingestion computes them again.
     """
     if registry.is_shared or not engine.store.remote_tiers:
         return []
@@ -134,8 +134,8 @@ def keys_to_delete(
 ) -> dict[str, str]:
     """Return the keys of the texts' KV in the order of deletion, each with the text because of which it is deleted.
 
-    everywhere: also KV in the engine's namespace of other models and prefixes, and KV that was computed after the
-    texts, as far as this machine has recorded it.
+    everywhere: also the KV of other models and prefixes in the engine's namespace, and KV that was computed with these
+    texts as context, as far as this machine has recorded it.
     """
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}
@@ -174,7 +174,7 @@ def _has_similar(engine: DocumentEngine, registry: ChunkRegistry) -> bool:
 def _delete_kv(
     texts: Sequence[str], engine: DocumentEngine, registry: ChunkRegistry, *, keeps_records: bool = False
 ) -> tuple[int, str]:
-    """Delete the KV of texts, and KV computed after them, from every tier. Returns like `delete_texts_except`.
+    """Delete the KV of texts, and KV with them in its context, from every tier. Returns like `delete_texts_except`.
 
     keeps_records: keep the records of what the entries contain, so that a later call finds those that were written
     during this one.
@@ -201,15 +201,15 @@ def _delete_kv(
 
 
 def find_orphaned_keys(
-    headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], joint: Ids
+    headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], separator_ids: Ids
 ) -> Iterator[tuple[str, Reason]]:
-    """Yield (key, reason) of the entries of removed chunks, and of entries that were computed after such chunks.
+    """Yield (key, reason) of the entries of removed chunks, and of entries that have such chunks in their context.
 
-    reason_of: returns a reason for the token ids of a removed chunk, None for a chunk in use. joint: the token ids of
-    the separator between two chunks.
+    reason_of: returns a reason for the token ids of a removed chunk, None for a chunk in use. separator_ids: the token
+    ids between two chunks.
     """
     for header in headers:
-        before = [ids[: len(ids) - len(joint)] for ids in reversed(header.context_ids)]
+        before = [ids[: len(ids) - len(separator_ids)] for ids in reversed(header.context_ids)]
         reasons = map(reason_of, (header.token_ids, *before))
         reason = next((each for each in reasons if each is not None), None)
         if reason is not None:

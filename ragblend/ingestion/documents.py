@@ -25,15 +25,16 @@ from ragblend.prompt.types import Chunk
 
 
 class Removal(NamedTuple):
-    """Numbers of chunks and of KV entries that a removal deleted.
+    """Numbers of chunks and of KV entries that were deleted.
 
-    `num_other_kv`: the entries of other chunks that were computed after the deleted ones, which the next ingestion
-    stores again, and the entries of other models. It is 0 in the call that finishes a killed removal, and for a server.
+    `num_other_kv`: the deleted entries of other chunks that had a deleted chunk in their context, which the next
+    ingestion stores again, and the deleted entries of other models. It is 0 in the call that finishes a killed removal,
+    and for a server.
     """
 
     num_chunks: int
     num_kv: int
-    num_other_kv: int
+    num_other_kv: int = 0
 
 
 def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: str = LANGCHAIN_COLLECTION) -> int:
@@ -77,8 +78,9 @@ def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: 
 def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) -> list[DocumentKey]:
     """Return the documents with this id or COLLECTION/ID, or else all documents of this collection.
 
-    Only documents in the namespace that `precompute_documents`, a vector store or a client of a server added are
-    searched. Returns [] for an unknown name. Raises UsageError for an id in several collections.
+    Searched are the documents of the namespace that `precompute_documents`, a vector store or a client of a server
+    added, not those of ingested folders. Returns [] for an unknown name. Raises UsageError for an id in several
+    collections.
     """
     with closing(open_registry(store, create=False)) as registry:
         known = [each for each in registry.documents() if each.id and each.namespace == namespace]
@@ -121,10 +123,10 @@ def _stored_keys(chunks: Iterable[Chunk], engine: DocumentEngine) -> set[str]:
 def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: ChunkIndex) -> Removal:
     """Delete documents from the index with their pins, KV and registered texts. Texts of other documents are kept.
 
-    After a kill, the same call finishes the removal. If its file still exists, the next ingestion of the file or folder
-    adds a document again. Raises NotFoundError for an unknown document. Raises BackendUnreachableError if a remote tier
-    did not answer; the documents are then deleted on this machine, and the next removal or ingestion deletes their KV
-    from the remote tier.
+    After a kill, the same call finishes the removal. A document whose file still exists is added again by the next
+    ingestion of the file or its folder. Raises NotFoundError for an unknown document. Raises BackendUnreachableError if
+    a remote tier did not answer; the documents are then deleted on this machine, and the next removal or ingestion
+    deletes their KV from the remote tier.
     """
     known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]
@@ -145,18 +147,20 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: Chun
     return Removal(num_chunks, num_removed, num_removed - len(own) + num_kept if own else 0)
 
 
-def pin_document(source: str, engine: DocumentEngine, index: ChunkIndex) -> tuple[int, int]:
-    """Exempt a document's KV from eviction, also after restarts.
+class PinCounts(NamedTuple):
+    """Numbers of the chunks of a pinned document: of all, and of those that are stored."""
 
-    Return the number of its chunks, and the number of its chunks that are stored.
+    num_chunks: int
+    num_stored: int
 
-    Raises NotFoundError for an unknown document.
-    """
+
+def pin_document(source: str, engine: DocumentEngine, index: ChunkIndex) -> PinCounts:
+    """Exempt a document's KV from eviction, also after restarts. Raises NotFoundError for an unknown document."""
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")
     engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
-    return len(chunks), sum(engine.is_stored(chunk) for chunk in chunks)
+    return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
 
 
 def refresh_pins(sources: Sequence[str], engine: DocumentEngine, index: ChunkIndex) -> None:

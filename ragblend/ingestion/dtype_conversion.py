@@ -59,12 +59,12 @@ def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[C
     return num_rounded, to_prefill
 
 
-def prefill_again(
+def replace_kv(
     chunks: Sequence[Chunk], engine: Engine, prefill: Callable[[Sequence[Chunk], Engine], Iterable[int]]
 ) -> Iterator[int]:
     """Delete the KV of chunks and call `prefill` on them, batch by batch, so an interruption loses one batch at most.
 
-    Yield the stored bytes of each chunk.
+    Yields the number of bytes stored for each chunk.
     """
     for start in range(0, len(chunks), _RENEW_BATCH):
         batch = chunks[start : start + _RENEW_BATCH]

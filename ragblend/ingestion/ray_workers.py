@@ -27,7 +27,7 @@ from ragblend.files.places import expand_user_path
 from ragblend.ingestion.workers import prefill_here
 from ragblend.options import is_server_url
 from ragblend.prompt.types import Chunk
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 BATCH_TOKENS, BATCH_CHUNKS = 8192, 64
 """Limits of a batch. A batch takes seconds, and at most one is prefilled again after a worker died."""
@@ -74,7 +74,7 @@ class RayWorkers:
         backend = str(options.get("backend", "transformers"))
         if is_server_url(backend):
             raise UsageError(
-                f"the server at {redact(backend)} prefills in its own process; leave out the workers (`count`)"
+                f"the server at {redact_url(backend)} prefills in its own process; leave out the workers (`count`)"
             )
         self._ray = _import_ray()
         self._is_own = not self._ray.is_initialized()
@@ -105,7 +105,7 @@ class RayWorkers:
         self.close()
 
     @property
-    def num_ahead(self) -> int:
+    def max_waiting_batches(self) -> int:
         """Largest number of batches of texts that wait for embedding."""
         return self._count * BATCHES_PER_WORKER
 
@@ -114,9 +114,9 @@ class RayWorkers:
         return partial(self._result, self._submit("embed", list(texts), embedder))
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Prefill `chunks` in the workers. Yield the stored bytes of each chunk, in the order of completion.
+        """Prefill `chunks` in the workers. Yield the number of bytes stored for each, in the order of completion.
 
-        Variants that are computed after other chunks are prefilled last.
+        Variants that have an ingestion context come last.
         """
         made_by = (engine.fingerprint, engine.renderer.fingerprint)
         for is_behind in (False, True):
@@ -177,8 +177,8 @@ class RayWorkers:
             self._ray.init(address=address or "local", **quiet, **({} if address else here))
         except ConnectionError as error:
             raise BackendUnreachableError(
-                f"no Ray cluster answers at {redact(address or 'local')} ({error}); start one: ray start --head, or "
-                "leave out `address` for workers on this machine"
+                f"no Ray cluster answers at {redact_url(address or 'local')} ({error}); start one: ray start --head, "
+                "or leave out `address` for workers on this machine"
             ) from error
 
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ragblend.catalog.registry import ChunkRegistry, SimilarVariant
+from ragblend.catalog.registry import ChunkRegistry, SimilarContextVariant
 from ragblend.corpus.embedders import (
     Embedder,
     FloatArray,
@@ -28,7 +28,8 @@ from ragblend.prompt.types import Chunk
 
 
 class RegisteredChunkFinder:
-    """A `contexts.SimilarChunkFinder` over the framework chunks in `registry`.
+    """A `contexts.SimilarChunkFinder` over the chunks in `registry` that were added through LangChain, LlamaIndex or a
+    server.
 
     It compares the vectors of one embedder. Chunks with vectors of another embedder are ignored.
     """
@@ -43,27 +44,28 @@ class RegisteredChunkFinder:
     def add(self, chunks: Iterable[Chunk]) -> None:
         """Embed the chunks without a vector, and record that their similar variants are requested."""
         entries = {self._entry(text): text for text in dict.fromkeys(chunk.text for chunk in chunks) if text.strip()}
-        if new := [pair for pair in entries.items() if not self.registry.has_variant(pair[0], self._name)]:
-            rows = self._embedder.embed([text for _, text in new])
-            found = [SimilarVariant(*pair, row.astype("<f4").tobytes()) for pair, row in zip(new, rows, strict=True)]
+        if new := [pair for pair in entries.items() if not self.registry.is_variant_recorded(pair[0], self._name)]:
+            rows = self._embedder.embed([text for _, text in new]).astype("<f4")
+            found = [SimilarContextVariant(*pair, row.tobytes()) for pair, row in zip(new, rows, strict=True)]
             self.registry.record_variants(found, self._name)
 
     def find_missing_variants(self) -> list[Chunk]:
         """Return the similar variants of this engine that are requested and not stored.
 
-        The texts that such a variant was computed after were removed, or no similar text existed when it was added.
+        A variant is missing because texts of its context were removed, or because its chunk had no similar text when it
+        was added.
         """
-        missing = [each for each in self.registry.missing_variants(self._name) if self._entry(each.text) == each.entry]
-        return [Chunk(each.text, context="similar") for each in missing]
+        requested = self.registry.variants_without_kv(self._name)
+        return [Chunk(each.text, context="similar") for each in requested if self._entry(each.text) == each.entry]
 
     def delete_unrecorded_variants(self, chunks: Iterable[Chunk]) -> None:
         """Delete the similar variants of `chunks` that are stored, but were not recorded as stored.
 
-        The call that stored them was interrupted. A text that was removed since may be among those that they were
-        computed after, and neither that call nor the removal has deleted them. Raises BackendUnreachableError.
+        The call that stored them was interrupted. A text in their context may have been removed since. The removal did
+        not find these variants, because they were not recorded. Raises BackendUnreachableError.
         """
         own = {self._entry(chunk.text) for chunk in chunks}
-        unrecorded = [each.entry for each in self.registry.missing_variants(self._name) if each.entry in own]
+        unrecorded = [each.entry for each in self.registry.variants_without_kv(self._name) if each.entry in own]
         store = self.engine.store
         stored = [key for key, is_there in zip(unrecorded, store.contains_many(unrecorded), strict=True) if is_there]
         if stored:
@@ -78,7 +80,8 @@ class RegisteredChunkFinder:
         self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """See `SimilarChunkFinder`. Compares with all chunks in one matrix product, which is fast next to a prefill."""
+        """See `SimilarChunkFinder`. Compares with all chunks in one matrix product, which is much faster than a
+        prefill."""
         found: list[str] = []
         for near in self._vectors.nearest(text.strip(), self.registry):
             if len(found) == count:
@@ -87,7 +90,7 @@ class RegisteredChunkFinder:
                 found.append(near)
         return found
 
-    def find_missing_texts(self, texts: Iterable[str]) -> list[str]:
+    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
         """Return the `texts` that no document has, without duplicates."""
         return [text for text in dict.fromkeys(texts) if text not in self.registry]
 
@@ -145,7 +148,7 @@ class _Vectors:
             if variant.text not in self._row_of:
                 self._append(variant)
 
-    def _append(self, variant: SimilarVariant) -> None:
+    def _append(self, variant: SimilarContextVariant) -> None:
         place, row = len(self._texts), np.frombuffer(variant.vector, "<f4")
         if place == len(self._rows):
             grown = np.empty((max(_FIRST_ROWS, 2 * place), row.size), np.float32)

@@ -26,7 +26,7 @@ class IngestReport:
     store_bytes: int = 0  # size of the whole store on disk
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
-    num_removed_kv: int = 0  # deleted entries: of changed or removed chunks, and those computed after them
+    num_removed_kv: int = 0  # deleted entries: of changed or removed chunks, and of chunks with them in the context
     removed: list[str] = field(default_factory=list)  # documents that were removed
     failures: list[ReadFailure] = field(default_factory=list)
     skipped: list[ReadFailure] = field(default_factory=list)  # files that are no documents

@@ -108,7 +108,7 @@ def document_id(document: Any) -> str:
 
 
 def document_label(document: Any, chunk: Chunk) -> str:
-    """Return "ID of SOURCE" of a framework's document for messages; the beginning of its text without both."""
+    """Return "ID of SOURCE" of a framework's document for messages; the beginning of its text if it has neither."""
     metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
     found = (metadata.get(key) for key in ("source", "file_path", "file_name"))
     source = chunk.source or next(filter(None, found), owner)

@@ -83,15 +83,15 @@ def sync_index(
 ) -> SyncResult:
     """Add new and changed documents of `scan` to the index, and remove those whose file or record is missing.
 
-    Only documents from the files and folders of `scan` are removed, also if their file is no document any more or its
-    folder now excludes it. Documents that the pattern of `scan` excludes are kept, and so are documents of unreadable
-    files. With `keep_missing`, no document is removed. Files that were last read by another `reader` are read again.
-    `workers` embed while the next files are read.
+    Only documents from the files and folders of `scan` are removed. A document also counts as missing if its file
+    contains no document any more, or if a `.gitignore` file now excludes it. Documents that the pattern of `scan`
+    excludes are kept, and so are documents of unreadable files. With `keep_missing`, no document is removed. Files that
+    were last read by another `reader` are read again. `workers` embed while the next files are read.
     """
     run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, reader)
     for path in scan.files:
         run.read(path)
-    run.flush(num_ahead=0)
+    run.flush(max_waiting_batches=0)
     if not keep_missing:
         run.remove_missing()
     if not index.is_saved:
@@ -201,14 +201,14 @@ class _SyncPass:
 
     def _flush_if_many(self) -> None:
         if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
-            self.flush(self._workers.num_ahead if self._workers is not None else 0)
+            self.flush(self._workers.max_waiting_batches if self._workers is not None else 0)
 
-    def flush(self, num_ahead: int) -> None:
-        """Start to embed the waiting documents. Index the oldest batches until `num_ahead` are left."""
+    def flush(self, max_waiting_batches: int) -> None:
+        """Start to embed the waiting documents. Index the oldest batches until `max_waiting_batches` are left."""
         texts = [chunk.text for _, _, chunks in self._waiting for chunk in chunks]
         self._batches.append(_Batch(self._waiting, self._finished, self._embed(texts)))
         self._waiting, self._finished = [], []
-        while len(self._batches) > num_ahead:
+        while len(self._batches) > max_waiting_batches:
             self._commit(self._batches[0])
             self._batches.popleft()  # not before: `read` records an error as its file's, and the last `flush` raises it
         if perf_counter() - self._saved_s > _SAVE_EVERY_S:
@@ -216,7 +216,7 @@ class _SyncPass:
             self._saved_s = perf_counter()
 
     def _embed(self, texts: list[str]) -> Callable[[], Mapping[str, FloatArray]]:
-        missing = self.index.find_missing_texts(texts) if self._workers is not None else []
+        missing = self.index.find_unknown_texts(texts) if self._workers is not None else []
         if self._workers is None or not missing:
             return dict
         rows = self._workers.embed(missing, self.index.manifest.embedder)
@@ -266,12 +266,13 @@ class _SyncPass:
         return record.top if record is not None and is_same_or_below(top, record.top) else top
 
     def _make_file_version(self, path: str, digest: str) -> str:
-        return f"{digest}:{self._reader.version(path)}:{self.chunker.version}"
+        return f"{digest}:{self._reader.reader_version(path)}:{self.chunker.version}"
 
 
-def find_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
-    """Return the number of missing files outside of `scan` that had the same bytes as new files, by the path that their
-    ingestion named. After a folder was moved, its documents are in the index twice."""
+def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
+    """Count the indexed files outside of `scan` that no longer exist and had the same bytes as a new file. The keys are
+    the paths that were ingested. A moved folder has such files: its documents are in the index twice.
+    """
     lost: dict[str, int] = {}
     for record in index.files().values() if result.new_versions else ():
         if record.version in result.new_versions and not scan.is_covered(record.path) and _is_deleted(record.path):

@@ -14,25 +14,30 @@ from ragblend.engine.api import Engine
 from ragblend.prompt.types import Chunk
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
-"""Prefills chunks that are missing in the engine's store, and yields the stored bytes of each finished chunk. Variants
-that are computed after other chunks are prefilled after them."""
+"""Prefills chunks that are missing in the engine's store, and yields the bytes stored for each. A variant with other
+chunks in its context is prefilled later than those chunks.
+"""
 
 
 class Workers(Protocol):
     """Processes that write KV directly to the engine's store."""
 
     @property
-    def num_ahead(self) -> int:
+    def max_waiting_batches(self) -> int:
         """Largest number of batches of texts that wait for embedding."""
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:
         """Start to embed `texts` with the embedder of this name. The returned function waits for unit rows [n, dim]."""
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
-        """Prefill chunks as `Prefill` describes. Chunks that are already stored are skipped and yield 0 bytes."""
+        """Prefill and store chunks. Yield the bytes stored for each; 0 for a chunk that was already stored (see
+        `Prefill`).
+        """
 
 
 def prefill_here(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
-    """Prefill chunks in this process as `Prefill` describes, several per pass if the engine supports it."""
+    """Prefill and store chunks in this process, several per pass if the engine supports it. Yield the bytes stored for
+    each (see `Prefill`).
+    """
     together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
     return together(chunks) if together is not None else map(engine.precompute, chunks)

@@ -110,7 +110,7 @@ def calibrate(
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
     fitted, others = split_questions(questions, num_questions, num_held_out, target)
     grid = (0.0, *sorted({validate_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
-    names = rule_names(rules, fitter.layers.num_layers)
+    names = unique_rule_names(rules, fitter.layers.num_layers)
 
     def prompts(texts: Sequence[str]) -> list[Prompt]:
         hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
@@ -153,7 +153,8 @@ def read_questions(text: str) -> list[str]:
 
 
 def generate_questions(chunks: Sequence[Chunk], count: int) -> list[str]:
-    """Return questions without labels: sentences of random chunks whose end is cut off.
+    """Return questions without known answers: each quotes the beginning of a sentence from a random chunk, and asks for
+    the rest.
 
     The first token of an answer then depends on the retrieved chunks. These questions are easier than questions over
     several chunks, so real questions are better.
@@ -183,7 +184,9 @@ def split_questions(
 
 
 def min_questions(target: float) -> int:
-    """Return how many questions establish `target` if all agree: the lower bound of n of n is n / (n + 3.84).
+    """Return the smallest number of questions that establish the agreement `target` if all of them agree.
+
+    For n of n, the lower end of the 95 % interval is n / (n + 3.84) (Wilson).
 
     >>> min_questions(0.9), min_questions(0.98)
     (35, 189)
@@ -207,7 +210,7 @@ def check_target(target: float, num_questions: int) -> None:
 # -- measuring
 
 
-def rule_names(rules: Sequence[str], num_layers: int) -> tuple[str, ...]:
+def unique_rule_names(rules: Sequence[str], num_layers: int) -> tuple[str, ...]:
     """Return the names of rules, each once, the uncalibrated default first."""
     standard = find_rule("auto", num_layers).name
     names = dict.fromkeys(find_rule(rule, num_layers).name for rule in rules)
@@ -221,7 +224,8 @@ def measure_curves(
     ratios: Sequence[float],
     on_progress: Progress,
 ) -> dict[str, Curve]:
-    """Return the curve of each rule: prompts as a calibrated engine blends them, compared with full prefill."""
+    """Return the curve of each rule: the agreement with full prefill by ratio, of prompts that are blended as a
+    calibrated engine blends them."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     for number, prompt in enumerate(prompts):

@@ -258,7 +258,7 @@ def _shorten(title: str) -> str:
     return title if len(title) <= 34 else "..." + title[-31:]
 
 
-def summary_lines(explanation: Explanation) -> Sequence[str]:
+def explanation_lines(explanation: Explanation) -> Sequence[str]:
     """Return the explanation as lines of text: answers, one line per segment, the report."""
     same = "the same, token for token" if explanation.answers_identical else "it differs"
     lines = [f"blend         {explanation.answer}", f"full prefill  {explanation.full_answer}  ({same})", ""]

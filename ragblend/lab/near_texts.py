@@ -46,10 +46,11 @@ class _Candidate(NamedTuple):
 def find_near_texts(
     texts: Iterable[str], prompt: str, is_matched: Callable[[str], bool] = lambda text: False
 ) -> list[NearText]:
-    """Return the texts, at most MAX_NEAR, of which the prompt has at least LEAST_SHARE of the words, the nearest first.
+    """Return up to MAX_NEAR of `texts`, the nearest first, that have at least LEAST_SHARE of their words in the prompt.
 
-    Texts of which `is_matched` is True are left out, and so are texts whose part of the prompt another text covers. If
-    no text reaches LEAST_SHARE, the nearest one is returned; [] if none has NUM_WORDS in a row in the prompt.
+    Texts for which `is_matched` returns True are left out, and so are texts that match about the same part of the
+    prompt as a nearer text. If no text reaches LEAST_SHARE, the nearest one is returned; [] if none has NUM_WORDS in a
+    row in the prompt.
     """
     words = _words(prompt)
     place_of: dict[tuple[str, ...], int] = {}

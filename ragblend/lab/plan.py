@@ -88,7 +88,7 @@ class StorageEstimate:
 
 @dataclass(frozen=True, slots=True)
 class StoragePlan:
-    """All storages, cheapest first, and the cheapest that adds no delay; None if each of them does."""
+    """All storages, cheapest first, and the cheapest one without a delay (None if every storage adds a delay)."""
 
     need: PromptSpec
     full_s: float  # full prefill of one prompt

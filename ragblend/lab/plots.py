@@ -22,9 +22,9 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def check_plot(place: str | Path | None) -> Path | None:
-    """Return the path of a picture that can be drawn and written; None for None. Called before minutes of measuring.
+    """Return the path of a picture that can be drawn and written; None for None. Call it before a long measurement.
 
-    Raises ImportError with the install line without matplotlib, UsageError for another ending.
+    Raises ImportError with the install command if matplotlib is missing, and UsageError for another ending.
     """
     if place is None:
         return None
@@ -93,7 +93,9 @@ def plot_ttft(facts: Facts, path: Path) -> None:
 
 
 def plot_throughput(facts: Facts, path: Path) -> None:
-    """Write mean TTFT over the requests served, a line per mode of `bench throughput`, up to three times the bound."""
+    """Write a plot of mean TTFT (y) over the requests served per second (x), a line per mode of `bench throughput`. The
+    y axis ends at three times the TTFT bound.
+    """
     bound = facts["bound_s"]
     with figure_file(path, 7.5, 4.8, f"vLLM, {_title(facts)}") as figure:
         axes = figure.add_subplot()
@@ -119,7 +121,7 @@ def plot_throughput(facts: Facts, path: Path) -> None:
 
 
 def plot_load(facts: Facts, path: Path) -> None:
-    """Write `bench load`: loading and fusing of every layer on both sides of the line, and TTFT over T_load."""
+    """Write the plot of `bench load`: times of loading and of fusing every layer, and TTFT over T_load."""
     title = f"{_title(facts)}, {facts['runs'][0]['rule']} at {facts['config']['ratio']:.0%}"
     with figure_file(path, 15, 5, title) as figure:
         chosen = _timelines_to_show(facts)
@@ -174,7 +176,7 @@ def _plot_over_load(axes: Any, facts: Facts) -> None:
 
 
 class Panel(NamedTuple):
-    """One plot of runs: its x axis is the field `place` of each run, its y axis the field `name`."""
+    """One plot of runs. `place` and `name` are the names of the runs' fields on its x axis and its y axis."""
 
     place: str
     name: str
@@ -227,18 +229,21 @@ def _line_of(run: Facts) -> tuple[str, str, str]:
 
 
 def plot_with_intervals(
-    axes: Any, points: Sequence[Facts], place: str, name: str, bounds: tuple[str, str], color: str, label: str
+    axes: Any, points: Sequence[Facts], x_field: str, y_field: str, bounds: tuple[str, str], color: str, label: str
 ) -> None:
-    """Draw `name` over `place`, with bars between the fields `bounds` of points that have them."""
-    places, values = [point[place] for point in points], [point[name] for point in points]
-    low, high = (bound if bound in points[0] else name for bound in bounds)
-    below = [max(0.0, point[name] - point[low]) for point in points]  # rounding, at 1
-    above = [max(0.0, point[high] - point[name]) for point in points]
+    """Plot the field `y_field` over the field `x_field`. If the points have the two fields `bounds`, each gets an error
+    bar from the first to the second.
+    """
+    places, values = [point[x_field] for point in points], [point[y_field] for point in points]
+    low, high = (bound if bound in points[0] else y_field for bound in bounds)
+    below = [max(0.0, point[y_field] - point[low]) for point in points]  # rounding, at 1
+    above = [max(0.0, point[high] - point[y_field]) for point in points]
     axes.errorbar(places, values, [below, above], label=label, color=color, marker="o", ms=3, lw=1.2, capsize=2)
 
 
 def plot_calibration(facts: Facts, path: Path) -> None:
-    """Write agreement with full prefill's first token, with 95 % intervals, and KL, over the charged budget.
+    """Write a picture of two plots over the charged budget (recomputed tokens and the query probe): the share of first
+    tokens that equal full prefill's, and the KL divergence, both with 95 % intervals.
 
     There is a line per rule; a ring marks the ratio that was fitted.
     """
@@ -261,7 +266,9 @@ def plot_calibration(facts: Facts, path: Path) -> None:
 
 
 def plot_analysis(facts: Facts, path: Path) -> None:
-    """Write the shares of the tokens, the chunks that most requests need, and the hits of a store over its size."""
+    """Write a picture of three plots: the shares of the prompt tokens by kind, the chunks that most requests need, and
+    the hit rate of a store over its size.
+    """
     by = "estimated" if facts["tokens_are_estimated"] else f"by {facts['tokens_by']}"
     title = f"{facts['num_requests']} requests, {facts['num_tokens']} tokens ({by})"
     with figure_file(path, 13, 4.2, title) as figure:

@@ -236,7 +236,8 @@ class _VllmSubject:
 def open_vllm_for_profile(
     settings: Settings, effort: ProfileConfig, vllm_options: Mapping[str, Any] | None = None
 ) -> Iterator[VllmEngine]:
-    """Open vLLM in this process over an empty store, next to the settings' one, whose memory tier holds the chunks.
+    """Open vLLM in this process over an empty store in the folder of the settings' store. The memory tier of this empty
+    store can hold the chunks of the measurement.
 
     `vllm_options` are vLLM's own; its context length is just enough for the prompts unless they set it.
     """

@@ -62,7 +62,7 @@ def _from_json(body: Any) -> Prompt:
     return Prompt.from_messages(turns, tools, chunks)
 
 
-class UnmatchedText(NamedTuple):
+class MissedReuse(NamedTuple):
     """A stored text of which the prompt contains a `share` of the words, and the reason why it is not reused whole."""
 
     document: str  # "" for an index's text and for one without a document
@@ -71,7 +71,7 @@ class UnmatchedText(NamedTuple):
     reason: str
 
 
-def find_unmatched_texts(engine: LocalEngine, prompt: Prompt) -> list[UnmatchedText]:
+def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[MissedReuse]:
     """Return the stored texts that the prompt contains, in whole or in large part, and does not reuse whole.
 
     If the prompt contains none, return the nearest text; see `find_near_texts`. Reads every text of the store. Texts of
@@ -88,7 +88,7 @@ def find_unmatched_texts(engine: LocalEngine, prompt: Prompt) -> list[UnmatchedT
     with closing(open_registry(engine.store, create=False)) as registry:
         near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
         return [
-            UnmatchedText(
+            MissedReuse(
                 _name_of(registry.documents_of(each.text)), each.text, each.share, _reason(each, engine, registry)
             )
             for each in near

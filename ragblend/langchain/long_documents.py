@@ -42,7 +42,10 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 
 @dataclass(frozen=True, slots=True)
 class LongDocumentChain:
-    """Chain of `create_long_document_chain`, whose arguments are its fields. `chat` is a ChatBlend, bound or not."""
+    """Answers from a document longer than the context. `create_long_document_chain` explains it and its fields.
+
+    `chat` is a ChatBlend, bound or not.
+    """
 
     chat: Runnable[Any, Any]
     combine: str
@@ -61,7 +64,9 @@ class LongDocumentChain:
             _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
     def build(self) -> Runnable[Any, dict[str, Any]]:
-        """Return the chain, which answers from the windows, then makes the last answer, then the result."""
+        """Return the chain. It answers from each window (a group of documents that fits the prompt), makes the final
+        answer from these answers, and then the result.
+        """
         return (
             RunnableLambda(self._read, self._aread)
             | RunnablePassthrough.assign(message=RunnableLambda(self._final_answer))

@@ -29,7 +29,7 @@ from ragblend.frameworks.content import is_media, text_and_chunks
 from ragblend.frameworks.model import MAY_HOLD_SECRETS, BlendModel, NamedMessage, Request, redact_setting
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk, Message, ToolCall
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 
 class PromptOverflowError(PromptTooLongError, ContextOverflowError):
@@ -203,7 +203,7 @@ class LangChainModel(BlendModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Return the settings that change answers, without secrets: the key of LangChain's answer cache."""
-        backend = self.backend if self.backend in ("transformers", "vllm") else redact(self.backend)
+        backend = self.backend if self.backend in ("transformers", "vllm") else redact_url(self.backend)
         own = {"backend": backend, "namespace": self.namespace, "system": self.system}
         own |= self._default_options()
         del own["timeout"]
@@ -255,7 +255,9 @@ class _RolesPromptValue(ChatPromptValue):
 
 
 def keep_roles(prompt: PromptValue) -> PromptValue:
-    """Return a chat prompt whose string has its messages; any other prompt unchanged."""
+    """Return a chat prompt as a value whose `to_string` result has the messages with their roles; any other prompt
+    unchanged.
+    """
     if isinstance(prompt, ChatPromptValue) and not isinstance(prompt, _RolesPromptValue):
         if not prompt.messages:
             raise UsageError("no messages given; pass at least one message with text")

@@ -35,7 +35,9 @@ def bind_tools(
     strict: bool | None = None,
     **options: Any,
 ) -> Runnable[Any, Any]:
-    """Return `chat` with tools in OpenAI's form; `strict` closes their schemas and requires every parameter."""
+    """Return `chat` with tools in OpenAI's form. With `strict`, the schemas of the tools forbid additional properties
+    and require every parameter.
+    """
     return chat.bind(
         tools=describe_tools(tools, strict), **{name: value for name, value in options.items() if value is not None}
     )
@@ -137,7 +139,9 @@ def _is_complete(result: Sequence[Generation]) -> bool:
 
 
 def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
-    """Return an AIMessage's content and calls from an answer with calls in `form`; a cut call is invalid."""
+    """Return the content and the tool calls of an AIMessage, from the text of an answer with calls in `form`. A call
+    that was cut off is one of the `invalid_tool_calls`.
+    """
     content, found = split_text_and_calls(text, form)
     calls: list[ToolCall] = []
     invalid: list[InvalidToolCall] = []

@@ -89,8 +89,8 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """The model's tokenizer, for `Settings.tokenizer = llm.tokenizer`, by which LlamaIndex packs prompts. Its
-        default counts GPT's tokens, so packed prompts may exceed the context."""
+        """The model's tokenizer, for `Settings.tokenizer = llm.tokenizer`, by which LlamaIndex packs prompts.
+        LlamaIndex's default tokenizer counts GPT's tokens, so packed prompts may exceed this model's context."""
         return lambda text: list(self.engine.renderer.text_ids(text))
 
     # --- chat ---
@@ -218,7 +218,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     def _chat_response(self, request: Request, result: Generation) -> ChatResponse:
         if request.options.tools and may_return_calls(request.options):
-            blocks = _blocks(result.text, self.engine.renderer.calls_shown)
+            blocks = _blocks(result.text, self.engine.renderer.call_format_in_text)
             # LlamaIndex' programs check this field for calls before they read them.
             more = {"tool_calls": [block.model_dump() for block in blocks if isinstance(block, ToolCallBlock)]}
             message = ChatMessage(
@@ -232,7 +232,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         if not (request.options.tools and may_return_calls(request.options)):
             yield from map(_as_chat, self._stream_response(request))
             return
-        form, stream, shown = self.engine.renderer.calls_shown, self._open(request), ""
+        form, stream, shown = self.engine.renderer.call_format_in_text, self._open(request), ""
         reader = CallReader(form)
         for piece in self._pieces(stream, request):
             said = "".join(part for part in reader.push(piece) if isinstance(part, str))

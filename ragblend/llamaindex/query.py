@@ -209,8 +209,8 @@ class BlendQueryEngine(RetrieverQueryEngine):
     ) -> BlendQueryEngine:
         """Return a query engine over any LlamaIndex retriever; `llm` is a BlendLLM unless a synthesizer is given.
 
-        Raises UsageError for LlamaIndex's other arguments (`response_mode`, prompt templates, ...), which are for its
-        own prompts, and for `streaming` or `system` together with a synthesizer, which has both.
+        Raises UsageError for arguments that only LlamaIndex's own prompts use (`response_mode`, prompt templates, ...).
+        Raises it for `streaming` or `system` together with a synthesizer; set them on the synthesizer.
         """
         _reject_unknown("from_args", [*map(repr, args), *kwargs])
         if response_synthesizer is not None and (streaming or system is not None):
@@ -342,7 +342,8 @@ class BlendIngestion(TransformComponent):
     collection: str = _COLLECTION
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the fields with an id that never repeats: LlamaIndex derives the key of its cache from them."""
+        """Return the fields and a new unique id. LlamaIndex derives its cache key from them, so it never skips this
+        step as cached."""
         return {**super().to_dict(**kwargs), "call_id": uuid.uuid4().hex}
 
     def __getstate__(self) -> dict[str, Any]:

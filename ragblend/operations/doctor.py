@@ -160,7 +160,7 @@ def _check_device() -> DiagnosticResult:
 
 def _check_model(settings: Settings) -> DiagnosticResult:
     from ragblend.engine.transformers.checkpoints import find_model
-    from ragblend.engine.transformers.model import describe_fusable_model
+    from ragblend.engine.transformers.model import summarize_fusable_model
 
     if settings.model is None:
         finding = f"no model is named, and the store {settings.store} has none"
@@ -170,7 +170,7 @@ def _check_model(settings: Settings) -> DiagnosticResult:
     try:
         path = find_model(settings.model)
         return DiagnosticResult(
-            "model", True, f"{settings.model}: {describe_fusable_model(path, settings.trust_remote_code)}"
+            "model", True, f"{settings.model}: {summarize_fusable_model(path, settings.trust_remote_code)}"
         )
     except RagblendError as error:
         return DiagnosticResult("model", False, str(error), "choose another --model, or --model demo")

@@ -139,7 +139,7 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
         with open_registry(disk) as registry:
             problems = registry.find_problems()
             stored = (
-                {} if registry.is_shared else registry.stored_entries()
+                {} if registry.is_shared else registry.fingerprints_by_key()
             )  # a fleet's entries are also on other disks
     except RagblendError as error:
         report.damaged_files[CATALOG_FILE] = str(error)
@@ -180,9 +180,9 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             index=index,
             register_texts=lambda: registry.add(indexed, DocumentKey(index.collection)),
         )
-        stored = registry.stored_entries()
+        stored = registry.fingerprints_by_key()
     if CATALOG_FILE in report.damaged_files:
-        engine.add_known(chunk for chunk in others if engine.is_stored(chunk))
+        engine.add_known_chunks(chunk for chunk in others if engine.is_stored(chunk))
     for key in report.damaged if disk is not None else ():
         assert disk is not None
         disk.drop_unreadable(key)  # last, so that the next `verify` finds it after a kill
@@ -285,11 +285,12 @@ def collect_garbage(
     orphans: bool = False,
     kv_dir: str | None = None,
 ) -> GcReport:
-    """Remove temp files, damaged entries, with `orphans` also those, then the least recently used KV over `max_bytes`.
+    """Remove temp files, damaged entries and, if `orphans` is True, orphans; then the least recently used KV over
+    `max_bytes`.
 
     Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
-    KV computed after such a chunk, their registered texts, and pins of documents that are not indexed. Documents that
-    are ingested during the run keep their entries. A dry run removes nothing. Raises RagblendError if the index's
+    KV with such a chunk in its context, their registered texts, and pins of documents that are not indexed. Documents
+    that are ingested during the run keep their entries. A dry run removes nothing. Raises RagblendError if the index's
     tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
@@ -344,7 +345,7 @@ def _drop_orphans(
                 used = used.add_texts(fresh, index.manifest.generation, registry.last_text_number())
                 pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
-            freed_bytes += disk.delete_many(batch)
+            freed_bytes += disk.reclaim(batch)
         dropped += batch
     return dropped, freed_bytes
 
@@ -352,7 +353,7 @@ def _drop_orphans(
 def _unrecord_missing(disk: DiskStore) -> None:
     """Delete the registry's records of missing entries. It is the last step, so `verify` reports them after a kill."""
     with open_registry(disk, create=False) as registry:
-        if gone := [key for key in registry.stored_entries() if not disk.has_file(key)]:
+        if gone := [key for key in registry.fingerprints_by_key() if not disk.has_file(key)]:
             registry.remove_stored_entries(gone)
 
 
@@ -407,7 +408,7 @@ def push_store(
             try:
                 found = disk.get(key)
                 if found is not None:
-                    remote.send(found)
+                    remote.put_and_wait(found)
                     report.num_sent += 1
                     report.sent_bytes += found.nbytes
                 else:

@@ -102,6 +102,6 @@ def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str]
         remote.delete(key)
         with suppress(DamagedEntryError):
             if (kv := disk.get(key)) is not None:
-                remote.send(kv)
+                remote.put_and_wait(kv)
                 sent += 1
     return sent

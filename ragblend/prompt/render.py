@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
-from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, is_markup, turn_arrangements
-from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, without_tools
+from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, is_control_token, turn_arrangements
+from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, tool_use_as_text
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
 _HEAD, _TAIL = "ragblendhead", "ragblendtail"
@@ -32,18 +32,17 @@ _CHARACTER_TOKENS = 4  # most tokens of one character: its bytes in UTF-8
 _CACHED_CHUNKS = 16_384  # texts, each with four bytes a token
 
 
-class RenderedText(NamedTuple):
+class TokenizedText(NamedTuple):
     """Text, its token ids and, for each id, the characters of the text that it encodes: [start, end)."""
 
     text: str
     ids: list[int]
-    spans: list[tuple[int, int]]
+    offset_mapping: list[tuple[int, int]]
 
     def ids_within(self, start: int, end: int) -> tuple[int, ...]:
         """Return the ids that encode characters of text[start:end] and no others."""
-        return tuple(
-            token for token, (first, last) in zip(self.ids, self.spans, strict=True) if start <= first < last <= end
-        )
+        pairs = zip(self.ids, self.offset_mapping, strict=True)
+        return tuple(token for token, (first, last) in pairs if start <= first < last <= end)
 
 
 class Renderer:
@@ -75,7 +74,7 @@ class Renderer:
         self._control_ids = {
             text: token
             for text, token in tokenizer.get_added_vocab().items()
-            if text.strip() and len(text) > 1 and (text in special or is_markup(text))
+            if text.strip() and len(text) > 1 and (text in special or is_control_token(text))
         }
         texts = sorted(self._control_ids, key=len, reverse=True)
         control = "|".join(map(re.escape, texts)) if texts else r"(?!)"
@@ -90,7 +89,7 @@ class Renderer:
     def fingerprint(self) -> str:
         """Return 16 hex digits, equal if the tokenizers are equal and both or neither have a chat template.
 
-        The digest contains the names of earlier classes, so that existing indexes keep their fingerprint.
+        The hashed text contains former names of this class, so that existing indexes stay valid.
         """
         kind = "PlainFormat" if self._template.endswith(PLAIN_TEMPLATE) else "ChatTemplateFormat"
         return hashlib.blake2b(f"{kind}\0\0{self.backend.to_str()}".encode(), digest_size=8).hexdigest()
@@ -106,9 +105,9 @@ class Renderer:
         Raises UsageError if the template rejects all of these.
         """
         if not prompt.is_chat:
-            return self.render_text(prompt.messages[0].content)
+            return self.encode_with_special_tokens(prompt.messages[0].content)
         if prompt.uses_tools and not self.knows_tools:
-            prompt = without_tools(prompt)
+            prompt = tool_use_as_text(prompt)
         refusal: UsageError | None = None
         for messages in turn_arrangements(prompt):
             try:
@@ -118,7 +117,7 @@ class Renderer:
         assert refusal is not None
         raise refusal
 
-    def render_text(self, text: str) -> list[int]:
+    def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the ids of a plain string, with the special tokens that the tokenizer adds."""
         if not self._control.search(text):
             return list(self._tokenizer(text, verbose=False).input_ids)
@@ -146,7 +145,7 @@ class Renderer:
         """Return the ids of `text`, without outer whitespace, in a user's message with more text after it.
 
         Tokens that also encode characters of the template or of the separator are left out. A space that the template
-        writes before the text is part of it, because most tokenizers make one token of a space and a word.
+        writes before the text is included, because most tokenizers make one token of a space and a word.
         """
         return tuple(self._cached_chunk_ids(text.strip()))
 
@@ -164,7 +163,7 @@ class Renderer:
         return len(self.chunk_ids(text) if self._rewrites_contents else self.text_ids(text))
 
     def prefix_ids(self, system: str | None = None, *, pins_date: bool = False) -> tuple[int, ...]:
-        """Return the ids before a chunk at the start of the first user message, after the system message if any.
+        """Return the ids of everything before the first user message's text: template header, system message if any.
 
         pins_date: if the template writes today's date, it writes `PINNED_DATE` instead.
         """
@@ -239,7 +238,7 @@ class Renderer:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of every id, control tokens included. The joined texts equal the text of all ids.
 
-        A character of several tokens is the text of the last one; the others have "".
+        If several tokens encode one character, the last of them has the character and the others have "".
         """
         texts, start = [], 0
         for end in range(1, len(token_ids) + 1):
@@ -272,18 +271,18 @@ class Renderer:
     # --- tools ---
 
     @cached_property
-    def calls(self) -> CallFormat:
+    def call_format(self) -> CallFormat:
         """Return the format in which this model writes tool calls."""
         return self._own_call_format or HERMES
 
     @cached_property
-    def calls_shown(self) -> CallFormat:
-        """Return the format of tool calls, `calls`, as it reads in an answer's text, which has no control tokens."""
+    def call_format_in_text(self) -> CallFormat:
+        """Return `call_format` without its control tokens, which an answer's text leaves out."""
 
         def show(text: str) -> str:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.split_control_tokens(text))
 
-        return self.calls.without_control_tokens(show)
+        return self.call_format.without_control_tokens(show)
 
     @property
     def knows_tools(self) -> bool:
@@ -297,12 +296,12 @@ class Renderer:
 
     # --- the template ---
 
-    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedText:
+    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> TokenizedText:
         written = "\n".join(_texts_in([*turns, *tools]))
         if not self._control.search(written):
             text = self._apply_template(turns, tools)
             encoding = self.backend.encode(text, add_special_tokens=False)
-            return RenderedText(text, encoding.ids, encoding.offsets)
+            return TokenizedText(text, encoding.ids, encoding.offsets)
         word = _unused_word(written)
         found: list[str] = []
         text = self._apply_template(self._protect(turns, word, found), self._protect(tools, word, found))
@@ -348,7 +347,7 @@ class Renderer:
             return [self._protect(item, word, found) for item in value]
         return value
 
-    def _encode_protected(self, text: str, word: str, found: Sequence[str]) -> RenderedText:
+    def _encode_protected(self, text: str, word: str, found: Sequence[str]) -> TokenizedText:
         """Return the ids of `text`, in which each placeholder is replaced by its control token as ordinary text."""
         placeholder = re.compile(rf"{word}(\d+)end")
         ids: list[int] = []
@@ -369,7 +368,7 @@ class Renderer:
                 ids += [self._original_ids.get(each, each) for each in encoding.ids[num_lead:]]
                 spans += [(first + shift, last + shift) for first, last in encoding.offsets[num_lead:]]
                 whole += plain
-        return RenderedText(whole, ids, spans)
+        return TokenizedText(whole, ids, spans)
 
     @cached_property
     def _control_with_space(self) -> re.Pattern[str]:

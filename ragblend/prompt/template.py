@@ -117,12 +117,12 @@ def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def is_markup(text: str) -> bool:
+def is_control_token(token: str) -> bool:
     """Return True if an added token controls the model although it is not marked special, as `<tool_call>` does.
 
     Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
 
-    >>> is_markup("<think>"), is_markup("    "), is_markup("é")
+    >>> is_control_token("<think>"), is_control_token("    "), is_control_token("é")
     (True, False, False)
     """
-    return len(text) > 1 and any(letter.isalnum() for letter in text)
+    return len(token) > 1 and any(letter.isalnum() for letter in token)

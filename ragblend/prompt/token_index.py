@@ -81,11 +81,13 @@ class TokenIndex:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the index takes in memory. The chunks' ids are not part of it."""
+        """Return the number of bytes that the index takes in memory. The chunks' ids are not part of it."""
         return sum(array.nbytes for array in (self._tags, self._extras, self._chunks, self._offsets))
 
     def add(self, chunks: Iterable[tuple[int, Sequence[int] | NDArray[np.integer]]]) -> None:
-        """Add chunks by number and ids; a number must not be added twice. Fewer than WINDOW ids are never found."""
+        """Add chunks by number and ids; a number must not be added twice. A chunk of fewer than WINDOW ids is never
+        found.
+        """
         numbers, all_ids = [], []
         for number, ids in chunks:
             numbers.append(number)
@@ -113,8 +115,8 @@ class TokenIndex:
     def find_runs(self, ids: Sequence[int] | NDArray[np.integer]) -> list[Run]:
         """Return runs that do not overlap, in the order of the prompt.
 
-        Of overlapping runs the longest is returned, then the one that starts first, then that of the lower chunk. The
-        uncovered parts of other runs are returned if they are long enough.
+        Of overlapping runs the longest is returned; of equally long ones the one that starts first; of those the one
+        with the lowest chunk number. The uncovered parts of other runs are returned if they are long enough.
         """
         prompt = np.asarray(ids, np.int64)
         if len(prompt) < WINDOW or not self._num_chunks:
@@ -290,8 +292,9 @@ class _Anchors:
 def anchor_offsets(chunk_length: int) -> range:
     """Return the offsets of the anchors of a chunk of `chunk_length` tokens, all below 2**16.
 
-    A chunk of fewer than MIN_RUN tokens has an anchor at every offset, so that it is found without its edges. A chunk
-    too short for two anchors has one every WINDOW ids, so that one is found if its first tokens differ in the prompt.
+    A chunk of fewer than MIN_RUN tokens has an anchor at every offset, so that it is found even if tokens at its edges
+    differ in the prompt. A longer chunk has an anchor every STRIDE ids. If there is room for only one of these, it has
+    an anchor every WINDOW ids, so that another one matches if the first tokens of the chunk differ.
     """
     end = min(chunk_length - WINDOW + 1, 1 << 16)
     if chunk_length < MIN_RUN:

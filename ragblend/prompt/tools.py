@@ -48,10 +48,10 @@ class CallFormat:
     opening: str = ""
     closing: str = ""
 
-    def without_control_tokens(self, show: Callable[[str], str]) -> CallFormat:
-        """Return the format as it appears in an answer's text. `show` removes control tokens from a text."""
-        parts = {name: show(getattr(self, name)) for name in ("begin", "middle", "end", "opening", "closing")}
-        return replace(self, **parts, delimiter=None if self.delimiter is None else show(self.delimiter))
+    def without_control_tokens(self, strip: Callable[[str], str]) -> CallFormat:
+        """Return the format as it appears in an answer's text. `strip` removes control tokens from a text."""
+        parts = {name: strip(getattr(self, name)) for name in ("begin", "middle", "end", "opening", "closing")}
+        return replace(self, **parts, delimiter=None if self.delimiter is None else strip(self.delimiter))
 
     def format_calls(self, calls: Iterable[Any]) -> str:
         """Return the text of ToolCalls in this format."""
@@ -92,7 +92,8 @@ def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Se
 
 
 def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
-    """Return the call format of a chat template; None if it does not support tools, or writes arguments not as JSON.
+    """Return the call format of a chat template; None if it has no tool support, or writes arguments in another form
+    than JSON.
 
     apply_template: a function of turns, tools and `add_generation_prompt`, which is False if no answer follows.
     """
@@ -163,9 +164,9 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     return [tool["function"]["name"] for tool in tools]
 
 
-def without_tools(prompt: Prompt) -> Prompt:
+def tool_use_as_text(prompt: Prompt) -> Prompt:
     """Return `prompt` with its tools, calls and results as text, for a template that does not support tools."""
-    return tools_as_text(prompt) if prompt.tools else without_tool_turns(prompt)
+    return tools_as_text(prompt) if prompt.tools else tool_results_as_text(prompt)
 
 
 def tools_as_text(prompt: Prompt) -> Prompt:
@@ -189,7 +190,7 @@ def tools_as_text(prompt: Prompt) -> Prompt:
     return Prompt.from_messages(merged, chunks=prompt.chunks)
 
 
-def without_tool_turns(prompt: Prompt) -> Prompt:
+def tool_results_as_text(prompt: Prompt) -> Prompt:
     """Return `prompt`, which has no tools, with the results of earlier calls as text.
 
     The results are moved before the question that the calls were for, where a model expects documents, separated by
@@ -285,7 +286,8 @@ class CallPiece(NamedTuple):
 
 
 class CallReader:
-    """Reader of the text and calls in a streamed answer. `form` is the format without control tokens.
+    """Reader of the text and calls in a streamed answer. `form`: the format of calls as an answer's text has it, in
+    which control tokens are missing.
 
     >>> reader = CallReader(HERMES)
     >>> pieces = ['Well.\\n<tool_call>\\n{"name": "add", "argu', 'ments": {"a": "}"}}\\n</tool_call>']

@@ -26,8 +26,8 @@ class Chunk:
     """Reusable piece of a document: the unit of retrieval and of stored KV.
 
     `text` is `document[start:end]` of the document named by `source`, character for character, unless its metadata have
-    `verbatim: False`. `context` and `context_texts` are for precomputing: with "similar", the KV is computed after the
-    `context_texts`, the texts of other chunks; with None and "none", after the prefix alone.
+    `verbatim: False`. `context` and `context_texts` are for precomputing: with "similar", the KV is computed with the
+    `context_texts`, the texts of other chunks, before the chunk; with None and "none", with the prefix alone before it.
     """
 
     text: str
@@ -122,8 +122,8 @@ class Prompt:
     ) -> Prompt:
         """Return a prompt of turns in order; each a Message or `(role, content)`: a string, a Chunk or a list of both.
 
-        The prompt names the Chunks in the contents, and `chunks`, whose texts the messages contain. Raises UsageError
-        without content or for an unknown role.
+        The chunks of the prompt are the Chunks in the contents, and `chunks`, chunks whose texts the messages contain
+        already. Raises UsageError without content or for an unknown role.
         """
         turns: list[Message] = []
         named = [as_chunk(chunk) for chunk in chunks]
@@ -174,7 +174,8 @@ class Prompt:
 
 
 def join_parts(parts: Iterable[Part]) -> str:
-    """Return the text of `parts`, with a blank line between a Chunk and text that no whitespace separates from it.
+    """Return the text of `parts`. A blank line is inserted between a Chunk and its neighbour if neither has whitespace
+    there.
 
     >>> join_parts(["See", Chunk("a b"), Chunk("c"), "Why?"])
     'See\\n\\na b\\n\\nc\\n\\nWhy?'
@@ -260,7 +261,8 @@ class PromptSegment(NamedTuple):
 class MatchedPrompt:
     """Token ids of a prompt, and the runs of chunks in them in the order of the prompt.
 
-    `prefix_ids`: the first ids of the prompt, up to its system message, after which chunks may be stored; () if none.
+    `prefix_ids`: the ids from the start of the prompt to the place where a chunk right after the system message would
+    begin. Stored chunks may have been computed with these ids before them. () without such ids.
     """
 
     token_ids: list[int]
@@ -280,7 +282,7 @@ class MatchedPrompt:
 
     @property
     def question_start(self) -> int | None:
-        """Return the position after the last run; None if it ends the prompt, or if there is no run."""
+        """Return the position after the last run; None if there is no run, or if no token follows the last one."""
         end = self.runs[-1].end if self.runs else self.num_tokens
         return end if end < self.num_tokens else None
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _ASK_S = 10.0  # longest wait for the workers, which respond between two engine steps
 
 
-class BlendMiddleware:
+class RoutesMiddleware:
     """ASGI middleware that adds ragblend's routes to vLLM's application at the first request, and checks API keys."""
 
     def __init__(self, app: App) -> None:
@@ -71,7 +71,7 @@ class BlendMiddleware:
         if self._readiness is None:
             await app(scope, receive, send)
         else:
-            await self._readiness.serve(app, scope, receive, send)
+            await self._readiness.serve_unless_stopping(app, scope, receive, send)
 
 
 def install_routes(app: Any) -> Readiness:
@@ -87,7 +87,7 @@ def install_routes(app: Any) -> Readiness:
     async def facts(request: Request) -> Response:
         grant = current_grant()
         namespace = {} if grant is None else {"namespace": grant.namespace}
-        found = await run_in_threadpool(lambda: {**served.model_facts(), **served.answer_facts()})
+        found = await run_in_threadpool(lambda: {**served.model_facts(), **served.answer_parser_facts()})
         return JSONResponse({**found, **namespace})
 
     respond = make_request_handler(served.config.message_for_clients)
@@ -169,13 +169,13 @@ class ServerResources:
             "context": self.config.context or self._stored_context(),
         }
 
-    def answer_facts(self) -> dict[str, Any]:
+    def answer_parser_facts(self) -> dict[str, Any]:
         """Return the facts with which a client parses answers; {} if the model's tokenizer cannot be loaded."""
         try:
             renderer = self.renderer
         except RagblendError:
             return {}
-        forms = {"calls": asdict(renderer.calls), "calls_shown": asdict(renderer.calls_shown)}
+        forms = {"calls": asdict(renderer.call_format), "calls_shown": asdict(renderer.call_format_in_text)}
         return {"answer_lead": renderer.whitespace_before_answer, "knows_tools": renderer.knows_tools, **forms}
 
     @cached_property
@@ -225,13 +225,14 @@ def correct_cached_tokens(engine_client: Any) -> None:
     engine_client.generate = counted
 
 
-def add_reports_to_streams(serving: Any, name: str, place: int) -> None:
+def add_reports_to_streams(serving: Any, method_name: str, arg_index: int) -> None:
     """Make the streams of `serving`, one of vLLM's handlers, end with an event that has `kv_transfer_params`.
 
-    `name`: the handler's method that turns results into the events of a stream. Its first argument is the request. Of
-    its other arguments, the one at index `place` is the iterator of vLLM's results, and the next one the request's id.
+    `method_name`: the handler's method that turns results into the events of a stream. Its first argument is the
+    request. Of its other arguments, the one at index `arg_index` is the iterator of vLLM's results, and the next one
+    the request's id.
     """
-    original = getattr(serving, name)
+    original = getattr(serving, method_name)
 
     def with_report(request: Any, *args: Any, **kwargs: Any) -> Any:
         if (getattr(request, "kv_transfer_params", None) or {}).get(PARAMS_KEY) is None:
@@ -240,7 +241,7 @@ def add_reports_to_streams(serving: Any, name: str, place: int) -> None:
         request_ids: set[str] = set()
 
         async def watched() -> AsyncIterator[Any]:
-            async for each in args[place]:
+            async for each in args[arg_index]:
                 result = each[1] if isinstance(each, tuple) else each
                 request_ids.add(result.request_id)
                 params.update(getattr(result, "kv_transfer_params", None) or {})
@@ -248,19 +249,19 @@ def add_reports_to_streams(serving: Any, name: str, place: int) -> None:
 
         async def events() -> AsyncIterator[str]:
             has_report = False  # True from vLLM 0.33 on
-            async for event in original(request, *args[:place], watched(), *args[place + 1 :], **kwargs):
+            async for event in original(request, *args[:arg_index], watched(), *args[arg_index + 1 :], **kwargs):
                 has_report = has_report or _has_report(event)
                 done = event.startswith("data: [DONE]") and not has_report
                 if done and not params and len(request_ids) == 1:  # after a stop string, vLLM drops the report
                     params.update(await report_from_workers(serving, request_ids.pop()))
                 if done and params:
-                    last = {"id": args[place + 1], "choices": [], "kv_transfer_params": params}
+                    last = {"id": args[arg_index + 1], "choices": [], "kv_transfer_params": params}
                     yield f"data: {json.dumps(last)}\n\n"
                 yield event
 
         return events()
 
-    setattr(serving, name, with_report)
+    setattr(serving, method_name, with_report)
 
 
 def _has_report(event: str) -> bool:

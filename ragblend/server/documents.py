@@ -26,7 +26,7 @@ import numpy as np
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.leases import LEASE_S, Leases
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentKey, StoredCounts
+from ragblend.catalog.schema import DocumentKey, SentDocumentCounts
 from ragblend.catalog.sent_documents import (
     SentDocument,
     SentDocumentTable,
@@ -227,7 +227,7 @@ class DocumentIngester:
         except Exception as error:
             if len(rows) == 1:
                 log.warning("the document %r of the collection %r is not stored: %s", first.id, first.collection, error)
-                self._table.record_outcome(first, StoredCounts(), self._describe(error), is_stored=False)
+                self._table.record_outcome(first, SentDocumentCounts(), self._describe(error), is_stored=False)
                 return
             for row in rows:
                 self._store([row])
@@ -242,13 +242,13 @@ class DocumentIngester:
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
-            self._table.record_outcome(row, StoredCounts(*counts), reason, is_stored=is_stored)
+            self._table.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
         self._progress = (namespace, done, total or 0)
 
     def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Prefill chunks in turn, with pauses while requests generate. Yield the bytes stored for each."""
+        """Prefill chunks in turn, with pauses while requests generate. Yield the number of bytes stored for each."""
         is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
@@ -267,7 +267,7 @@ class DocumentIngester:
             self._renew_leases()
 
     def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
-        """Prefill a chunk, but first wait while another server prefills it. Return the bytes stored."""
+        """Prefill a chunk, but first wait while another server prefills it. Return the number of bytes stored."""
         if self._leases is None:
             return engine.precompute(chunk)
         name = f"kv {engine.key(chunk)}"

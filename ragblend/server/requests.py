@@ -115,7 +115,8 @@ class AcceptedDocuments(BaseModel):
 
 
 class StoredCounts(BaseModel):
-    """Numbers of stored chunks, of their tokens, and of entries stored before (known) and by (new) this ingestion."""
+    """Numbers of stored chunks and of their tokens. Of their entries, `num_known_kv` were stored before this ingestion,
+    and it stored `num_new_kv` with `new_kv_bytes`."""
 
     num_chunks: int
     num_tokens: int
@@ -125,7 +126,9 @@ class StoredCounts(BaseModel):
 
 
 class DocumentCounts(StoredCounts):
-    """Numbers of stored, pending and failed documents. A stored document that was sent again is stored and waiting."""
+    """Numbers of stored, pending and failed documents, and of waiting ones, whose text is still to be stored: the
+    pending documents, and stored documents that were sent again.
+    """
 
     num_stored: int
     num_pending: int

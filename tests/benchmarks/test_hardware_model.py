@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.hardware_model import LLAMA_8B, Line, Model, estimate, main
 from ragblend.engine.fusion.attention import attend_rows
-from ragblend.engine.vllm.attention_calls import kv_reads_per_run, kv_reads_shared
+from ragblend.engine.vllm.attention_calls import kv_reads_by_run, kv_reads_by_tile
 
 ROOT = Path(__file__).parents[2]
 positions = st.sets(st.integers(0, 700), min_size=1, max_size=300).map(sorted)
@@ -35,15 +35,15 @@ def test_what_is_read_together_is_what_the_kernel_is_given(rows: list[int]) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.functional, "scaled_dot_product_attention", counting)
         attend_rows(states, kv, kv, torch.tensor(rows), None)
-    assert sum(read) == kv_reads_shared(rows) <= kv_reads_per_run(rows)
+    assert sum(read) == kv_reads_by_tile(rows) <= kv_reads_by_run(rows)
 
 
 @given(rows=positions)
 def test_a_run_reads_all_before_it_for_itself(rows: list[int]) -> None:
     starts = [row for row in rows if row - 1 not in rows]
-    assert kv_reads_per_run(rows) >= sum(start + 1 for start in starts)
+    assert kv_reads_by_run(rows) >= sum(start + 1 for start in starts)
     if len(starts) == len(rows):
-        assert kv_reads_per_run(rows) == sum(rows) + len(rows)
+        assert kv_reads_by_run(rows) == sum(rows) + len(rows)
 
 
 def test_the_operations_are_those_that_torch_counts() -> None:

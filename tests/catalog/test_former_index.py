@@ -86,7 +86,7 @@ def assert_whole(index: ChunkIndex) -> None:
     np.testing.assert_array_equal(index.embed([DARK]), HashingEmbedder(8).embed([DARK]))
     assert index.registry.texts_of(OWNER) == {DARK, ROCK, GREY, SPLITS}
     assert index.registry.texts_of(DocumentKey("langchain", "9")) == {ADDED}
-    assert index.registry.stored_entries() == {"entry-a": "model", "entry-b": "model"}
+    assert index.registry.fingerprints_by_key() == {"entry-a": "model", "entry-b": "model"}
     assert index.find_problems() == []
 
 

@@ -67,7 +67,7 @@ def test_chunks_are_added_to_and_found_in_the_file_that_replaced_the_open_one(pa
     assert chunks_found(known, 5) == set()
     add(known, [0])  # the removed file has its ids
     assert chunks_found(known, 5) == {0}
-    assert ChunkRegistry(path).count_ids("t", "") == 1
+    assert ChunkRegistry(path).count_tokenized_texts("t", "") == 1
     with ChunkRegistry(path.parent / "other" / CATALOG_FILE) as other:
         for number in range(2, 5):
             add(KnownChunks(other, "t", ""), [number])

@@ -325,7 +325,7 @@ def test_a_catalogue_has_the_documents_of_one_model_unless_another_is_added(
         registry.add_model("f" * 8, "other", new_model=False)
     with load_engine("demo", tmp_path / "two", catalog=shared_catalog) as engine:
         engine.precompute("A text.")
-        assert list(engine.known_chunks._registry.stored_entries()) == []
+        assert list(engine.known_chunks._registry.fingerprints_by_key()) == []
     assert not (tmp_path / "two" / CATALOG_FILE).exists()
 
 

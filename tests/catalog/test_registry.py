@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.catalog.registry import ChunkRegistry, SimilarVariant, open_registry
+from ragblend.catalog.registry import ChunkRegistry, SimilarContextVariant, open_registry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
@@ -237,8 +237,11 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(
             DocumentKey("langchain", "a/b"): 1,
         }
         assert registry.version_of(DocumentKey("langchain", "a/b")) == ("v1" if version == 5 else "")
-        assert registry.stored_entries() == {"entry-a": "model", "entry-b": "model"}
-        variants = [SimilarVariant("entry-b", SLATE, b"1234", True), SimilarVariant("entry-c", CHALK, b"5678")]
+        assert registry.fingerprints_by_key() == {"entry-a": "model", "entry-b": "model"}
+        variants = [
+            SimilarContextVariant("entry-b", SLATE, b"1234", True),
+            SimilarContextVariant("entry-c", CHALK, b"5678"),
+        ]
         assert [each for _, each in registry.variants_after(0, "words 1")] == (variants if version == 5 else [])
         assert registry.has_ids(BASALT, "t", "") == (version > 3)
         assert registry.has_all_entry_chunks(tmp_path) == (version == 5)

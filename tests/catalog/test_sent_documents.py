@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.schema import StoredCounts
+from ragblend.catalog.schema import SentDocumentCounts
 from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_SERVER_FILE
 
@@ -50,10 +50,10 @@ def test_what_was_sent_again_meanwhile_is_not_finished(kept_place: str | Path) -
         send(table, "1")
         (first,) = table.next_waiting(10, 1000)
         send(other, "1")
-        table.record_outcome(first, StoredCounts(1), "", is_stored=True)
+        table.record_outcome(first, SentDocumentCounts(1), "", is_stored=True)
         assert table.status_counts("", None, None)["notes"]["num_pending"] == 1
         (again,) = other.next_waiting(10, 1000)
-        other.record_outcome(again, StoredCounts(2), "", is_stored=True)
+        other.record_outcome(again, SentDocumentCounts(2), "", is_stored=True)
         summary = table.status_counts("", "notes", None)["notes"]
         assert (summary["num_stored"], summary["num_waiting"], summary["num_chunks"]) == (1, 0, 2)
 

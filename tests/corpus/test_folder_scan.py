@@ -125,7 +125,7 @@ def test_our_own_data_is_left_out_wherever_it_is(tmp_path):
         "now/models/x.json",
     )
     make(tmp_path, "new/index.md", "ragblend-data/demo/corpus/x.md", "ragblend.toml", "other/texts.sqlite")
-    assert seen(tmp_path, scan_folders([tmp_path], own=[tmp_path / "new"])) == ["a.md", "other/texts.sqlite"]
+    assert seen(tmp_path, scan_folders([tmp_path], excluded=[tmp_path / "new"])) == ["a.md", "other/texts.sqlite"]
     assert seen(tmp_path, scan_folders([tmp_path / "ragblend-data"])) == ["ragblend-data/demo/corpus/x.md"]
 
 

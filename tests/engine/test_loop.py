@@ -16,7 +16,7 @@ from tiny_prompts import CHUNKS
 from torch import Tensor
 
 from ragblend.engine import base, generation, loop
-from ragblend.engine.generation import MAX_UNREAD_PIECES, Answer, DecodeStep, GenerationStream
+from ragblend.engine.generation import MAX_UNREAD_PIECES, DecodeStep, GenerationStream, RunningAnswer
 from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
 from ragblend.engine.store.tiered import MemoryStore
@@ -189,7 +189,7 @@ def test_what_a_watch_ends_or_raises_is_that_answers_alone(engine) -> None:
     expected = engine.generate(PROMPTS[0], max_tokens=10)
     streams = [engine.stream(PROMPTS[0], max_tokens=10) for _ in range(4)]
 
-    def watch(answer: Answer) -> bool:
+    def watch(answer: RunningAnswer) -> bool:
         if answer.result is streams[1].result and len(answer.result.token_ids) >= 3:
             raise TimeoutError("too slow")
         return answer.result is streams[2].result and len(answer.result.token_ids) >= 2
@@ -350,7 +350,7 @@ def test_closing_the_engine_ends_what_is_being_answered(tiny_engine) -> None:
     engine = tiny_engine("llama")
     streams = [engine.stream(prompt, max_tokens=1000) for prompt in PROMPTS[:3]]
 
-    def watch(answer: Answer) -> bool:
+    def watch(answer: RunningAnswer) -> bool:
         if len(answer.result.token_ids) == 4:
             engine.close()
         return False

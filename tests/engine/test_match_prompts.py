@@ -81,7 +81,7 @@ def test_a_document_at_the_end_counts_from_64_tokens(
 ) -> None:
     text = ("0123456789" * 7)[:num_tokens]  # a token is a digit
     assert len(engine.renderer.chunk_ids(text)) == num_tokens
-    engine.add_known([text])
+    engine.add_known_chunks([text])
     content = f"{QUESTION}\n\n{text}"
     matched = engine.match(Prompt(question=content) if is_chat else Prompt.from_text(content))
     assert texts_of(matched, engine.renderer) == ([text] if is_document else [])
@@ -104,7 +104,7 @@ def test_a_chunk_that_is_named_and_not_stored_is_a_miss_and_stored_for_the_next_
     assert not engine.has_kv(engine.renderer.chunk_ids(THREE.text))
     report = engine.generate(prompt, max_tokens=1).report
     assert (report.num_chunks, report.num_chunk_hits) == (2, 1)
-    engine.flush()
+    engine.wait_for_precompute()
     report = engine.generate(unnamed, max_tokens=1).report
     assert (report.num_chunks, report.num_chunk_hits) == (2, 2)
 
@@ -124,7 +124,7 @@ def test_a_named_chunk_that_shares_sentences_with_a_stored_one_is_found_whole(en
 
 
 def test_a_stored_chunk_that_holds_a_named_one_is_found_whole(engine: TransformersEngine) -> None:
-    engine.add_known([LONG])
+    engine.add_known_chunks([LONG])
     part = Chunk(" ".join(LONG.text.split()[3:30]))
     matched = engine.match(Prompt.from_messages([("user", f"{LONG.text}\n\n{QUESTION}")], chunks=[part]))
     assert texts_of(matched, engine.renderer) == [LONG.text]

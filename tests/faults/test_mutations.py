@@ -140,7 +140,7 @@ def contents(work: Path) -> dict[str, Any]:
             "chunks": [(chunk, dict(chunk.metadata)) for chunk in sorted(index.chunks(), key=lambda each: each.id)],
             "vectors": vectors,
             "texts": sorted(registry.texts()),
-            "stored": registry.stored_entries(),
+            "stored": registry.fingerprints_by_key(),
             "held": sorted(registry.texts_of(DocumentKey())),
             "token ids": sorted(tuple(ids) for _, ids in registry.ids_after(0, demo_tokenizer(), "")),
         }

@@ -41,10 +41,10 @@ def test_rephrasing_stores_nothing_and_leaves_the_conversation_as_it_was(engine:
     plain, asked = ChatSession(engine), ChatSession(engine)
     for session in (plain, asked):
         ask(session, CHUNKS[:2], QUESTION)
-    engine.flush()
+    engine.wait_for_precompute()
     stored, messages = set(engine.store.keys()), asked.messages
     asked.condense(FOLLOW_UP)
-    engine.flush()
+    engine.wait_for_precompute()
     assert (set(engine.store.keys()), asked.messages) == (stored, messages)
     for session in (plain, asked):
         ask(session, [CHUNKS[2]], FOLLOW_UP)

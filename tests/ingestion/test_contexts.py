@@ -205,7 +205,7 @@ def test_a_document_that_goes_while_others_are_computed_behind_it_leaves_nothing
 @pytest.mark.parametrize(("gone", "is_orphaned"), [((5, 6), True), ((7,), True), ((9,), True), ((8,), False)])
 def test_what_stands_between_two_chunks_belongs_to_neither_where_an_entry_is_looked_for(gone, is_orphaned):
     header = KVHeader("key", "model", (1, 5, 6, 0, 7, 0), (9,), 1, "float32", context=(3, 2))
-    assert list(find_orphaned_keys([header], {gone: "why"}.get, joint=(0,))) == [("key", "why")] * is_orphaned
+    assert list(find_orphaned_keys([header], {gone: "why"}.get, separator_ids=(0,))) == [("key", "why")] * is_orphaned
 
 
 def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):

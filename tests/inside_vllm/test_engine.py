@@ -57,7 +57,7 @@ def engine(store: Path) -> Iterator[Any]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         with load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as engine:
             precompute_documents([A, B, C], engine)
-            engine.add_known([MISSING])  # and not stored
+            engine.add_known_chunks([MISSING])  # and not stored
             yield engine
 
 

@@ -196,7 +196,7 @@ def test_after_an_update_of_the_weights_nothing_is_loaded_or_stored(
 ) -> None:
     one, prompt = replicas[0], Prompt([TEXTS[0]], "Where does George Keller live?")
     engine = clients(one)
-    engine.flush()
+    engine.wait_for_precompute()
     stored, counted = one.stored(), one.counted("chunk_hits", "reused_tokens", "load_seconds", "ingested_chunks")
     before = engine.generate(prompt, mode="full", max_tokens=8)
     one.rpc("reload_weights", weights_path=str(other_weights(tmp_path / "new")))

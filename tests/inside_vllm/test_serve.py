@@ -292,7 +292,7 @@ def test_metrics_count_hits_and_misses(engine: Any, url: str, home: Path) -> Non
     make_known(home / "kv", engine.renderer, [gone])  # as if its KV had been evicted
     engine.generate(Prompt.from_messages([("user", f"{A}\n\n{gone}\n\n{QUESTION}")]), max_tokens=1)
     engine.generate(Prompt([A, new], QUESTION), max_tokens=1)
-    engine.flush()
+    engine.wait_for_precompute()
     assert engine.is_stored(new)  # what the prompt named was ingested in the background
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s:

@@ -15,7 +15,7 @@ from harness import PREFIX, ask, connector_worker, engine, ingest, random_ids, t
 from harness import report as report_of
 from slow_reads import SlowEntry, emptied
 
-from ragblend.engine.vllm.paged import PagedKV, PagedSource
+from ragblend.engine.vllm.paged import PagedKV, PagedLayerLoader
 
 CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
@@ -223,7 +223,7 @@ def test_what_a_request_held_is_free_when_it_ends_and_not_at_the_next_garbage_co
         gc.disable()
         try:
             ask(llm, IDS, {"mode": mode})
-            left = [type(each).__name__ for each in gc.get_objects() if isinstance(each, PagedKV | PagedSource)]
+            left = [type(each).__name__ for each in gc.get_objects() if isinstance(each, PagedKV | PagedLayerLoader)]
         finally:
             gc.enable()
     assert left == []

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from ragblend import Prompt, load_engine
 from ragblend.cli.lab.calibrate import calibration_lines
 from ragblend.demo import WEIGHTS
-from ragblend.demo.corpus import questions_about, sample_corpus
+from ragblend.demo.corpus import pick_questions_about, sample_corpus
 from ragblend.demo.show import CHUNK_TOKENS, EMBEDDER, RETRIEVAL
 from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
@@ -49,9 +49,9 @@ from ragblend.lab.calibrate import (
     measure_curves,
     min_questions,
     read_questions,
-    rule_names,
     split_questions,
     summarize_ratio,
+    unique_rule_names,
 )
 from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.types import Chunk
@@ -133,9 +133,9 @@ def test_another_rule_takes_over_only_where_it_is_cheaper() -> None:
 
 
 def test_rules_start_with_the_one_that_is_used_uncalibrated() -> None:
-    assert rule_names((NO_PROBE_RULE, "auto", AUTO), 8) == (AUTO, NO_PROBE_RULE)
+    assert unique_rule_names((NO_PROBE_RULE, "auto", AUTO), 8) == (AUTO, NO_PROBE_RULE)
     with pytest.raises(UsageError, match="magic"):
-        rule_names(("magic",), 5)
+        unique_rule_names(("magic",), 5)
 
 
 # -- questions
@@ -161,14 +161,14 @@ def test_generated_questions_hold_the_beginning_of_a_sentence_and_not_its_end() 
 
 def test_questions_of_the_demo_have_its_forms_and_ask_about_its_texts() -> None:
     corpus = sample_corpus()
-    asked = questions_about([record.markdown for record in corpus.records], 50, seed=1)
+    asked = pick_questions_about([record.markdown for record in corpus.records], 50, seed=1)
     assert len(set(asked)) == 50
     tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
     for question in asked:
         words = tokenizer.pre_tokenizer.pre_tokenize_str(f" {question}")
         assert len(tokenizer.encode(f" {question}").ids) == len(words)  # each is one token
     few = corpus.first_records(6)
-    some = set(questions_about([chunk for record in few.records for chunk in record.chunks], 999))
+    some = set(pick_questions_about([chunk for record in few.records for chunk in record.chunks], 999))
     assert some >= {question.text for question in few.questions}
     assert len(some) < len(corpus.questions)
 

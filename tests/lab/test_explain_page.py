@@ -13,8 +13,8 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.explain import Explanation, explain
 from ragblend.lab.explain_page import (
     deviation_scale,
+    explanation_lines,
     render_html,
-    summary_lines,
     write_html,
 )
 from ragblend.prompt.types import Chunk, Prompt
@@ -151,7 +151,7 @@ def test_the_deviation_scale_is_a_round_number_that_nearly_all_tokens_stay_below
 def test_the_page_is_written_and_the_terminal_gets_a_line_per_part(explanation, tmp_path):
     write_html(explanation, tmp_path / "new" / "page.html")
     assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == render_html(explanation)
-    lines = summary_lines(explanation)
+    lines = explanation_lines(explanation)
     assert lines[0].endswith(explanation.answer)
     assert sum("not in the store" in line for line in lines) == 1
     assert len(lines) == len(explanation.segments) + 5

@@ -14,7 +14,7 @@ from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.lab.prompt_file import find_unmatched_texts, read_prompt
+from ragblend.lab.prompt_file import find_missed_reuse, read_prompt
 from ragblend.prompt.types import Chunk, Message, Prompt, ToolCall
 
 USER = {"role": "user", "content": "Who signed?"}
@@ -81,6 +81,6 @@ def test_the_reason_is_the_cause(
     if stored_for is not None:
         tokenizer = engine.renderer.fingerprint if stored_for[0] == "own" else stored_for[0]
         registry.add_ids([(TEXT, engine.renderer.chunk_ids(Chunk(TEXT).text))], tokenizer, stored_for[1])
-    found = find_unmatched_texts(engine, Prompt(question=sent))
+    found = find_missed_reuse(engine, Prompt(question=sent))
     assert [each.document for each in found] == ([] if reason is None else ["contracts/lease"])
     assert all(each.reason.startswith(reason or "") and each.share == 1.0 for each in found)

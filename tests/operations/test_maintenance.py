@@ -26,4 +26,4 @@ def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(
     keys = set(disk.keys())
     assert len(keys) == 1
     with open_registry(disk) as registry:
-        assert set(registry.stored_entries()) == keys
+        assert set(registry.fingerprints_by_key()) == keys

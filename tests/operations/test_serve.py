@@ -34,7 +34,7 @@ def value(command: tuple[str, ...], flag: str) -> str:
 @pytest.fixture(autouse=True)
 def vllm_command(monkeypatch: Any) -> None:
     """The same command whether this environment has vLLM, its CPU build, or none."""
-    monkeypatch.setattr(vllm_launch, "has_vllm_command", lambda: True)
+    monkeypatch.setattr(vllm_launch, "can_run_vllm_serve", lambda: True)
 
 
 def extra(command: tuple[str, ...]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path: P
 
 
 def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(vllm_launch, "has_vllm_command", lambda: False)
+    monkeypatch.setattr(vllm_launch, "can_run_vllm_serve", lambda: False)
     command = launch(store=str(tmp_path)).command
     assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 

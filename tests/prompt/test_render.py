@@ -69,7 +69,7 @@ def test_cutting_at_control_tokens_changes_no_id(
 @example(text="<<s>s>")
 def test_plain_text_is_tokenized_as_the_tokenizer_does(text: str, renderers: dict[str, Renderer]) -> None:
     renderer = renderers["chatml"]
-    ids = renderer.render_text(text)
+    ids = renderer.encode_with_special_tokens(text)
     if not renderer._control.search(text):
         assert ids == renderer._tokenizer(text).input_ids
     else:

@@ -59,7 +59,7 @@ def renderer(make_tokenizer: Callable[..., Any], calls: str | None) -> Renderer:
 def test_the_form_of_calls_is_read_from_a_template_that_takes_tools(
     written: str, make_tokenizer: Callable[..., Any]
 ) -> None:
-    assert renderer(make_tokenizer, written).calls == FORMATS[written]
+    assert renderer(make_tokenizer, written).call_format == FORMATS[written]
 
 
 @pytest.mark.parametrize("written", [MARKED, "{{ raise_exception('no tools') if m.tool_calls }}", None])
@@ -67,7 +67,7 @@ def test_other_templates_get_the_tools_in_the_system_text(
     written: str | None, make_tokenizer: Callable[..., Any]
 ) -> None:
     own = renderer(make_tokenizer, written)
-    assert own.calls == HERMES
+    assert own.call_format == HERMES
     text = "".join(own.token_texts(own.render(Prompt.from_messages(CONVERSATION, TOOLS))))
     assert text.startswith("<|im|>system\nBe brief.\n\n# Tools")
     assert json.dumps(TOOLS[1]) in text

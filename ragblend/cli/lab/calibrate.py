@@ -17,7 +17,7 @@ from ragblend.config import Settings
 from ragblend.errors import EmptyCorpusError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
     from ragblend.engine.tuning.calibration import CurvePoint, RuleFit
@@ -55,12 +55,13 @@ def calibrate(
 
     Engines on this store then use that ratio.
 
-    Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, with the values of the ingestion.
+    Set the other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the ingestion
+    used.
     """
     if settings.is_served:
         raise UsageError(
-            f"{redact(settings.backend)} exposes no distributions to compare; calibrate on the machine that has its "
-            "store, with --store: the server reads the calibration from there"
+            f"{redact_url(settings.backend)} exposes no distributions to compare; calibrate on the machine that has "
+            "its store, with --store: the server reads the calibration from there"
         )
     settings = replace(settings, backend="transformers")  # vLLM also uses the calibration
     from ragblend.lab import calibrate as fitting
@@ -117,9 +118,9 @@ def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> 
         raise EmptyCorpusError("the index is empty; add documents: ragblend ingest DOCS")
     chunks = list(index.chunks())
     if model == "demo":
-        from ragblend.demo.corpus import questions_about
+        from ragblend.demo.corpus import pick_questions_about
 
-        return questions_about((chunk.text for chunk in chunks), count)
+        return pick_questions_about((chunk.text for chunk in chunks), count)
     return generate_questions(chunks, count)
 
 

@@ -15,14 +15,14 @@ from ragblend.cli.session import open_engine, open_searched_index, opening_title
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.output import check_output_path
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.index import SearchHit
-    from ragblend.lab.prompt_file import UnmatchedText
+    from ragblend.lab.prompt_file import MissedReuse
     from ragblend.prompt.types import Prompt
 
 
@@ -47,17 +47,19 @@ def explain(
 ) -> None:
     """Show the state of each prompt token after blending, and the difference to full prefill.
 
-    Set other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, with the values of the ingestion.
+    Set the other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the ingestion
+    used.
     """
     if settings.backend != "transformers":
         raise UsageError(
-            f"explain compares KV, which {redact(settings.backend)} does not expose; set RAGBLEND_BACKEND=transformers"
+            f"explain compares KV, which {redact_url(settings.backend)} does not expose; set "
+            "RAGBLEND_BACKEND=transformers"
         )
     if (question is None) == (prompt is None):
         raise UsageError("give either a QUESTION or --prompt FILE, the prompt that an application sent")
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.explain import explain as explain_prompt
-    from ragblend.lab.explain_page import summary_lines, write_html
+    from ragblend.lab.explain_page import explanation_lines, write_html
     from ragblend.lab.near_texts import LEAST_SHARE, NUM_WORDS
     from ragblend.lab.prompt_file import read_prompt
 
@@ -66,7 +68,7 @@ def explain(
     with waiting_lines(opening_title(settings)) as progress, open_engine(settings) as engine:
         progress.begin("comparing blended with full prefill")
         assert isinstance(engine, TransformersEngine)
-        unmatched = _unmatched_texts(engine, sent, settings) if sent is not None else []
+        missed = _find_missed_reuse(engine, sent, settings) if sent is not None else []
         asked, hits = (sent, []) if sent is not None else _retrieved_prompt(engine, question or "", settings)
         explanation = explain_prompt(engine, asked, **replace(settings, mode="blend", temperature=0.0).generation)
     if page is not None:
@@ -75,16 +77,16 @@ def explain(
     if json_:
         facts = {**explanation.as_dict(), "sources": [source_facts(hit) for hit in hits]}
         facts["question"] = explanation.question if question is None else question
-        print_json({**facts, "unmatched_texts": [each._asdict() for each in unmatched]})
+        print_json({**facts, "unmatched_texts": [each._asdict() for each in missed]})
         return
-    for line in summary_lines(explanation):
+    for line in explanation_lines(explanation):
         print_line(line)
-    is_near = any(each.share >= LEAST_SHARE for each in unmatched)
+    is_near = any(each.share >= LEAST_SHARE for each in missed)
     if sent is not None and not explanation.report.num_chunks and not is_near:
         run = f"{NUM_WORDS} words in a row in common with it"
-        least = f"{LEAST_SHARE:.0%} of its words in parts of at least {run}" if unmatched else run
+        least = f"{LEAST_SHARE:.0%} of its words in parts of at least {run}" if missed else run
         print_line(f"\nno stored text is in this prompt, and none has {least}")
-    for each in unmatched:
+    for each in missed:
         name = each.document or repr(shorten(each.text, 40, placeholder="..."))
         label = "not reused" if is_near else "the nearest stored text"
         print_line(f"\n{label}: {name}, {each.share:.0%} of whose words are in the prompt\n  {each.reason}")
@@ -103,12 +105,12 @@ def _retrieved_prompt(
     return Prompt([hit.chunk for hit in hits], question, settings.system), hits
 
 
-def _unmatched_texts(engine: TransformersEngine, prompt: Prompt, settings: Settings) -> list[UnmatchedText]:
+def _find_missed_reuse(engine: TransformersEngine, prompt: Prompt, settings: Settings) -> list[MissedReuse]:
     """Return the stored texts that are in the prompt in another form, with the names of their documents."""
     from ragblend.index import open_index
-    from ragblend.lab.prompt_file import find_unmatched_texts
+    from ragblend.lab.prompt_file import find_missed_reuse
 
-    found = find_unmatched_texts(engine, prompt)
+    found = find_missed_reuse(engine, prompt)
     with suppress(NotFoundError), open_index(settings.store) as index:  # also one of another namespace
         source_of = {chunk.text.strip(): chunk.source for chunk in index.chunks()} if found else {}
         found = [each._replace(document=each.document or source_of.get(each.text, "")) for each in found]

@@ -14,7 +14,7 @@ from ragblend.cli.printing import print_result, progress_bars
 from ragblend.cli.session import open_engine, set_num_threads
 from ragblend.config import Settings
 from ragblend.errors import UsageError
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.engine import TransformersEngine
@@ -34,7 +34,8 @@ def profile(
     threads: ThreadsOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Time the model, the store's disk and the remote tier, if one is set. Requests then follow these times.
+    """Measure the speed of the model, the store's disk and the remote tier, if one is set. Later requests choose their
+    recompute ratio, or full prefill, by these speeds.
 
     `--backend vllm` measures in vLLM, as `ragblend serve` runs it; each backend uses its own times. Set other settings
     through RAGBLEND_NAME or in ragblend.toml.
@@ -42,7 +43,7 @@ def profile(
     set_num_threads(threads)
     if settings.is_served:
         raise UsageError(
-            f"backend is {redact(settings.backend)!r}, but a profile describes this machine; run ragblend profile "
+            f"backend is {redact_url(settings.backend)!r}, but a profile describes this machine; run ragblend profile "
             "on the server's machine, where its store is: --backend vllm, or transformers"
         )
     if settings.backend == "vllm" and threads is not None:

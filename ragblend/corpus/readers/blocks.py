@@ -41,7 +41,8 @@ class TextBlocks:
             self.add(f"{'#' * level} {words}")
 
     def mark_heading(self, words: str, level: int) -> None:
-        """Mark the next block as a heading, or as the beginning of the text below a heading that is not in the text."""
+        """Set a heading mark at the next block, which is the heading itself, or the first block below a heading whose
+        words are not in the text."""
         self._place_pages(self._next_offset())
         self.marks.append(Mark(self._next_offset(), "heading", words, level))
 

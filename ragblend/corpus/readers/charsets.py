@@ -62,7 +62,8 @@ def find_codec(label: str) -> str:
 
 
 def rank_charsets(data: bytes) -> list[str]:
-    """Return the codecs of the charsets that bytes other than UTF-8 may be in, likeliest first, by a sample of them.
+    """Return the names of the Python codecs that `data`, which is not UTF-8, may be encoded with, likeliest first. Only
+    a sample of `data` is examined.
 
     >>> rank_charsets("Die Größe ist gültig für 5 €".encode("cp1252"))[0]
     'cp1252'

@@ -103,7 +103,8 @@ def _items(values: list[Any]) -> Iterator[Any]:
 
 
 def select_metadata(record: Mapping[str, Any], excluded: set[str]) -> dict[str, Any]:
-    """Return the labels of a record, and the contents of its objects `metadata` and `meta`."""
+    """Return a record's labels (fields with a short value or a list of such), and the contents of its objects
+    `metadata` and `meta`. Fields named in `excluded` are left out."""
     labels = {name: value for name, value in record.items() if name not in excluded and _is_label(value)}
     for name in METADATA_FIELDS:
         if isinstance(record.get(name), dict) and name not in excluded:

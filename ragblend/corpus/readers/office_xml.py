@@ -81,8 +81,11 @@ Step = tuple[bool, Element, str]
 
 
 def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[Step]:
-    """Yield steps through all elements in document order. An element whose local name is in `left_out` gives only its
-    end, with the name "", because the text after it (`tail`) belongs to its parent."""
+    """Yield steps through all elements in document order.
+
+    An element whose local name is in `left_out` is skipped with all that is in it: only its end is yielded, with the
+    name "", because the text after it (`tail`) is its parent's.
+    """
     names: dict[str, str] = {}
     name = local_name(root)
     yield True, root, name
@@ -105,7 +108,8 @@ def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[Step]:
 
 
 def outermost(root: Element, *names: str, left_out: Set[str] = frozenset()) -> Iterator[Element]:
-    """Yield the elements below `root` with one of the names, except inside another of them: no text is read twice."""
+    """Yield the elements below `root` with one of `names`. Elements inside a yielded one are skipped, so that no text
+    is read twice. `left_out`: see `walk`."""
     num_open = 0
     for begins, element, name in walk(root, left_out):
         if name in names:

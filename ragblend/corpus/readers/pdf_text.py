@@ -134,8 +134,8 @@ def _start_of_last_word(text: str) -> int:
 def compose_accents(pages: Sequence[str]) -> list[str]:
     """Return `pages` with accents composed with the letters after them; TeX's older fonts separate them ("Tank¨onyv").
 
-    An accent is kept if the document has more letters with that accent, because then its fonts have such letters, and
-    the character is a quotation mark or an apostrophe.
+    An accent stays separate if the document has at least as many letters composed with that accent as separate accents.
+    Its fonts then have composed letters, so the separate character is a quotation mark or an apostrophe.
     """
     letters = set[str]().union(*pages)
     candidates = [accent for accent in _ACCENTS if accent in letters]

@@ -102,12 +102,14 @@ def describe_ole(data: bytes, kind: str) -> str:
 
 
 def raise_unreadable(reason: str, data: bytes) -> ParsedRecords:
-    """Raise UnreadableDocumentError(reason). `partial(reject, reason)` is the reader of a format that is not read."""
+    """Raise UnreadableDocumentError(reason). `partial(raise_unreadable, reason)` is the reader of an unsupported
+    format."""
     raise UnreadableDocumentError(reason)
 
 
 def read_keynote(data: bytes) -> ParsedRecords:
-    """Reject a Keynote document. Raises NotADocumentError for other files called `.key`, such as private keys."""
+    """Raise UnreadableDocumentError for a Keynote document, with the formats to export it to; NotADocumentError for
+    other files called `.key`, such as private keys."""
     if data.startswith(ZIP_MAGIC):
         raise UnreadableDocumentError(
             "is a Keynote presentation, which is not read; export it from Keynote as PowerPoint or PDF"

@@ -79,7 +79,7 @@ def _end_of_front_matter(text: str) -> int:
 
 
 def find_underlined_headings(text: str) -> tuple[Mark, ...]:
-    """Return the marks of titles above a line of equal characters that is at least as long, in order.
+    """Return, in order, the marks of titles that are underlined, over their whole length, with one repeated character.
 
     Levels are numbered in the order in which their styles appear (reStructuredText).
 

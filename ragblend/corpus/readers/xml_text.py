@@ -31,7 +31,8 @@ def read_xml(data: bytes) -> ParsedRecords:
 
 
 def strip_markup(markup: str) -> str:
-    """Return the text of `markup`: block elements on separate lines, elements inside of a sentence within it.
+    """Return the text of `markup`. Each block element is on a separate line; elements inside of a sentence stay on its
+    line.
 
     >>> strip_markup("<a><b>one <i>two</i> three</b><b>four &amp; &x;</b></a>")
     'one two three\\nfour & &x;'

@@ -86,6 +86,8 @@ def _size_message(kind: str) -> str:
 
 
 def check_unpacked_size(container: ZipContainer) -> None:
-    """Raise UnreadableDocumentError if the directory declares too many bytes. For files that others unpack."""
+    """Raise UnreadableDocumentError if the sizes in the ZIP directory sum to too many bytes. Call it before another
+    library unpacks the file.
+    """
     if container.declared_bytes() > MAX_UNPACKED_BYTES:
         raise UnreadableDocumentError(_size_message(container.kind))

@@ -62,12 +62,12 @@ def fuse(
     """Fill `fused` with the prompt's KV and return the last token's logits.
 
     Fresh tokens (question, everything without stored KV) run through every layer. Of the tokens with stored KV, all
-    candidates run up to the first check layer. There the rule keeps the check's share of them, and only those run
-    through the later layers; each later check keeps fewer. A rule with a query probe first runs the fresh tokens
-    through the layers up to its last probe layer, over the stored KV, and selects tokens before this pass begins. In
-    each layer, computed rows replace stored ones, and each computed token attends to all tokens at or before its
-    position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of kept
-    candidates is added to their KV before attention.
+    candidates run up to the first check layer. There the rule selects a share of the candidates, and only the selected
+    ones run through the later layers; each later check layer selects fewer of them. A rule with a query probe first
+    runs the fresh tokens through the layers up to its last probe layer, over the stored KV, and selects tokens before
+    this pass begins. In each layer, computed rows replace stored ones, and each computed token attends to all tokens at
+    or before its position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of
+    kept candidates is added to their KV before attention.
 
     If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """

@@ -64,7 +64,9 @@ class HostToDeviceCopier:
         return _as_layers(copies, layers)
 
     def allocate(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors on the device like `sources`, in one block that the copying stream may write at once."""
+        """Return tensors on the device like `sources`, in one block of memory. The copying stream may write to it
+        without waiting for the computing stream.
+        """
         starts = list(accumulate(map(aligned_nbytes, sources), initial=0))
         with torch.cuda.stream(self.copying):
             block = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
@@ -90,9 +92,10 @@ class _FreeBlock(NamedTuple):
 class LayerCopies:
     """The layers of some chunks in page-locked memory, copied to a GPU `depth` layers ahead of their use.
 
-    `read(layer)` returns the layers of all chunks as they are stored. The thread that created `copier` calls `take` for
-    each layer in order. It must queue all GPU work on the returned tensors before it calls `take` again. Once that work
-    is done, later layers are copied into the same memory. At most `depth` + 1 layers are on the device.
+    `read(layer)` returns the layers of all chunks as they are stored. The thread that created `copier` calls
+    `next_layer` for each layer in order. It must queue all GPU work on the returned tensors before it calls
+    `next_layer` again. Once that work is done, later layers are copied into the same memory. At most `depth` + 1 layers
+    are on the device.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class LayerCopies:
         self._num_started = 0
         self._taken: _Copy | None = None
 
-    def take(self) -> list[StoredLayer]:
+    def next_layer(self) -> list[StoredLayer]:
         """Return the next layer of all chunks on the device, and queue the copies of later ones."""
         if self._taken is not None:
             self._free.append(_FreeBlock(self._taken.copies, self._copier.computing.record_event()))

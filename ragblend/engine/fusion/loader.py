@@ -1,4 +1,4 @@
-"""Layer-wise loading of stored KV into the prompt's KV, ahead of the fusor.
+"""Layer-wise loading of stored KV into the prompt's KV, ahead of `fuse`.
 
 One background reader reads, dequantizes and places layer i+1 while layer i is fused. On the CPU, KV that is in memory
 and not quantized is placed without a thread. Layer 0 has no earlier layer whose fusing could hide its loading, so it
@@ -65,7 +65,7 @@ class _Group:
         `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
         if self._copies is not None:
-            return _concatenated(list(map(dequantized, self._copies.take())))
+            return _concatenated(list(map(dequantized, self._copies.next_layer())))
         stored, is_computed = [], [computed is not None and not is_in_memory(each.kv) for each in self.placements]
         for placement, skips in zip(self.placements, is_computed, strict=True):
             if not skips:
@@ -117,7 +117,7 @@ class LayerLoader:
     `wait(layer)` returns when that layer of every placement is in the destination. It raises the reader's error
     (DamagedEntryError for a damaged entry); the layers read before the error can be used. `ready[layer]` is set once
     `wait(layer)` no longer blocks. `done` is set once the context can be left without waiting. `place(layer, keys,
-    rows)` rotates keys to their positions. `depth` is the number of layers that the reader may be ahead of the fusor.
+    rows)` rotates keys to their positions. `depth` is the number of layers that the reader may be ahead of `fuse`.
 
     `together`: place all chunks of a layer in one call, and write adjacent chunks as one. That needs one more copy and
     far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise `place` is called per chunk.
@@ -244,8 +244,10 @@ class LayerLoader:
         return LayerKV(keys, buffer.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Add `shares` [T, M] times `drift` [H, M, D] to the layer's rows, to keys before rotation. None adds
-        nothing."""
+        """Add `shares` [T, M] times `drift` [H, M, D] to the layer's values and to its keys before rotation.
+
+        If `drift` is None, do nothing.
+        """
         if drift is None:
             return
         assert self._key_rotation is not None

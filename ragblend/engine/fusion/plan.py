@@ -168,7 +168,7 @@ class QuestionAttentionShares(NamedTuple):
 
 
 class StoredContext(Protocol):
-    """Protocol for the context after which a stored chunk was computed, such as `keys.LookupContext`."""
+    """Protocol for the context with which a stored chunk was computed, such as `keys.LookupContext`."""
 
     @property
     def match(self) -> PrefixMatch: ...  # noqa: D102
@@ -187,7 +187,7 @@ def record_fusion(
     """Write into `report` the reused and recomputed tokens, per chunk and in all, and the rule's measurements.
 
     The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start.
-    `num_known`: resident rows that were in memory before this request, which did not have to compute them.
+    `num_known`: number of rows at the start of the prompt that an earlier request had computed and left in memory.
 
     `attention_*` are from `question_attention_shares`. `mean_deviation`: mean of `relative_deviation` over the
     recomputed tokens at the first check layer: the distance of their stored keys and values from the recomputed ones. A
@@ -210,7 +210,7 @@ def record_fusion(
     total = plan.num_chunk_tokens + num_computed
     rows = [count + num_computed for count in fused.rows_per_layer]
     report.charged_budget = charged_budget(rows, total)
-    report.charged_budget_32 = charged_budget_for_layers(32, rows, total, plan.checks[0].layer, fused.fixed_cost)
+    report.charged_budget_32 = project_charged_budget(32, rows, total, plan.checks[0].layer, fused.fixed_cost)
     report.num_chunks, report.num_chunk_hits = len(report.chunks), sum(chunk.hit for chunk in report.chunks)
     report.num_prefix_tokens, report.num_recomputed_tokens = num_known, len(recomputed)
     report.probe_s, report.select_s = fused.probe_s, fused.select_s
@@ -257,27 +257,27 @@ def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> fl
     return sum(rows_per_layer) / (len(rows_per_layer) * num_chunk_tokens)
 
 
-def charged_budget_for_layers(
-    num_layers: int,
+def project_charged_budget(
+    target_num_layers: int,
     rows_per_layer: Sequence[float],
     num_chunk_tokens: int,
     check_layer: int,
     fixed_cost: float = 0.0,
 ) -> float:
-    """Return the charged budget that the same rule would have in a model of `num_layers` layers.
+    """Project the charged budget of a rule from this model to one of `target_num_layers`, and return it.
 
-    Layers before the check layer keep their cost. Each later layer costs the mean of this model's later layers. In a
-    shallow model the check is most of the cost. `fixed_cost`: the part of `rows_per_layer` for measuring at the check
-    layer, which does not grow with depth.
+    In a shallow model the check is most of the cost, so budgets are compared at one depth. Layers before the check
+    layer keep their cost. Each later layer costs the mean of this model's later layers. `fixed_cost`: the part of
+    `rows_per_layer` for measuring at the check layer, which does not grow with depth.
 
-    >>> round(charged_budget_for_layers(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
+    >>> round(project_charged_budget(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225
     """
     head, tail = list(rows_per_layer[:check_layer]), list(rows_per_layer[check_layer:])
-    if not tail or num_layers <= check_layer:
+    if not tail or target_num_layers <= check_layer:
         return charged_budget(rows_per_layer, num_chunk_tokens)
     mean = (sum(tail) - fixed_cost) / len(tail)
-    return charged_budget([*head, fixed_cost + mean, *[mean] * (num_layers - len(head) - 1)], num_chunk_tokens)
+    return charged_budget([*head, fixed_cost + mean, *[mean] * (target_num_layers - len(head) - 1)], num_chunk_tokens)
 
 
 def first_token_kl(full: Tensor, other: Tensor) -> float:

@@ -19,7 +19,7 @@ from ragblend.engine.store.kv import LayerKV
 class PromptKVBuffer(Protocol):
     """Buffer for a prompt's KV: keys and values of all its tokens per layer, in prompt order.
 
-    The fusor calls `keys` and `values` only for the layer it waited for last, at a query probe or a check.
+    `fuse` reads `keys` and `values` only of the layer that it loaded last, and only at a query probe or a check layer.
     """
 
     length: int  # rows that are valid in every layer
@@ -42,7 +42,7 @@ class FreshRowsCallback(NamedTuple):
 class LayerSource(Protocol):
     """Source of stored KV. `wait` returns when the layer is placed in the PromptKVBuffer that the source was made for.
 
-    The fusor waits for layers in ascending order; `wait` returns at once for an earlier layer. It raises
+    `fuse` waits for layers in ascending order; `wait` returns at once for an earlier layer. `wait` raises
     DamagedEntryError when stored bytes are damaged: the request starts again with that chunk as a miss. Once
     `ready[layer]` is set, `wait(layer)` does not block.
     """
@@ -55,14 +55,14 @@ class LayerSource(Protocol):
 class DriftCorrectableLayerSource(LayerSource, Protocol):
     """LayerSource whose placed chunks can be corrected for drift.
 
-    If a placed chunk is stale, the fusor calls `apply_drift` once for every layer except the first. It calls it after
-    waiting for the layer, and before it writes recomputed rows of placed chunks into that layer.
+    If a placed chunk is stale, `fuse` calls `apply_drift` once for every layer except the first: after it
+    has waited for the layer, and before it writes recomputed rows of placed chunks into that layer.
     """
 
     # Returns pre-RoPE keys, values [H, R, D] at positions [R] of a layer that was waited for and is not corrected yet.
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV: ...
 
-    # Adds `shares` [T, M] times `drift` [H, M, D] float32; None changes nothing.
+    # Adds `shares` [T, M] times `drift` [H, M, D] float32, or nothing if `drift` is None, and completes the layer.
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None: ...
 
 

@@ -1,10 +1,10 @@
 """Rules: which stale tokens are recomputed, and how the kept ones are corrected. A RULE IS ADDED HERE, in RULES.
 
-A rule turns the `RuleInputs` of N candidate tokens into scores [N]; the fusor recomputes those with the highest scores.
+A rule turns the `RuleInputs` of N candidate tokens into scores [N]; `fuse` recomputes those with the highest scores.
 Candidates are the stale tokens, whose stored KV was computed without the tokens that precede them in the prompt.
 Depends on tensors only, not on models, plans or stores.
 
-The inputs: positions come from the plan, deviations from the check layer, where the fusor recomputes K and V of the
+The inputs: positions come from the plan, deviations from the check layer, where `fuse` recomputes K and V of the
 candidates, and attention from the query probe, which runs the question over stale KV before the selection.
 
 Drift correction (`fit_drift_correction`) estimates the KV change of kept tokens from the measured change of recomputed
@@ -226,8 +226,9 @@ def is_probe_worthwhile(
 ) -> bool:
     """Return True if the query probe of `num_fresh` tokens costs few enough token-layers.
 
-    It may cost as much as recomputing `ratio` plus PROBE_MARGIN of the chunk tokens. NO_PROBE_RULE recomputes that much
-    more, and is less close to full prefill even then. Long questions over short chunks cost more.
+    It may cost as much as recomputing `ratio` plus PROBE_MARGIN of the chunk tokens. For the same cost, NO_PROBE_RULE
+    recomputes PROBE_MARGIN more of the tokens, and is still less close to full prefill. Long questions over short
+    chunks exceed this limit.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
@@ -306,7 +307,9 @@ class DriftCorrection(NamedTuple):
     shares: Tensor  # [T, M] float32, factors on the M rows of `drift`; 0 for tokens that are not corrected
 
     def estimate_drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
-        """Return M changes [H, M, D] float32 of pre-RoPE keys and values, from recomputed tokens' KV [H, N, D]."""
+        """Return the drift [H, M, D] float32 of pre-RoPE keys and values, from the `fresh` and `stored` KV [H, N, D] of
+        the recomputed tokens. `shares` @ drift are the changes to add to the stored KV of all T tokens.
+        """
         moved = []
         for new, old in zip(fresh, stored, strict=True):
             change = new.float() - old.float()
@@ -339,10 +342,10 @@ def fit_drift_correction(
 ) -> DriftCorrection:
     """Return the regression over N candidates at the positions `rows` [N], ascending, of a prompt of T tokens.
 
-    values: the candidates' stored values [H, N, D] at `similarity_layer`, which measure their similarity. chunks: index
-    [N] of each candidate's chunk. is_recomputed: [N] bool, True for at least one. shares: [T] factor on the estimated
-    change of each position, 0 for positions that are not corrected. `mean_over_ranks` averages a vector over the ranks,
-    if each has some of the heads.
+    values: the candidates' stored values [H, N, D] at `similarity_layer`. Candidates are as similar as their values.
+    chunks: index [N] of each candidate's chunk. is_recomputed: [N] bool, True for at least one. shares: [T] factor on
+    the estimated change of each position, 0 for positions that are not corrected. `mean_over_ranks` averages a vector
+    over the ranks, if each has some of the heads.
     """
     states = values.float().transpose(0, 1).flatten(1)
     states = (states - states.mean(0)) / states.std(0, correction=0).clamp_min(torch.finfo(torch.float32).tiny)

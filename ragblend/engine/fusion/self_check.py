@@ -64,8 +64,8 @@ def self_check(model: SelfCheckModel, vocabulary: int, name: str, *, is_quantise
     recomputing everything over stale KV gives full prefill's logits (positions and scatter are right);
     recomputing scattered tokens over exact KV changes nothing (the mask of scattered rows is right).
 
-    The results of a quantised model, or a deep one in half precision, depend on the number of tokens that run together.
-    Such a model is allowed twice that noise, with a warning in the log.
+    The results of a quantised model, or a deep one in half precision, vary with the number of tokens that run together.
+    For such a model errors up to twice this variation pass, with a warning in the log.
     """
     allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
     most = math.inf if is_quantised else MAX_TOLERANCE if model.like.dtype != torch.float32 else 0.0

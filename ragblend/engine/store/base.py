@@ -150,7 +150,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Return the bytes of all entries."""
+        """Return the size in bytes of all entries."""
 
     # -- writing
 
@@ -170,29 +170,29 @@ class KVStore(ABC):
         """Delete an entry from the tiers of this machine; return True if any had it."""
         return False if self.is_remote else self.delete(key)
 
-    def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
+    def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
         """Delete entries also from the other processes and machines that share a remote tier (see `tombstones`).
 
-        namespace: all of its entries are deleted there, and `keys` are those that are known here. Return the keys of
-        which this store had an entry. Raises BackendUnreachableError if a remote tier does not answer; the entries are
-        then deleted on this machine.
+        whole_namespace: the other processes and machines also delete all other entries of this namespace; pass its
+        entries that are known here as `keys`. Return the keys of which this store had an entry. Raises
+        BackendUnreachableError if a remote tier does not answer; the entries are then deleted on this machine only.
         """
         return {key for key in keys if self.delete(key)}
 
     def apply_deletions(self) -> None:
         """Delete on this machine what other processes and machines have deleted with `delete_everywhere`.
 
-        Call it before entries are stored again: afterwards, an earlier deletion does not apply to them.
+        Call it before entries are stored again: a deletion that is applied later would delete the new entries, too.
         """
 
-    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
+    def watch_deletions(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
         """Call `apply_deletions` in the background until `close`. Wait up to `timeout_s` seconds for the first call.
 
-        leaves_disk: another process over the same disk watches, too, and deletes from it.
+        skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
 
     def replace(self, kv: ChunkKV) -> None:
-        """Put an entry with the same KV in another stored dtype. Raises what `put` and `delete` raise."""
+        """Replace the stored entry by `kv`, the same KV in another dtype. Raises what `put` and `delete` raise."""
         self.put(kv)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
@@ -212,7 +212,7 @@ class KVStore(ABC):
     # -- between tiers and in the background
 
     def touch(self, key: str) -> None:
-        """Record that an entry was used. A faster tier returned it, so this tier would not notice the use.
+        """Record the use of an entry that a faster tier returned, which this tier would not notice.
 
         The least recently used entries are evicted first.
         """
@@ -227,7 +227,7 @@ class KVStore(ABC):
         """
 
     def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the local tiers from which a remote tier reads an entry that is queued for sending by its key alone."""
+        """Set the local tiers from which a remote tier reads the entries to send that are queued by key alone."""
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for background writes; return False if they did not finish within `timeout_s` seconds."""
@@ -249,8 +249,8 @@ class ByteStore(Protocol):
     """Named byte values: what a remote tier needs of Redis or an object store. Safe to share between threads.
 
     Every method raises BackendUnreachableError when the backend fails or exceeds its time limit, and StoreFullError
-    when it rejects a value because it is full. A value appears in one step, or its checksum reveals a partial one.
-    Announced sizes are checked before a value is read, and `sizes` always terminates.
+    when it rejects a value because it is full. Writes are atomic, or a value contains a checksum that detects a partial
+    write. Announced sizes are checked before a value is read, and `sizes` always terminates.
     """
 
     @property

@@ -122,7 +122,10 @@ _CHECKSUM, _SECURE = _Digest("layers_xxh3_128", 32, xxh3_128), _Digest("layers_b
 
 
 def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
-    """Return the bytes of length prefix and header: the tensors' offset. Raises UsageError above the limit."""
+    """Return the size in bytes of length prefix and header, which is the offset of the tensors.
+
+    Raises UsageError if the header is larger than the format allows.
+    """
     digest = _digest_for(store_key)
     nbytes = len(_encode_header(kv.header, kv.layers, ["0" * digest.num_digits] * len(kv.layers), store_key))
     if nbytes > _MAX_HEADER_BYTES:
@@ -355,7 +358,9 @@ class SharedFile:
 
     @property
     def can_stay_open(self) -> bool:
-        """True if half of the process's descriptors are still free (the kernel hands out the lowest number)."""
+        """True if at least half of the process's file descriptors are free. The number of this one shows it, because
+        the kernel hands out the lowest free number.
+        """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2
 

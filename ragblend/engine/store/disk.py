@@ -49,7 +49,7 @@ from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, try_remove_file
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import find_kv_dir, resolve_store_folder
+from ragblend.files.store_folder import find_kv_dir, resolve_and_migrate_store_folder
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +83,10 @@ class GcResult(NamedTuple):
 class DiskStore(StoreMetadata, KVStore):
     """KVStore in a directory, safe to share between threads and processes.
 
-    `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for as much as they leave free on the
-    disk. A `put` first evicts the least recently used entries that are not pinned. It does not list the directory each
-    time (see `eviction`), so each of several concurrent writers may exceed the budget by a sixteenth before it sees the
-    others' entries.
+    `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for half of the space that is free or
+    used by entries (see `auto_limit`). A `put` first evicts the least recently used entries that are not pinned. It
+    does not list the directory each time (see `eviction`), so each of several concurrent writers may exceed the budget
+    by a sixteenth before it sees the others' entries.
 
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
     is the process's key, if there is one.
@@ -115,7 +115,7 @@ class DiskStore(StoreMetadata, KVStore):
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         super().__init__()
         named = expand_user_path(root, "store")
-        self.root = resolve_store_folder(named)
+        self.root = resolve_and_migrate_store_folder(named)
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self.catalog = catalog
@@ -236,7 +236,7 @@ class DiskStore(StoreMetadata, KVStore):
         return (path.stem for path in self._files(ENTRY_SUFFIX))
 
     def nbytes(self) -> int:
-        """Return the bytes of all entries' files on disk, damaged ones included."""
+        """Return the size in bytes of all entries' files on disk, damaged ones included."""
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
@@ -267,8 +267,8 @@ class DiskStore(StoreMetadata, KVStore):
     def touch(self, key: str) -> None:
         """Record a use of an entry that a faster tier returned, so that `gc` keeps it.
 
-        A memory tier reports every chunk of every request. So the file's time is read once in TOUCH_INTERVAL_S, and an
-        eviction, which reads it too, knows the use to the minute.
+        A memory tier reports every chunk of every request, so the file's time is read and set at most once in
+        TOUCH_INTERVAL_S. An eviction goes by this time, and so knows the last use to the minute.
         """
         now_s = time.time()
         # A due time beyond an interval from now means that the clock was set back and the time on disk may be ahead.
@@ -379,8 +379,11 @@ class DiskStore(StoreMetadata, KVStore):
             self._count(num_evicted=len(evicted))
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
 
-    def delete_many(self, keys: Iterable[str]) -> int:
-        """Delete entries in this order, as many as possible; return the bytes freed. Raises what `gc` raises."""
+    def reclaim(self, keys: Iterable[str]) -> int:
+        """Return the number of bytes freed by deleting entries in this order, as many as possible.
+
+        Raises what `gc` raises.
+        """
         found = []
         for path in map(self._path, keys):
             with suppress(FileNotFoundError):

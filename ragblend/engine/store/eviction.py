@@ -105,7 +105,7 @@ class DiskEvictor:
             self._kept_bytes -= self._untrack(key)
 
     def held_bytes(self, max_age_s: float = 0.0) -> int:
-        """Return the bytes of all entries, damaged ones included.
+        """Return the size in bytes of all entries, damaged ones included.
 
         Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
         max_age_s: with a budget, the result may be this old: bytes that other processes wrote in the last `max_age_s`
@@ -182,7 +182,7 @@ class DiskEvictor:
         return ' ("auto", as much as it leaves free on its disk)' if self._capacity == "auto" else ""
 
     def _excess(self, key: str, nbytes: int, limit: float) -> float:
-        """Return the bytes by which an entry of `nbytes` under `key` would exceed the limit."""
+        """Return the number of bytes by which an entry of `nbytes` under `key` would exceed the limit."""
         with self._lock:
             own_bytes = self._held[key].nbytes if key in self._held else 0
             return self._used_bytes - own_bytes + sum(self._damaged_bytes.values()) + nbytes - limit
@@ -291,8 +291,8 @@ class DiskEvictor:
 def auto_limit(root: Path, held_bytes: int) -> float:
     """Return the byte limit that the capacity "auto" means for the entries in `root`.
 
-    It is AUTO_SHARE of the sum of `held_bytes`, the entries' bytes, and the free space of the disk. It is infinite if
-    the file system does not report its size.
+    It is AUTO_SHARE of (`held_bytes` + free space of the disk), where `held_bytes` is the size of the entries. It is
+    infinite if the file system does not report its size.
     """
     try:
         disk = shutil.disk_usage(root if root.is_dir() else root.parent)  # the first entry makes the folder

@@ -4,7 +4,7 @@ Keys are equal exactly when KV is the same, and fingerprints exactly when the mo
 prefix alone ("none"). It can also be prefilled after an *ingestion context*, of which only the chunk's own slice is
 kept: the most similar chunks of the corpus, which are likely to be retrieved with it ("similar"). The chunk has then
 attended to text similar to that of later prompts. The context policy of a store, which its disk tier keeps, is one of
-the two. KV is exact only after precisely the tokens that it was computed after.
+the two. KV is exact only if the same tokens precede it as when it was computed.
 
 Works on token ids, bytes and files. Does not depend on tensors or stores.
 """
@@ -36,7 +36,7 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 SIMILAR = "similar"
-"""The context, in keys, of KV that was computed after the most similar chunks, whose ids are not in the prompt."""
+"""The context, in keys, of KV that was computed with the most similar chunks before it; the prompt lacks their ids."""
 
 
 def chunk_key(
@@ -118,7 +118,7 @@ class IngestionContext(NamedTuple):
         return tuple(map(len, self.parts))
 
     def validate(self) -> None:
-        """Raise UsageError for a similar variant that names no chunks to be prefilled after."""
+        """Raise UsageError if the policy is "similar" and the context names no preceding chunks."""
         if self.policy == "similar" and not self.parts:
             raise UsageError(
                 "context is 'similar' without context_texts, the chunks after which the KV is computed; precompute the "
@@ -157,8 +157,9 @@ def lookup_contexts(
 ) -> list[LookupContext]:
     """Return the contexts in which to look up the chunk at `start` of a prompt, the best first.
 
-    The exact context is the best, then that of the store's `policy`, then the chunk alone. Each is tried after every
-    one of the `prefixes` in order. is_beginning: the run at `start` begins with the chunk's first token.
+    The exact context is the best, then that of the store's `policy`, then the chunk alone. Each policy gives one
+    context per prefix, in the order of `prefixes`. is_beginning: the run at `start` begins with the chunk's first
+    token.
 
     >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]

@@ -178,7 +178,7 @@ class MemoryKV:
         return sum(layer.nbytes for layer in self.layers)
 
     def layer(self, index: int) -> LayerKV:
-        """Return keys and values of one layer, [H, T, D] each; computed at every call if it is held in eight bits."""
+        """Return keys and values of one layer, [H, T, D] each. Each call dequantizes a layer held in eight bits."""
         return dequantized(self.layers[index])
 
     def stored_layer(self, index: int) -> StoredLayer:
@@ -195,9 +195,9 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """Return the tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
+    """Return the specs of the tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
 
-    keys, values: shapes of the last two of them, [H, T, D] as computed, [H, T - S, D] as codes.
+    keys, values: shapes of a layer's last two tensors: [H, T, D] if stored as computed, [H, T - S, D] if quantized.
     """
     heads, dim, value_heads, value_dim = keys[0], keys[-1], values[0], values[-1]
     dtype, num_tokens = DTYPES[header.dtype], header.num_tokens
@@ -250,7 +250,8 @@ def load_into_memory(kv: ChunkKV) -> MemoryKV:
 
 
 def aligned_nbytes(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes in a block of several, so that the next one begins at a multiple of 256."""
+    """Return the number of bytes that a tensor takes in a block of several, so that the next one begins at a multiple
+    of 256."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -294,7 +295,7 @@ class KVView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers' tensors of the source."""
+        """Bytes of all tensors of the whole source chunk."""
         return self.source.nbytes
 
     def layer(self, index: int) -> LayerKV:
@@ -345,6 +346,9 @@ class HeadSlice(KVView):
         self._heads = heads
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """Return the heads of one layer as they are stored, contiguous. Every tensor of a layer has heads first."""
+        """Return the slice's heads of one layer, as stored, in contiguous tensors.
+
+        Heads are the first dimension of every tensor of a layer.
+        """
         stored = self.source.stored_layer(index)
         return type(stored)(*(tensor[self._heads].contiguous() for tensor in stored))

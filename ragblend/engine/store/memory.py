@@ -139,12 +139,13 @@ class MemoryStore(KVStore):
             return iter([held.kv.header for held in self._entries.values()])
 
     def nbytes(self) -> int:
-        """Return the bytes of all tensors held, never more than `capacity_bytes`."""
+        """Return the size in bytes of all tensors held, never more than `capacity_bytes`."""
         with self._lock:
             return self._used_bytes
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Exempt a document's entries, held now or later, from eviction until `unpin`. Replaces its pin."""
+        """Exempt a document's entries, held now or later, from eviction until `unpin`. Replaces an earlier pin
+        of the document."""
         with self._lock:
             self._pins[document] = frozenset(keys)
 

@@ -178,8 +178,8 @@ class StoreMetadata:
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[EntryCheck]:
-        """Yield problems of the store's metadata: models, calibrations, machines, pins, prefixes, context. `key`: the
-        file.
+        """Yield each problem of the store's metadata: models, calibrations, machines, pins, prefixes, context. The
+        `key` of an EntryCheck is then the metadata file.
 
         Answers depend on the metadata: a calibration sets the recompute ratio. `problem_of` returns what is wrong with
         the content of an intact file, "" for nothing.

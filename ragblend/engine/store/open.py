@@ -28,13 +28,13 @@ def open_store(
     """Open a store of up to three tiers, fastest first: memory, the directory `path`, and a remote backend.
 
     `tiers` are TierOptions. `memory_gib`: budget of the memory tier; 0 omits the tier. `path` None omits the disk tier;
-    `kv_dir` puts its entries elsewhere, `disk_gib` limits it ("auto": as much as it leaves free, see `eviction`; 0: no
-    limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or another object store; a `get` takes at most
-    `remote_timeout_s` seconds. `catalog`: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of a fleet,
-    which is a file in `path` by default. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8" in eight
-    bits; stored entries of any dtype are read. `fsync` False is for a disk tier whose entries may be lost in a power
-    cut. `store_key`: the key that signs entries, and that read entries must be signed with; "auto" is the process's own
-    key, if there is one (`signing.find_process_key`).
+    `kv_dir` puts its entries elsewhere; `disk_gib` limits their size in GiB ("auto": by the free space of the disk, see
+    `eviction`; 0: no limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or another object store; a `get`
+    takes at most `remote_timeout_s` seconds. `catalog`: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of
+    a fleet, which is a file in `path` by default. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8"
+    in eight bits; stored entries of any dtype are read. `fsync` False is for a disk tier whose entries may be lost in a
+    power cut. `store_key`: the key that signs entries, and that read entries must be signed with; "auto" is the
+    process's own key, if there is one (`signing.find_process_key`).
 
     Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL. The remote is
     not contacted yet.

@@ -80,7 +80,8 @@ def dequantize(layer: QuantizedLayer) -> tuple[Tensor, Tensor]:
 
 
 def stored_bytes_per_token(head_dims: int, heads: int, itemsize: int, kv_dtype: str) -> int:
-    """Return the bytes of one token in one layer of a long chunk. head_dims: elements of K and V over all heads.
+    """Return the number of bytes of one token in one layer of a long chunk. head_dims: elements of K and V over all
+    heads.
 
     >>> stored_bytes_per_token(2 * 4 * 64, 4, 2, "auto"), stored_bytes_per_token(2 * 4 * 64, 4, 2, "int8")
     (1024, 528)

@@ -139,8 +139,8 @@ class TieredStore(KVStore):
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
         """Fetch from remote tiers, in parallel, the entries that no local tier has, and promote them.
 
-        Returns when every entry has arrived or missed, at the latest at `until_s` (monotonic seconds). The default
-        deadline is the largest time limit of the remote tiers, from now, for all of them together.
+        Returns when every entry has arrived or missed, at the latest at `until_s` (monotonic seconds). By default all
+        remote tiers together have as long as the largest of their time limits.
         """
         until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
@@ -228,7 +228,10 @@ class TieredStore(KVStore):
 
     @contextmanager
     def recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
-        """Record that an entry is written inside the block, for tombstones that arrive later (`Tombstones`)."""
+        """Record the time of an entry's write, done inside the block, so that no older tombstone deletes the entry.
+
+        is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
+        """
         for tombstones in self._tombstones:
             tombstones.record_write(header, is_copy=is_copy)
         with self._lock:
@@ -291,8 +294,8 @@ class TieredStore(KVStore):
         self._count(num_puts=1)
 
     def replace(self, kv: ChunkKV) -> None:
-        """Put an entry with the same KV in another stored dtype. Deletes the remote entry first, because a remote tier
-        keeps an entry that it has.
+        """Replace the stored entry by `kv`, the same KV in another dtype. Deletes the remote entry first, because a
+        remote tier does not overwrite entries.
 
         Raises BackendUnreachableError if a remote tier does not answer; nothing is changed then.
         """
@@ -332,8 +335,9 @@ class TieredStore(KVStore):
             raise failure
         return removed
 
-    def delete_everywhere(self, keys: Collection[str], namespace: str | None = None) -> set[str]:
-        """Delete entries from every tier, and by tombstones from those of other processes and machines (see KVStore).
+    def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
+        """Delete entries from every tier of this store, and write tombstones, after which other processes and machines
+        delete them from theirs. See KVStore for `whole_namespace` and the result.
 
         A tombstone is written after the deletion, so that a store which has applied it cannot fetch such an entry.
         """
@@ -348,7 +352,7 @@ class TieredStore(KVStore):
         if failure is not None:
             raise failure
         for tombstones in self._tombstones:
-            tombstones.publish(keys, namespace)
+            tombstones.publish(keys, whole_namespace=whole_namespace)
         return found
 
     def apply_deletions(self) -> None:
@@ -356,10 +360,14 @@ class TieredStore(KVStore):
         for tombstones in self._tombstones:
             tombstones.poll()
 
-    def watch_deletions(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
-        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds for the first time."""
+    def watch_deletions(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
+        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds until they have been applied
+        once.
+
+        skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
+        """
         for tombstones in self._tombstones:
-            tombstones.watch(timeout_s, leaves_disk=leaves_disk)
+            tombstones.watch(timeout_s, skip_disk=skip_disk)
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""
@@ -410,7 +418,7 @@ class TieredStore(KVStore):
         return chain.from_iterable(tier.headers() for tier in self._tiers)
 
     def nbytes(self) -> int:
-        """Return the bytes of all tiers together; an entry in two tiers counts twice."""
+        """Return the size in bytes of all tiers together; an entry in two tiers counts twice."""
         return sum(tier.nbytes() for tier in self._tiers)
 
     def flush(self, timeout_s: float | None = None) -> bool:

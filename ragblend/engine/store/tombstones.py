@@ -59,20 +59,22 @@ class Tombstones:
         self._folder = None if self._disk is None else self._disk.root / FORGOTTEN_DIR
         self._applied: set[str] | None = None  # names; None before the first poll
         self._writes: dict[str, _Write] = {}  # by key: writes of this store that a tombstone may still concern
-        self._leaves_disk = False
+        self._skips_disk = False
         self._has_warned = False
         self._watch_ended: threading.Event | None = None  # set to end the thread that polls
         self._lock = threading.Lock()
 
-    def publish(self, keys: Collection[str] = (), namespace: str | None = None) -> None:
-        """Write tombstones of entries that are deleted from this store: `keys`, and all of a namespace.
+    def publish(self, keys: Collection[str] = (), *, whole_namespace: str | None = None) -> None:
+        """Write tombstones of entries that were deleted from this store: those of `keys`, and all entries of
+        `whole_namespace`, if given.
 
-        Raises BackendUnreachableError: no other store learns of it.
+        Raises BackendUnreachableError if the remote tier does not answer; other stores then do not learn of the
+        deletion.
         """
         listed = sorted(keys)
-        for start in range(0, max(len(listed), namespace is not None), MAX_KEYS):
+        for start in range(0, max(len(listed), whole_namespace is not None), MAX_KEYS):
             name = f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}"
-            facts = {"keys": listed[start : start + MAX_KEYS], "namespace": namespace, "name": name}
+            facts = {"keys": listed[start : start + MAX_KEYS], "namespace": whole_namespace, "name": name}
             data = encode_signed_json(facts, _KIND, self._remote.store_key)
             self._remote.values.put_metadata(name, data)
             with self._lock:
@@ -82,15 +84,15 @@ class Tombstones:
         """Record that the store begins to write an entry. `is_copy`: it was fetched from the remote tier."""
         self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
-    def watch(self, timeout_s: float = 0.0, *, leaves_disk: bool = False) -> None:
+    def watch(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
         """Poll at once and every POLL_INTERVAL_S seconds in a thread. Wait up to `timeout_s` seconds for the first
         poll, which applies the tombstones of before the store was opened.
 
-        leaves_disk: another process over the disk watches, too, and deletes from it.
+        skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
         if self._watch_ended is not None:
             return
-        self._leaves_disk = leaves_disk
+        self._skips_disk = skip_disk
         self._watch_ended, has_polled = threading.Event(), threading.Event()
         arguments = (weakref.ref(self), self._watch_ended, has_polled)
         threading.Thread(target=_poll_repeatedly, args=arguments, name="ragblend-deletions", daemon=True).start()
@@ -111,8 +113,8 @@ class Tombstones:
     def poll(self) -> None:
         """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
 
-        Logs one warning for errors in a row. A remote tier that does not answer is not one of them: the next request to
-        it logs that.
+        Logs one warning for several errors in a row, and none if the remote tier does not answer, because the next
+        request to that tier logs it.
         """
         with self._lock:
             try:
@@ -160,7 +162,7 @@ class Tombstones:
         is_applied = (path := self._path(name)) is not None and path.exists()
         if path is not None and is_applied:
             applied_s = path.stat().st_mtime
-        if is_applied or self._leaves_disk:
+        if is_applied or self._skips_disk:
             # Another process applies it to the disk, which may contain new entries of these keys since.
             tiers = [tier for tier in tiers if tier.disk_tier is None]
         if namespace is not None:
@@ -186,7 +188,7 @@ class Tombstones:
         if self._applied is not None:
             self._applied.add(name)
         path = self._path(name)
-        if self._disk is not None and path is not None and not self._leaves_disk and not path.exists():
+        if self._disk is not None and path is not None and not self._skips_disk and not path.exists():
             try:
                 Directory(self._disk.root, fsync=True).write(path, data)
             except RagblendError as error:  # the disk is full: the next process applies the tombstone again

@@ -60,7 +60,7 @@ class WriteQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of chunks not written yet, including those to be read back."""
+        """Number of chunks not written yet, including those that are queued by key alone."""
         return len(self._waiting) + (self._current is not None)
 
     def put(self, kv: MemoryKV) -> bool:
@@ -108,7 +108,7 @@ class WriteQueue:
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every queued chunk is written or dropped; return False after `timeout_s` seconds.
 
-        Without a time limit it waits as long as the target does not answer.
+        With `timeout_s` None it waits without a limit, also while the target does not answer.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self.num_waiting, timeout_s)

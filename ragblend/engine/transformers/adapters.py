@@ -30,8 +30,7 @@ _IRRELEVANT_FIELDS = frozenset(
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if the directory `path` holds an adapter: it has the file from which transformers, too, reads
-    adapters."""
+    """Return True if the directory `path` has the adapter's config file that transformers looks for."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
@@ -97,7 +96,9 @@ def describe_active_adapters(model: Any) -> str:
 
 
 def reject_unsupported_adapter(config: dict[str, Any], name: str) -> None:
-    """Raise UnsupportedModelError for an adapter that changes more than a layer's computation of a token."""
+    """Raise UnsupportedModelError for an adapter that does more than change how a layer computes a token, such as one
+    that adds tokens.
+    """
     kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
     why = "" if kind in _OF_LAYERS else "may change more than a layer's computation of a token"
     if kind in ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "ADAPTION_PROMPT"):

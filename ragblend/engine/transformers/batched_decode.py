@@ -66,7 +66,10 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values [1, H, R, D] of all prompts' rows, and return them unchanged."""
+        """Write the keys and values [1, H, R, D] of all prompts' rows, and return these arguments.
+
+        Other caches of transformers return all keys and values; here attention reads those from `kv`.
+        """
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
             fresh = self._latent.to_stored(fresh)

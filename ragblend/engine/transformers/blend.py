@@ -1,6 +1,6 @@
 """A prompt's KV and first logits, by a transformers model: look up, decide, place, fuse, report. Read `_blend` first.
 
-Exact KV in memory (the prefix, earlier turns) is copied, the loader places stored chunks a layer ahead, and the fusor
+Exact KV in memory (the prefix, earlier turns) is copied, the loader places stored chunks a layer ahead, and `fuse`
 computes the rest. Depends on the model's layers, the store and reports, not on answers or text.
 """
 
@@ -57,7 +57,9 @@ class BlendDecision(NamedTuple):
 
 
 class BlendingEngine(LocalEngine):
-    """Prefill part of a TransformersEngine: KV of requests, and of the prefixes after which chunks are computed."""
+    """The part of TransformersEngine that prefills. It computes the KV of requests, and of the prefixes that precede
+    chunks.
+    """
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class BlendingEngine(LocalEngine):
         self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
 
     def prefill(self, request: EngineRequest) -> PrefillResult:
-        """Return the prompt's KV and first logits."""
+        """Return the prompt's KV, and its last token's logits, from which the first token of the answer is sampled."""
         return self.loop.call(self.prepare_prefill(request))
 
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:

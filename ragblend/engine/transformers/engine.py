@@ -89,7 +89,7 @@ class TransformersEngine(BlendingEngine):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the bytes of stored KV per token of a long chunk, all layers."""
+        """Return the number of bytes of stored KV per token of a long chunk, all layers."""
         item, kv_dtype = self.layers.like.element_size(), self.store.kv_dtype
         return sum(
             stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
@@ -99,13 +99,14 @@ class TransformersEngine(BlendingEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Yield `precompute`'s result for each chunk. Short chunks share a pass; KV is written during the next pass.
+        """Precompute chunks, and yield the bytes stored for each. Short chunks share a pass; KV is written during the
+        next pass.
 
-        Chunks with an ingestion context come last, after the chunks that it consists of. The KV equals that of
-        `precompute` where a row of a matrix product does not depend on the number of rows, as in float32 on the CPUs
-        tested. Elsewhere it differs by rounding.
+        Chunks with an ingestion context come last, after the chunks that it consists of. The KV is bit-identical to
+        that of `precompute` if a row of a matrix product does not depend on the number of rows, as in float32 on the
+        CPUs tested. Otherwise it differs by rounding.
         """
-        self.add_known(chunks)
+        self.add_known_chunks(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
         for needs_others in (False, True):
             items = (
@@ -120,9 +121,9 @@ class TransformersEngine(BlendingEngine):
         self.store.prefetch(self.likely_keys(chunks))
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after an ingestion context. Return the bytes stored.
+        """Prefill and store a chunk given as token ids, after an ingestion context.
 
-        Returns 0 if it was stored already.
+        Returns the number of bytes stored, 0 if the KV was stored already.
         """
         if not self._is_missing(PrefillItem(token_ids, context)):
             return 0
@@ -214,7 +215,7 @@ class TransformersEngine(BlendingEngine):
         conversation: Conversation | None = None,
         **options: Unpack[GenerationKeywords],
     ) -> EngineRequest:
-        """Return a checked request: the rendered and matched prompt with its settings. `prefill` returns its logits.
+        """Return a checked request: the rendered and matched prompt with its settings. Pass it to `prefill`.
 
         `options` are GenerationOptions. With a `conversation`, earlier turns are not prefilled again. Raises
         PromptTooLongError beyond the model's context length, UsageError for invalid values.

@@ -188,7 +188,8 @@ class ValueNormAttention(AttentionFamily):
         return [each for each in (attention.k_proj, attention.v_proj) if each is not None]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values after the norms; values are the keys' projection where a layer has one for both."""
+        """Return keys and values after the norms. In a layer without `v_proj`, values are computed from the keys'
+        projection, too."""
         projected = attention.k_proj(normed)
         values = projected if attention.v_proj is None else attention.v_proj(normed)
         values = values.view(*values.shape[:-1], -1, attention.head_dim)
@@ -304,7 +305,10 @@ def family_of(model: Any) -> AttentionFamily:
 
 
 def text_decoder(model: Any) -> Any:
-    """Return a model's decoder: `.model`, or the language model in it if the model also reads images; else None."""
+    """Return a model's decoder: `model.model`, or the language model in it if the model also reads images.
+
+    Returns None if there is no `model.model`.
+    """
     inner = getattr(model, "model", None)
     return getattr(inner, "language_model", inner)
 
@@ -343,7 +347,9 @@ def context_length(config: Any) -> int:
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return the attention window of every layer, in tokens with the token itself; None without a window."""
+    """Return the attention window of every layer in tokens, counting the attending token; None for a layer without a
+    window.
+    """
     window = getattr(config, "sliding_window", None)
     count: int = config.num_hidden_layers
     if not window or window >= context_length(config):

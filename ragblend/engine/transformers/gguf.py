@@ -53,7 +53,7 @@ def parse_gguf_reference(model: str) -> GgufReference | None:
 
 
 def require_gguf() -> None:
-    """Raise ImportError, with the install command, without the packages with which transformers reads a GGUF."""
+    """Raise ImportError, with the install command, if the packages are missing with which transformers reads a GGUF."""
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise ImportError(f"a GGUF needs {' and '.join(missing)}: pip install 'ragblend[gguf]'")
@@ -62,7 +62,8 @@ def require_gguf() -> None:
 def dequantize_keywords() -> dict[str, Any]:
     """Return the keyword arguments with which transformers dequantizes all weights of a GGUF.
 
-    Without them, newer versions keep some weights quantized. Older versions have no such argument; for them it is {}.
+    Without them, newer versions of transformers keep some weights quantized. Older versions dequantize always and have
+    no such argument, so the result is {}.
     """
     try:
         from transformers import GgufConfig

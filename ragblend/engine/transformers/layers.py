@@ -164,8 +164,8 @@ class TransformersLayers:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [R, hidden size] of ids [R].
 
-        A model with per-layer inputs (Gemma 4) has one more vector per token and layer. Their vectors are appended to
-        each embedding, in the order of the layers. Every layer uses the first of them and returns the others.
+        A model with per-layer inputs (Gemma 4) has one more vector per token and layer. A token's vectors are appended
+        to its embedding in the order of the layers. Each layer uses the first one left, and passes on the rest.
         """
         if self._adapters:
             self._check_adapters()
@@ -210,7 +210,8 @@ class TransformersLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshRowsCallback | None = None
     ) -> Tensor:
         """Return [R, hidden size] of one decoder layer over the tokens at `rows`; their K/V replace those rows of
-        `fused`. After the last layer that makes KV, the layers that attend to earlier KV are run, too.
+        `fused`. If `layer` is the last one that makes KV, the layers after it, which attend to the KV of earlier
+        layers, are run, too.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):

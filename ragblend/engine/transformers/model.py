@@ -229,7 +229,7 @@ def _suffix(variant: Mapping[str, Any]) -> str:
     return "+" + json.dumps(shown, sort_keys=True, default=str)
 
 
-def describe_fusable_model(path: Path, trust_remote_code: bool = False) -> str:
+def summarize_fusable_model(path: Path, trust_remote_code: bool = False) -> str:
     """Return class, size and context length of the model at `path`. Raises UnsupportedModelError if it cannot be fused.
 
     Builds the layers without their weights, so it is quick for a model of any size.

@@ -151,8 +151,9 @@ class CompiledGrammar:
     def new_matcher(self) -> Any:
         """Return an llguidance matcher at the start of the grammar.
 
-        It is a copy of one matcher. All copies share its cache of token masks, which makes masks several times as fast.
-        The cache only grows, so that matcher is replaced by a new one after FORGOTTEN_AFTER copies.
+        It is a copy of one matcher. All copies share that matcher's cache of token masks, which makes masks several
+        times as fast. The cache never shrinks; therefore the copied matcher is replaced by a new one after
+        FORGOTTEN_AFTER copies.
         """
         from llguidance import LLMatcher
 

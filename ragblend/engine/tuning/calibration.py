@@ -92,8 +92,8 @@ class RuleFit:
     def agreement_at(self, ratio: float) -> float:
         """Return the agreement with full prefill to expect at `ratio`, interpolated linearly between measured ratios.
 
-        A larger ratio never has a lower agreement: if it was measured lower, the smaller ratio's agreement is lowered
-        to it.
+        A larger ratio never has a lower agreement: a measured agreement above that of a larger ratio is lowered to the
+        larger ratio's.
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)
@@ -137,7 +137,7 @@ class Calibration:
 
     @property
     def filename(self) -> str:
-        """Return its file name, which is equal exactly when model, prefix and chunker are."""
+        """Return the file name. Two calibrations share it exactly if they have the same model, prefix and chunker."""
         chunker = hashlib.blake2b(self.chunker.encode(), digest_size=8).hexdigest()
         return f"{_stem(self.fingerprint, self.prefix_ids)}-{chunker}.json"
 
@@ -151,7 +151,10 @@ class Calibration:
 
 
 def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibration:
-    """Return the calibration in a file's `data`, signed if there is a key. Raises only UsageError, for any `data`."""
+    """Return the calibration in a file's `data`. With a key, the data must be signed with it.
+
+    Raises UsageError, and nothing else, for invalid data.
+    """
     try:
         note = decode_signed_json(data, CALIBRATIONS_DIR, store_key)
     except ValueError as error:
@@ -160,7 +163,9 @@ def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibra
 
 
 def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
-    """Return the calibration that `as_dict` returned. Raises only UsageError, for any values."""
+    """Return the calibration whose `as_dict` returned `facts`. Raises UsageError for any invalid values, and no other
+    error.
+    """
     try:
         if facts["version"] != CALIBRATION_VERSION:
             raise UsageError(f"its version is {facts['version']!r}, this ragblend reads {CALIBRATION_VERSION}")

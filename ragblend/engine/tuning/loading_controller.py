@@ -1,4 +1,4 @@
-"""Loading controller: the ratio whose recompute loading hides, and the fallback to full prefill if that is faster.
+"""Loading controller: the ratio whose recompute hides behind loading, and the fallback to a faster full prefill.
 
 After CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes and a tier's
 throughput. Read `decide_reuse` first. Pure arithmetic on seconds, bytes and tokens; does not depend on models, stores
@@ -167,7 +167,7 @@ def largest_x_within(curve: Curve, y: float) -> float:
 
 
 def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve = LINEAR) -> float:
-    """Return the larger of `r_star` and the largest ratio whose recompute loading hides.
+    """Return the largest ratio whose recompute is hidden behind loading, but at least `r_star`.
 
     r_star: the least ratio that is close enough to full prefill. `load_s` and `prefill_s` are both per layer, or both
     of all layers. The paper's examples, Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and Llama-70B (7 ms,
@@ -187,8 +187,9 @@ def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares:
 def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
     """Return the seconds of loading and computing `num_layers` equal layers, each loaded while others are computed.
 
-    This is the engines' order (docs/performance.md): layer 0 is computed and read last, and the query probe needs
-    layer 1 before any recompute, so that computing waits for the loading of one layer.
+    This is the engines' order (docs/performance.md): the stored KV of layer 0 is read last, because layer 0 depends on
+    the token alone and is computed; the query probe needs layer 1 before any recompute. Computing therefore waits for
+    the loading of one layer.
 
     >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
     (9.0, 8.0)
@@ -197,7 +198,9 @@ def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
 
 
 def exposed_load_s(load_s: float, num_layers: int) -> float:
-    """Return the seconds of loading during which nothing can be computed: the loading of layer 1, if the model has one.
+    """Return the seconds of loading during which nothing can be computed: those of the first layer that is read.
+
+    That is layer 1, because layer 0 is computed, so the result is 0 for a model with one layer.
 
     >>> exposed_load_s(8.0, num_layers=4), exposed_load_s(8.0, num_layers=1)
     (2.0, 0.0)

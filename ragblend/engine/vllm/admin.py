@@ -109,7 +109,7 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
             num_unread += kv is None
             if kv is not None and equals_ignoring_salt(kv.header.namespace, namespace):
                 keys.add(key)
-    return {"num_removed": len(store.delete_everywhere(keys, namespace)), "num_unread": num_unread}
+    return {"num_removed": len(store.delete_everywhere(keys, whole_namespace=namespace)), "num_unread": num_unread}
 
 
 def _fields(body: bytes) -> dict[str, Any]:

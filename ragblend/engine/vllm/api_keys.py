@@ -96,7 +96,7 @@ class Grant:
 class AuthContext:
     """The key of an HTTP request that is in progress.
 
-    `rejection_reason`: why vLLM's engine client rejected the request that the HTTP request caused; "" if it did not.
+    `rejection_reason`: why vLLM's engine client rejected the engine request of this HTTP request; "" if it did not.
     """
 
     grant: Grant

@@ -97,12 +97,12 @@ def metadata_snapshot(metadata: Any) -> object:
     return state(metadata)
 
 
-def kv_reads_per_run(positions: Sequence[int]) -> int:
-    """Return the number of tokens whose KV is read if every run of the ascending positions reads separately.
+def kv_reads_by_run(positions: Sequence[int]) -> int:
+    """Return how many tokens' KV is read if every run of the ascending positions reads the KV separately.
 
     A long run reads once per tile, as in attention kernels.
 
-    >>> kv_reads_per_run([9, 19, 20, 21])
+    >>> kv_reads_by_run([9, 19, 20, 21])
     32
     """
     return sum(
@@ -112,10 +112,11 @@ def kv_reads_per_run(positions: Sequence[int]) -> int:
     )
 
 
-def kv_reads_shared(positions: Sequence[int]) -> int:
-    """Return the number of tokens whose KV is read if every TILE_ROWS of the ascending positions share one reading.
+def kv_reads_by_tile(positions: Sequence[int]) -> int:
+    """Return how many tokens' KV is read if every TILE_ROWS of the ascending positions share a tile, and each tile
+    reads the KV up to its last position once.
 
-    >>> kv_reads_shared([9, 19, 20, 21])
+    >>> kv_reads_by_tile([9, 19, 20, 21])
     22
     """
     return sum(

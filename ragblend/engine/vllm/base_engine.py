@@ -123,7 +123,7 @@ class VllmStream(AnswerStream):
                 if received.mode == "prefix" and not received.num_prefix_tokens:  # vLLM prefilled it alone
                     received.num_prefix_tokens = received.num_reused_tokens = num_cached
                     received.charged_budget = received.charged_budget_32 = 1 - num_cached / len(request.token_ids)
-                engine.store_missing_after_answer(request, result)
+                engine.handle_finished_answer(request, result)
 
     def _until_closed(self, deltas: Iterator[OutputDelta]) -> Iterator[OutputDelta]:
         """Yield `deltas` until the engine is closed."""
@@ -158,11 +158,11 @@ class VllmEngineBase(LocalEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Precompute chunks with several requests at once, and yield the bytes stored for each.
+        """Precompute chunks with several requests at once, and yield the number of bytes stored for each.
 
         Chunks with an ingestion context come last, because they reuse the KV of the chunks in it.
         """
-        self.add_known(chunks)
+        self.add_known_chunks(chunks)
         in_context = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
         alone = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
         with ThreadPoolExecutor(INGEST_CONCURRENCY, thread_name_prefix="ragblend-ingest") as pool:
@@ -176,9 +176,10 @@ class VllmEngineBase(LocalEngine):
         """Do nothing, because vLLM's workers read ahead the chunks of waiting requests."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill a chunk's token ids after an ingestion context, and store the KV.
+        """Prefill a chunk's token ids after an ingestion context, store the KV, and return the bytes stored.
 
-        Return the bytes stored, 0 if the chunk was stored already. Raises RagblendError if vLLM did not store it.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM did not store
+        it.
         """
         key = self.key_of(token_ids, context)
         if not token_ids or self.store.contains(key):
@@ -242,7 +243,7 @@ class VllmEngineBase(LocalEngine):
         params = BlendParams.from_options(checked, self.namespace)
         return VllmRequest(token_ids, params, replace(checked, max_tokens=max_tokens), prompt, render_s)
 
-    def store_missing_after_answer(self, request: VllmRequest, answer: Generation) -> None:
+    def handle_finished_answer(self, request: VllmRequest, answer: Generation) -> None:
         """After an answer, warn if no chunk was reused, store missing chunks, and start a shadow comparison."""
         report = answer.report
         if request.prompt is None or request.params.mode not in ("blend", "reuse"):
@@ -255,13 +256,13 @@ class VllmEngineBase(LocalEngine):
             self._backfill_missed(request.prompt)
         if not request.options.temperature and answer.finish_reason != "cancelled":
             full = replace(request, params=replace(request.params, mode="full"))
-            self._shadow.sample_repeat(lambda: VllmStream(self, full), answer)
+            self._shadow.sample_vllm_answer(lambda: VllmStream(self, full), answer)
 
     def _backfill_missed(self, prompt: Prompt) -> None:
         """Precompute the missing chunks of a prompt in the background, unless `on_miss` is "inline"."""
         if self._backfill is None or self.closed:
             return
         try:
-            self.backfill(run for run in self.match(prompt).runs if not self.has_kv(run.chunk_ids))
+            self.precompute_in_background(run for run in self.match(prompt).runs if not self.has_kv(run.chunk_ids))
         except RagblendError as error:  # the answer is complete already
             log.warning("missed chunks are not stored: %s", error)

@@ -54,9 +54,9 @@ from ragblend.options import (
     is_server_url,
 )
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.tools import CallFormat, without_tools
+from ragblend.prompt.tools import CallFormat, tool_use_as_text
 from ragblend.prompt.types import Message, Part, Prompt, as_chunk
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +109,11 @@ class Connection:
         max_retries: int = MAX_RETRIES,
     ) -> None:
         if not _is_address(url):
-            raise UsageError(f"backend is {redact(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
+            raise UsageError(f"backend is {redact_url(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
         RETRIES.validate("max_retries", max_retries)
         SECONDS.validate("timeout", timeout)
         base_url = url.rstrip("/").removesuffix("/v1")
-        self.url = redact(base_url)  # for messages
+        self.url = redact_url(base_url)  # for messages
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
         self._max_retries = max_retries
         self._first_pause_s = _FIRST_PAUSE_S
@@ -265,7 +265,7 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
     )
 
 
-class ServedRenderer:
+class ServerModelRenderer:
     """Renderer for the model of a server. It knows the formats of tool calls that the server has reported.
 
     Everything else needs the model's tokenizer, which `load` loads at the first use. Splitting documents and counting
@@ -275,7 +275,8 @@ class ServedRenderer:
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
         self._load = load
         if facts.calls and facts.calls_shown:
-            self.calls, self.calls_shown = CallFormat(**facts.calls), CallFormat(**facts.calls_shown)  # type: ignore[arg-type]
+            self.call_format = CallFormat(**facts.calls)  # type: ignore[arg-type]
+            self.call_format_in_text = CallFormat(**facts.calls_shown)  # type: ignore[arg-type]
 
     @cached_property
     def _loaded(self) -> Renderer:
@@ -379,7 +380,7 @@ class VllmClient(EngineBase):
         super().__init__(
             name=name, fingerprint=facts.fingerprint or f"served-{facts.model}", on_miss=on_miss, **options
         )
-        self.renderer: Any = ServedRenderer(facts, load_renderer)
+        self.renderer: Any = ServerModelRenderer(facts, load_renderer)
         self.store = EmptyServerStore(0)
         self.context = self.default_context = facts.context
         if context is not None:
@@ -413,7 +414,7 @@ class VllmClient(EngineBase):
     def request_body(self, prompt: Prompt, options: GenerationOptions) -> dict[str, Any]:
         """Return the JSON body of a completion request, with OpenAI's fields and vLLM's own."""
         if prompt.uses_tools and not self.facts.knows_tools:
-            prompt = without_tools(prompt)
+            prompt = tool_use_as_text(prompt)
         body: dict[str, Any] = {
             "model": self.facts.model,
             "max_tokens": options.max_tokens,
@@ -450,15 +451,15 @@ class VllmClient(EngineBase):
             self._send_missing(prompt)
         if not options.temperature:
             full = replace(options, mode="full")
-            self._shadow.sample_repeat(lambda: ServedStream(self, prompt, full), answer)
+            self._shadow.sample_vllm_answer(lambda: ServedStream(self, prompt, full), answer)
 
     # -- documents
 
     def precompute(self, chunk: Part) -> int:
-        """Send one chunk to the server as a separate document, and wait until it is stored. Return the bytes stored.
+        """Send one chunk to the server as a separate document, and wait until it is stored.
 
-        Returns 0 if the chunk was stored already. Raises RagblendError if it was not stored, or for a vLLM without
-        ragblend.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if it was not stored,
+        or for a vLLM without ragblend.
         """
         text = as_chunk(chunk).text.strip()
         counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": _chunk_id(text), "chunks": [text]}])
@@ -483,11 +484,11 @@ class VllmClient(EngineBase):
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Do nothing, because the server reads ahead the chunks of waiting requests."""
 
-    def add_known(self, chunks: Iterable[Part]) -> None:
+    def add_known_chunks(self, chunks: Iterable[Part]) -> None:
         """Do nothing. An engine in this process is given the chunks to match in prompts; a server has them in its
         registry."""
 
-    def flush(self) -> None:
+    def wait_for_precompute(self) -> None:
         """Wait until the missing chunks of earlier prompts are stored."""
         self._worker.submit(lambda: None).result()
 
@@ -573,7 +574,7 @@ class VllmClient(EngineBase):
         self._reject("computing a chunk's key")
 
     def has_kv(self, chunk_ids: Sequence[int]) -> NoReturn:
-        """Raise UsageError, because a lookup needs token ids."""
+        """Raise UsageError, because the server looks up texts, not token ids."""
         self._reject("looking up the KV of token ids")
 
     def _reject(self, what: str) -> NoReturn:

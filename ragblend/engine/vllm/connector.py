@@ -122,7 +122,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- the scheduler's half: plans requests
 
     def on_new_request(self, request: Any) -> None:
-        """Parse a request's parameters, start the lookup of its chunks, and hide its KV in vLLM's prefix cache."""
+        """Parse a request's parameters, salt its blocks in vLLM's prefix cache, and start the lookup of its chunks."""
         self.scheduler.on_new_request(request)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -131,7 +131,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler.kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the number of context tokens that the connector will fill (None: unknown yet), and True if any."""
+        """Return how many context tokens the connector will fill, and True if it fills them between engine steps.
+
+        The number is None while it is not known yet.
+        """
         return self.scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -144,10 +147,9 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if is_idle:
             self.scheduler.wait_for_pending()
-        jobs, ahead = self.scheduler.take_jobs()
         return BlendMetadata(
-            jobs,
-            ahead,
+            self.scheduler.take_jobs(),
+            self.scheduler.take_keys_to_read_ahead(),
             self.scheduler.loading.needs_refresh,
             is_idle,
             self.scheduler.take_memory_reset(),
@@ -166,7 +168,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         Entries on disk stay, because their keys contain the fingerprint of the weights.
         """
-        self.scheduler.reset_worker_memory()
+        self.scheduler.clear_worker_memory_tiers()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -208,7 +210,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
         for remote in store.remote_tiers:
             remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
-        store.watch_deletions(leaves_disk=True)  # to the scheduler, which copies fetched entries there
+        store.watch_deletions(skip_disk=True)  # to the scheduler, which copies fetched entries there
         if layers.rank == 0:
             self._watch = MemoryTierTracker(store)
             self._metric_sources = [TierMetrics(store, shows_bytes=True)]

@@ -31,7 +31,7 @@ CONNECTOR_MODULE = "ragblend.engine.vllm.connector"
 PLUGIN = "ragblend"
 PLUGIN_GROUP = "vllm.general_plugins"
 EXTENSION = "ragblend.engine.vllm.extension.BlendWorkerExtension"
-MIDDLEWARE = "ragblend.server.api.BlendMiddleware"
+MIDDLEWARE = "ragblend.server.api.RoutesMiddleware"
 CLI_MODULE = "vllm.entrypoints.cli.main"
 """Module of vLLM's command line."""
 DEPRECATED_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -57,7 +57,7 @@ class Checkpoint(NamedTuple):
     head_dim: int
 
     def stored_bytes_per_token(self, kv_dtype: str) -> int:
-        """Return the bytes of stored KV per token, all layers, in a store with this `kv_dtype`."""
+        """Return the number of bytes of stored KV per token, all layers, in a store with this `kv_dtype`."""
         return self.bytes_per_token // (1 if kv_dtype == "auto" else DTYPES[self.dtype].itemsize)
 
     def facts(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def transfer_config(
 
     `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and `ratio`
     are the defaults of requests. `system`: the system prompt after which chunks were ingested. `context`: their context
-    policy; None for the store's own. `keys`: the file of API keys that `BlendMiddleware` requires from clients.
+    policy; None for the store's own. `keys`: the file of API keys that `RoutesMiddleware` requires from clients.
     """
     extra: dict[str, Any] = {"store": str(expand_user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
@@ -199,7 +199,7 @@ def transfer_config(
 
 
 def cpu_paged_kv_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) -> int | None:
-    """Return the bytes of vLLM's paged KV on a CPU; None if vLLM chooses them, as on a GPU.
+    """Return the number of bytes of vLLM's paged KV on a CPU; None if vLLM chooses them, as on a GPU.
 
     On a CPU vLLM would otherwise allocate nearly all memory of the machine.
     """
@@ -230,7 +230,7 @@ def server_command(
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
         if ours in given:
             raise UsageError(f"{ours} is one of vLLM's flags that ragblend serve sets itself; leave it out")
-    if has_vllm_command():
+    if can_run_vllm_serve():
         command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
         if not given & {"--api-server-count", "-asc", "--headless"}:
             # The default is one server process per data-parallel engine, each with separate counters.
@@ -265,8 +265,10 @@ def _flags_of_config_file(path: str | None) -> set[str]:
     return {f"--{name}".replace("_", "-") for name in found} if isinstance(found, dict) else set()
 
 
-def has_vllm_command() -> bool:
-    """Return False if vLLM's CPU build is installed without the metadata from which `vllm serve` reads its version."""
+def can_run_vllm_serve() -> bool:
+    """Return True if `vllm serve` can start. It cannot if the installed vLLM is a CPU build without the package
+    metadata from which it reads its version.
+    """
     try:
         version("vllm")
     except PackageNotFoundError:
@@ -289,6 +291,7 @@ def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def vllm_environment() -> dict[str, str]:
-    """Return the variables to add to the environment of a vLLM that ragblend starts, without those that are set."""
+    """Return the variables to add to the environment of a vLLM that ragblend starts. Variables that are already set are
+    left out."""
     wanted = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
     return {name: value for name, value in wanted.items() if name not in os.environ}

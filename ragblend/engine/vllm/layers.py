@@ -30,7 +30,7 @@ from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, atte
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
-from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_per_run, kv_reads_shared
+from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_by_run, kv_reads_by_tile
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     reject_kv_groups,
@@ -137,7 +137,7 @@ class VllmLayers:
 
     @property
     def can_share_reads(self) -> bool:
-        """True if scattered rows can attend in one call on this device. Keeping every layer resident then pays."""
+        """True if scattered rows can attend in one call on this device. Keeping all layers resident is then faster."""
         return self._together_from < math.inf
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class VllmLayers:
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
     ) -> Tensor:
-        """Run a decoder layer over `rows` without blocks, which attend over the resident layer of `fused`."""
+        """Run a decoder layer over `rows`, which have no blocks and attend over the resident layer of `fused`."""
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
@@ -310,7 +310,7 @@ class VllmLayers:
         if not self.can_share_reads or not len(rows):
             return False
         positions = positions_on_host(rows)
-        return kv_reads_per_run(positions) >= self._together_from * kv_reads_shared(positions)
+        return kv_reads_by_run(positions) >= self._together_from * kv_reads_by_tile(positions)
 
     def select_own_heads(self, kv: ChunkKV) -> ChunkKV:
         """Return a stored chunk's KV with this rank's heads only."""

@@ -54,8 +54,8 @@ class LoadingController:
 
     It uses the machine profile `machine`, and which keys the workers have in memory. Without a profile (None), every
     request keeps its own ratio. Workers report changes of their memory tier at each engine step. An idle engine has no
-    steps, and a prefetch may change the tier in the meantime. `is_current` is then False until the next report, which
-    `needs_refresh` requests.
+    steps, so a prefetch may change the tier without a report. `is_current` is then False until the next report, and
+    `needs_refresh` makes the workers send one.
     """
 
     def __init__(self, machine: MachineProfile | None) -> None:
@@ -132,8 +132,8 @@ class ReadAheadQueue:
         self._read: dict[str, int] = {}  # bytes read ahead, by request
 
     @property
-    def is_busy(self) -> bool:
-        """True while the workers fill the context of a request."""
+    def are_workers_busy(self) -> bool:
+        """True while the workers fill the context of a running request, so that nothing is read ahead."""
         return bool(self._running)
 
     def on_request_queued(self, request_id: str, stored: Sequence[StoredSpan]) -> None:

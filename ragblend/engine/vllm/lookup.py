@@ -78,8 +78,8 @@ class ChunkLookup:
     ) -> Future[LookupResult]:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
-        runs: the result of an earlier matching of the same prompt. asks_remote: if the remote tier may have better
-        entries than this machine, the result contains their keys (`missing`) and no stored chunks.
+        runs: the result of an earlier matching of the same prompt. asks_remote: True to end early if the remote tier
+        may have better entries than this machine; the result then has their keys (`missing`) and no stored chunks.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 

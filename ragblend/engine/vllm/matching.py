@@ -73,7 +73,8 @@ class ConversationSalts:
     def salt_for(self, token_ids: Sequence[int], settings: tuple[object, ...]) -> str:
         """Return a prompt's salt: the salt of the longest earlier prompt with which it begins, else a new one.
 
-        `settings`: all values except the ids that determine the blended KV. Only prompts with equal ones share a salt.
+        `settings`: everything on which the blended KV depends, except the token ids. Only prompts with equal settings
+        share a salt.
         """
         ids, end = array("Q", token_ids), last_turn_end(token_ids, self._tail_ids)
         digest = hashlib.blake2b(repr(settings).encode(errors="surrogatepass"), digest_size=16, key=self._key)

@@ -1,6 +1,6 @@
 """One request's KV in vLLM's paged cache.
 
-`PagedKV` writes a request's KV to its blocks, and also keeps a layer that is read again as a tensor. `PagedSource`
+`PagedKV` writes a request's KV to its blocks, and also keeps a layer that is read again as a tensor. `PagedLayerLoader`
 reads the request's stored chunks ahead, and places them in a `PagedKV`. Depends on blocks, slots and `layers`, not on
 rules and plans.
 """
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def blend_device_bytes(vllm_config: Any) -> int:
-    """Return the bytes of GPU memory that blending the longest prompt needs in addition to vLLM's paged cache.
+    """Return the number of bytes of GPU memory that blending the longest prompt needs in addition to vLLM's paged
+    cache.
 
     They contain the resident layer and the layers that are read ahead.
     """
@@ -48,11 +49,11 @@ class LayerPlacement(NamedTuple):
 class PagedKV:
     """PromptKVBuffer over one request's blocks. The first `length` rows are valid.
 
-    Reading KV from blocks is slow. A layer in `kept` is therefore also held as a tensor while it is the most recently
-    placed one: the resident layer, which `write` updates. The first `num_rows` rows have blocks. The `num_probe_rows`
-    rows after them exist only in the resident layer; a query probe uses them. The KV of the first `num_resident` rows
-    is in the blocks already: it is never overwritten, and is copied into the resident layer. `fully_resident_layer` is
-    the layer of which every placed row is resident, None if there is none.
+    Reading KV from blocks is slow. The most recently placed layer is therefore also held as a tensor if it is in
+    `kept`. It is called the resident layer; `write` updates it. The first `num_rows` rows have blocks. The
+    `num_probe_rows` rows after them exist only in the resident layer; a query probe uses them. The KV of the first
+    `num_resident` rows is in the blocks already: it is never overwritten, and is copied into the resident layer.
+    `fully_resident_layer` is the index of the resident layer if all placed rows are in its tensor; else None.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class PagedKV:
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
-    def place_resident_only(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
+    def place_in_resident_layer(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
         """Write stored KV to the resident layer only, if `layer` is kept. `place` fills the blocks later."""
         for _ in self._placed(layer, stored):
             pass
@@ -160,7 +161,9 @@ class PagedKV:
         self.length = placement.end
 
     def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
-        """Return True if `rows` can attend over the resident layer in one call, and faster than over the blocks."""
+        """Return True if one attention call over the resident layer, a contiguous copy of `layer`, is possible for
+        `rows` and faster than calls over the blocks.
+        """
         if layer not in self._kept or not (has_hook or self.fully_resident_layer == layer):
             return False
         if self._shares_reads is None or self._shares_reads[0] is not rows:
@@ -196,16 +199,16 @@ class _ReadBuffer:
         self.layers.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
 
 
-class PagedSource:
+class PagedLayerLoader:
     """LayerSource that reads ahead in a thread, and places in the caller's thread, because vLLM's cache has one writer.
 
     Use as a context manager; leaving it stops the reader. `done` is set once the reader has ended. Leaving with an
     error does not wait for the current read, because the reader writes only to its own buffer. On a GPU the reader
     copies layers to the device while the GPU computes.
 
-    Layer 0 of chunks that are not in memory is computed instead of read, but only with a single rank. The embedding is
-    a sum over ranks, which all ranks must call, and a chunk that one rank has in memory may be on another rank's disk.
-    An entry that one of several ranks cannot read counts as damaged for all of them.
+    Layer 0 of chunks that are not in memory is computed instead of read, but only with a single rank. The embedding
+    sums over ranks, so all ranks must call it together, but a chunk that one rank has in memory may be only on the disk
+    of another. An entry that one of several ranks cannot read counts as damaged for all of them.
 
     `corrects_drift`: the caller uses drift correction, which changes the chunks that are not exact, in every layer but
     the first. Those layers are placed in the blocks once they are corrected. Until then they are in host memory,
@@ -243,7 +246,7 @@ class PagedSource:
 
     @property
     def load_s(self) -> float:
-        """Seconds of reading, whether or not they overlapped with fusing, and of placing."""
+        """Seconds of reading plus seconds of placing. Reading that overlapped with fusing counts in full."""
         return self._loader.load_s + self._place_s
 
     @property
@@ -266,7 +269,7 @@ class PagedSource:
             self._waiting[layer] = waiting
             if self._layers.can_share_reads:
                 self._staying[layer] = staying
-            self._paged.place_resident_only(layer, waiting)
+            self._paged.place_in_resident_layer(layer, waiting)
         elif read:
             self._paged.fully_resident_layer = layer
         self._place_s += perf_counter() - start_s
@@ -296,15 +299,18 @@ class PagedSource:
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Place the layer's inexact chunks, with `shares` [T, M] times `drift` [H, M, D] added before rotation."""
+        """Place the layer's inexact chunks, with `shares` [T, M] times `drift` [H, M, D] added before rotation.
+
+        If `drift` is None, they are placed as stored.
+        """
         start_s = perf_counter()
         # Another layer may have been the resident one since `wait`.
-        self._paged.place_resident_only(layer, self._staying.pop(layer, []))
+        self._paged.place_in_resident_layer(layer, self._staying.pop(layer, []))
         self._paged.place(layer, self._waiting.pop(layer), drift, shares)
         self._paged.fully_resident_layer = layer
         self._place_s += perf_counter() - start_s
 
-    def __enter__(self) -> PagedSource:
+    def __enter__(self) -> PagedLayerLoader:
         self._loader.__enter__()
         return self
 

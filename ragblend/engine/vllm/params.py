@@ -45,7 +45,7 @@ VLLM_MODES: tuple[VllmMode, ...] = get_args(VllmMode)
 
 @dataclass(frozen=True, slots=True)
 class BlendParams:
-    """Parameters of one request. Constructor and `check_length` raise UsageError for invalid ones."""
+    """Parameters of one request. Constructor and `check_tokens_after_spans` raise UsageError for invalid ones."""
 
     mode: VllmMode = "blend"
     rule: str = "auto"
@@ -85,7 +85,7 @@ class BlendParams:
             needed = "the spans of the chunks in its context, then its own" if is_similar else "exactly one span"
             raise UsageError(f"mode 'ingest' needs {needed}, but {len(self.spans)} spans are given")
 
-    def check_length(self, num_tokens: int) -> None:
+    def check_tokens_after_spans(self, num_tokens: int) -> None:
         """Raise UsageError unless a prompt of `num_tokens` has a token after the last span."""
         if self.spans and self.spans[-1][1] >= num_tokens:
             raise UsageError(

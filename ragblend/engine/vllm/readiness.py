@@ -60,7 +60,7 @@ class Readiness:
 
         engine_client.shutdown = draining  # vLLM calls it first on SIGTERM, in a separate thread
 
-    async def serve(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
+    async def serve_unless_stopping(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on to `app`, but reject a POST with 503 if the server is stopping."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await app(scope, receive, send)

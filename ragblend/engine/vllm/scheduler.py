@@ -121,12 +121,12 @@ class BlendScheduler:
             log.warning("%s", WEIGHTS_UPDATED)
         self._reuses = False
 
-    def reset_worker_memory(self) -> None:
+    def clear_worker_memory_tiers(self) -> None:
         """Make the workers clear their memory tiers in the next step."""
         self._drops_memory = True
 
     def take_memory_reset(self) -> bool:
-        """Return True if `reset_worker_memory` was called since the last call."""
+        """Return True if `clear_worker_memory_tiers` was called since the last call."""
         drops, self._drops_memory = self._drops_memory, False
         return drops
 
@@ -216,7 +216,7 @@ class BlendScheduler:
         find_rule(params.rule)
         if reason := _no_reuse_reason(request):
             raise UsageError(NO_REUSE_REASONS[reason])
-        params.check_length(len(request.prompt_token_ids))
+        params.check_tokens_after_spans(len(request.prompt_token_ids))
         if not self._reuses:
             state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
         return state
@@ -425,7 +425,7 @@ class BlendScheduler:
         Called in steps that schedule no tokens, so that the scheduler does not poll in a busy loop. Returns at once
         while the workers are busy.
         """
-        if self._read_ahead.is_busy:
+        if self._read_ahead.are_workers_busy:
             return
         pending: list[Future[Any]] = []
         for state in self.requests.values():
@@ -436,8 +436,8 @@ class BlendScheduler:
         if pending:
             wait(pending, IDLE_PATIENCE_S, FIRST_COMPLETED)
 
-    def take_jobs(self) -> tuple[list[BlendJob], list[str]]:
-        """Return the new jobs of this step, and the keys of entries to read ahead for waiting requests."""
+    def take_jobs(self) -> list[BlendJob]:
+        """Return the new jobs of this step."""
         for state in self.requests.values():
             self._time_first_token(state)
         waiting = (
@@ -446,7 +446,11 @@ class BlendScheduler:
         )
         self.metrics.set_queue_length(sum(waiting))
         jobs, self._new_jobs = self._new_jobs, []
-        return jobs, self._read_ahead.take_keys(self.loading)
+        return jobs
+
+    def take_keys_to_read_ahead(self) -> list[str]:
+        """Return the keys of entries that the workers read ahead for waiting requests."""
+        return self._read_ahead.take_keys(self.loading)
 
     def take_reports(self, reports: Mapping[str, BlendReport], memory: MemoryTierDelta | None) -> None:
         """Record the workers' reports, by request id, and the changes of their memory tier."""

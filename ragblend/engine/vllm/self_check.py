@@ -18,7 +18,7 @@ from ragblend.engine.fusion.rules import RULES, CheckLayer
 from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
 from ragblend.engine.store.kv import KVHeader, dtype_name, slice_kv_rows
 from ragblend.engine.vllm.layers import VllmLayers
-from ragblend.engine.vllm.paged import PagedKV, PagedSource
+from ragblend.engine.vllm.paged import PagedKV, PagedLayerLoader
 from ragblend.errors import UnsupportedModelError
 
 _RUNS_OF_SMALL_CALLS = 6
@@ -75,7 +75,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
 
     def blended(plan: FusePlan) -> Tensor:
         target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
-        with PagedSource((prefix, *plan.placements), layers, target, corrects_drift=plan.corrects_drift) as source:
+        with PagedLayerLoader((prefix, *plan.placements), layers, target, corrects_drift=plan.corrects_drift) as source:
             run_to_completion(layers, fuse_steps(layers, plan, target, source))
         return run_question()
 
@@ -91,7 +91,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
                     False,
                 ),
             )
-        with PagedSource(placed, layers, target) as source:
+        with PagedLayerLoader(placed, layers, target) as source:
             for layer in range(layers.num_layers):
                 source.wait(layer)
                 hidden = layers.run_probe_layer(layer, hidden, question, target, None)

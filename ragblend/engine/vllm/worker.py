@@ -33,7 +33,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import key_from_header
 from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, slice_kv_rows
 from ragblend.engine.vllm.layers import VllmLayers
-from ragblend.engine.vllm.paged import PagedKV, PagedSource
+from ragblend.engine.vllm.paged import PagedKV, PagedLayerLoader
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.options import ContextPolicy
@@ -420,9 +420,11 @@ class BlendWorker:
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
         return PagedKV(self.layers, job.block_ids, job.end, kept, num_probe_rows, job.num_resident)
 
-    def _source(self, placements: Sequence[Placement], paged: PagedKV, *, corrects_drift: bool = False) -> PagedSource:
+    def _source(
+        self, placements: Sequence[Placement], paged: PagedKV, *, corrects_drift: bool = False
+    ) -> PagedLayerLoader:
         """Return the reader of one job's chunks. It may end later than the job, after its current read."""
-        source = PagedSource(placements, self.layers, paged, corrects_drift=corrects_drift)
+        source = PagedLayerLoader(placements, self.layers, paged, corrects_drift=corrects_drift)
         self._readers.append(source.done)
         return source
 

@@ -59,7 +59,7 @@ class IngestResult(BenchResult):
 
 
 def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> IngestResult:
-    """Measure `config`."""
+    """Run the benchmark that `config` describes."""
     with torch_threads(config.threads), open_directory() as directory:
         store = open_store(directory / "kv", memory_gib=0)
         with engine_for(config.shape, store, find_dtype(config.dtype)) as engine:

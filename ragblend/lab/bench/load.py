@@ -154,13 +154,13 @@ def _run(config: LoadConfig, subject: StoreSwitchableEngine, disk: DiskStore, on
         },
         TARGET,
         summarize(samples),
-        tuple(median_timeline(case, taken) for case, taken in samples.items()),
+        tuple(median_sample_timeline(case, taken) for case, taken in samples.items()),
     )
 
 
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
-    """Return the cases: memory, disk, and throttled readers, each with and without the pipeline. A reader slower than
-    recompute also gets the ratio that the controller then chooses."""
+    """Return the cases: memory, disk, and throttled readers, each with and without the pipeline. If reading is slower
+    than recomputing, a further case has the ratio that the controller would choose."""
     least_s = profile.prompt_compute_s(config.blend_ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
@@ -189,8 +189,8 @@ def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num
 
 
 class StoreSwitchableEngine(NamedTuple):
-    """An engine to measure. Between requests, `read_from` may be called with another store, and a list assigned to
-    `times.timelines`, to which each request appends the times of its layers.
+    """An engine to measure. Between requests, `read_from(store)` makes it read from another store. While
+    `times.timelines` is a list, each request appends the times of its layers to it.
     """
 
     engine: TransformersEngine | VllmEngine
@@ -204,7 +204,7 @@ class StoreSwitchableEngine(NamedTuple):
 def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEngine]:
     if config.backend == "vllm":
         from ragblend.engine.vllm.worker import worker_of_this_process
-        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card
+        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 
         shape = find_shape(config.shape)
         token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
@@ -217,7 +217,7 @@ def _subject(config: LoadConfig, disk: DiskStore) -> Iterator[StoreSwitchableEng
                 served.reset_prefix_cache()  # it keeps what an earlier blend of the prompt left
                 worker.read_from(store)
 
-            yield StoreSwitchableEngine(served, vocab_size, vllm_card(), read_uncached_from, worker)
+            yield StoreSwitchableEngine(served, vocab_size, vllm_hardware_card(), read_uncached_from, worker)
         return
     with engine_for(config.shape, disk, find_dtype(config.dtype)) as engine:
 
@@ -302,7 +302,7 @@ _MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s
 
 
 def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun, ...]:
-    """Return the medians of every case, with their ratio to blending from memory and the controller's estimate."""
+    """Return, for every case, the medians, their ratio to blending from memory, and the controller's estimate."""
     found = {case: median_fields([sample.report for sample in taken], *_MEDIANS) for case, taken in samples.items()}
     memory_s = next(each["ttft_s"] for case, each in found.items() if case.source == "memory")
     runs = []
@@ -325,7 +325,7 @@ def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun
     return tuple(runs)
 
 
-def median_timeline(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
+def median_sample_timeline(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
     """Return the timeline of the sample with the median TTFT: [start, end] of each layer, seconds after the first."""
     ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
     load, fuse = ordered[len(ordered) // 2].timeline

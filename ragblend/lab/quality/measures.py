@@ -1,7 +1,7 @@
 """One prompt answered in one configuration, and its distance from full prefill: in nats, in tokens and in words.
 
 An answer can be scored over any two KVs of the same prompt, so modes are compared token by token on the same answer.
-Depends on engines and tensors, not on data sets or tables. Read `generate_answer` and `score_tokens` first.
+Depends on engines and tensors, not on data sets or tables. Read `generate_answer` and `token_log_probs` first.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ REUSE = Configuration("reuse", "none", 0.0)
 
 
 class Answer(NamedTuple):
-    """A greedy answer. `log_probs` [vocabulary] float64 (natural log) of its first token; `ended`: by an end token.
+    """A greedy answer. `ended`: True if an end token ended it; `token_ids` include that token.
 
-    `token_ids` include the end token. `fused` is the KV it was decoded from.
+    `log_probs`: [vocabulary] float64, natural log of the first token's probabilities. `fused`: the KV that the answer
+    was decoded from.
     """
 
     text: str
@@ -72,9 +73,9 @@ def generate_answer(engine: TransformersEngine, request: EngineRequest, configur
 def answer_and_score(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
 ) -> tuple[Answer, Tensor]:
-    """Return this configuration's answer, and `full`'s tokens scored over this configuration's KV (`score_tokens`)."""
+    """Return this configuration's answer, and `full`'s `token_log_probs` over this configuration's KV."""
     prefilled, ttft_s = timed_prefill(engine, request, configuration)
-    seen = score_tokens(engine, request.prompt, prefilled.fused, full.token_ids)
+    seen = token_log_probs(engine, request.prompt, prefilled.fused, full.token_ids)
     # If every token of that answer is the most likely one, greedy decoding returns the same answer.
     if seen.argmax(-1).tolist() != [*full.token_ids]:
         return decode_answer(engine, request, prefilled, ttft_s), seen
@@ -99,7 +100,7 @@ def decode_answer(
 
 
 @torch.inference_mode()
-def score_tokens(
+def token_log_probs(
     engine: TransformersEngine, prompt: MatchedPrompt, fused: FusedKV, answer_ids: Sequence[int]
 ) -> Tensor:
     """Return the log-probabilities [A, vocabulary] float64 of the A tokens `answer_ids`, each given the earlier ones.

@@ -53,7 +53,7 @@ from ragblend.lab.quality.measures import (
     loss,
     rouge_l,
     score_fidelity,
-    score_tokens,
+    token_log_probs,
 )
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import MatchedPrompt, Part, Prompt
@@ -121,7 +121,7 @@ Also = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, Qua
 def run_quality(
     config: QualityConfig, on_progress: Progress = ignore_progress, also: Also | None = None
 ) -> QualityResult:
-    """Measure `config`. `also` returns further records of each prompt."""
+    """Run the study that `config` describes. `also` is called for each prompt and returns further records."""
     dtype = dtype_name(find_dtype(config.dtype))
     with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
@@ -191,25 +191,30 @@ class FullPrefillReference(NamedTuple):
     reading: Tensor  # of that answer, over its own KV
     gold_ids: Sequence[int]
 
-    def record(self, engine: TransformersEngine, found: Answer, seen: Tensor, asked: MatchedPrompt) -> QualityRecord:
-        """Return the measures of an answer to `asked`. `seen`: full prefill's tokens scored over the answer's KV."""
-        far = score_fidelity(seen, self.reading)
+    def record(
+        self, engine: TransformersEngine, answer: Answer, scores: Tensor, prompt: MatchedPrompt
+    ) -> QualityRecord:
+        """Return the measures of `answer`, a configuration's answer to `prompt`.
+
+        `scores`: log-probabilities of full prefill's answer tokens over the KV of `answer` (`token_log_probs`).
+        """
+        far = score_fidelity(scores, self.reading)
         f1, match, contains, overlap = (
-            math.nan if (score := best_score(measure, found.text, self.case.answers)) is None else score
+            math.nan if (score := best_score(measure, answer.text, self.case.answers)) is None else score
             for measure in (answer_f1, exact_match, contains_answer, rouge_l)
         )
         return QualityRecord(
-            kl(self.full.log_probs, found.log_probs),
+            kl(self.full.log_probs, answer.log_probs),
             far.kl,
             far.agreement,
-            _gold_loss(engine, found, asked, self.gold_ids),
+            _gold_loss(engine, answer, prompt, self.gold_ids),
             f1,
             match,
             contains,
             overlap,
-            found.report.charged_budget,
-            found.report.charged_budget_32,
-            found.ttft_s,
+            answer.report.charged_budget,
+            answer.report.charged_budget_32,
+            answer.ttft_s,
         )
 
 
@@ -221,7 +226,7 @@ def answer_in_full(
     seed = zlib.crc32(repr(prompt.messages).encode())
     request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
     full = generate_answer(engine, request, FULL)
-    reading = score_tokens(engine, request.prompt, full.fused, full.token_ids)
+    reading = token_log_probs(engine, request.prompt, full.fused, full.token_ids)
     # A gold answer is tokenized with or without a leading space; the one that full prefill finds more likely counts.
     spellings = [engine.renderer.text_ids(blank + case.answers[0])[:answer_tokens] for blank in ("", " ")]
     gold_ids = min(spellings, key=lambda gold_ids: _gold_loss(engine, full, request.prompt, gold_ids))
@@ -229,7 +234,7 @@ def answer_in_full(
 
 
 def _gold_loss(engine: TransformersEngine, found: Answer, asked: MatchedPrompt, gold_ids: Sequence[int]) -> float:
-    return loss(score_tokens(engine, asked, found.fused, gold_ids), gold_ids)
+    return loss(token_log_probs(engine, asked, found.fused, gold_ids), gold_ids)
 
 
 def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -> TransformersEngine:
@@ -307,7 +312,7 @@ def compute_gap_recovered(
 ) -> float | None:
     """Return the share of the gap between the losses of full reuse and full prefill that is recovered (PGR).
 
-    None if full prefill is not certainly better, because the 95 % interval of the paired difference is not above 0.
+    None unless full prefill is certainly better: the 95 % interval of the paired difference lies above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
     >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)

@@ -19,9 +19,9 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_work_by_mode
-from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hits, merge_adjacent_chunks
+from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hit_tokens, merge_adjacent_chunks
 from ragblend.lab.traffic.logs import Piece, RequestLog
-from ragblend.lab.traffic.passages import Passages, PrefixCache
+from ragblend.lab.traffic.passages import PrefixCache, RepeatedPassages
 from ragblend.lab.traffic.tokens import Ids, Tokens
 
 TOP = 10  # number of listed chunks
@@ -59,7 +59,7 @@ def analyze(
     def ids_of(piece: Piece) -> Ids:
         return tokens.ids(piece) if isinstance(piece, str) else np.asarray(piece, np.int32)
 
-    prefixes, passages = PrefixCache(), Passages()
+    prefixes, passages = PrefixCache(), RepeatedPassages()
     counts = array("i"), array("i"), array("i")  # of each request: tokens, in its prefix, elsewhere
     num_media = 0
     for index, request in enumerate(log):
@@ -101,7 +101,9 @@ def analyze(
     }
 
 
-def _top(chunks: Sequence[tuple[int, int, int]], passages: Passages, tokens: Tokens | None) -> list[dict[str, Any]]:
+def _top(
+    chunks: Sequence[tuple[int, int, int]], passages: RepeatedPassages, tokens: Tokens | None
+) -> list[dict[str, Any]]:
     """Return the chunks that most requests need from a store; with `tokens`, also their first words."""
     found = []
     for start, end, count in sorted(chunks, key=lambda each: (-each[2], each[0]))[:TOP]:
@@ -118,9 +120,9 @@ def _curve(uses: ChunkUses, num_tokens: int, num_elsewhere: int, bytes_per_token
     if not total:
         return []
     # A prompt with a chunk twice counts as one use, so the uses have fewer tokens than were found elsewhere.
-    scale = num_elsewhere / num_tokens / max(1, lru_hits(uses, total))
+    scale = num_elsewhere / num_tokens / max(1, lru_hit_tokens(uses, total))
     points = []
     for capacity in (total / 2**power for power in range(NUM_STORES - 1, -1, -1)):
         nbytes = None if bytes_per_token is None else round(capacity * bytes_per_token)
-        points.append({"tokens": round(capacity), "bytes": nbytes, "lru": lru_hits(uses, capacity) * scale})
+        points.append({"tokens": round(capacity), "bytes": nbytes, "lru": lru_hit_tokens(uses, capacity) * scale})
     return points

@@ -41,7 +41,8 @@ def mean_work_by_mode(
 
     The work is the number of tokens computed. With a `profile`, it is the seconds to the first token on an idle
     machine. The keys are those of `analyze --json`: the means are "full", "prefix" and "blend"; the other keys are
-    derived from them. A mean is over all prompts, so long prompts count for more.
+    derived from them. A mean is the total work over the number of prompts, so
+    long prompts weigh more.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0
@@ -117,7 +118,7 @@ def precompute_hint(first_use_share: float) -> str | None:
 
 
 def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
-    """Return the bytes of one token's KV in all layers of a model, by its name or folder. Loads no weights.
+    """Return the number of bytes of one token's KV in all layers of a model, by its name or folder. Loads no weights.
 
     Multi-head latent attention keeps one latent and one rotary key per token instead of heads.
     """

@@ -1,7 +1,7 @@
 """Tokens that a store of a given capacity finds, evicting what was used longest ago (LRU), as ragblend's stores do.
 
-`count_chunk_uses` cuts repeated passages into chunks and lists the uses of each. `lru_hits` counts the tokens that a
-store finds. Sizes and capacities are in tokens, which all have the same bytes of KV.
+`count_chunk_uses` cuts repeated passages into chunks and lists the uses of each. `lru_hit_tokens` counts the tokens
+that a store finds. Sizes and capacities are in tokens, which all have the same bytes of KV.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragblend.lab.traffic.passages import Passages
+from ragblend.lab.traffic.passages import RepeatedPassages
 
 Numbers = NDArray[np.int64]
 
@@ -33,11 +33,11 @@ class ChunkUses(NamedTuple):
 
     @property
     def counts(self) -> Numbers:
-        """Requests that use each chunk."""
+        """Number of requests that use each chunk."""
         return np.bincount(self.chunks, minlength=len(self.sizes))
 
 
-def count_chunk_uses(passages: Passages) -> ChunkUses:
+def count_chunk_uses(passages: RepeatedPassages) -> ChunkUses:
     """Cut repeated passages into chunks where a repetition begins or ends. Return the chunks with their uses."""
     sources = np.frombuffer(passages.run_sources, np.int64)
     ends = sources + np.frombuffer(passages.run_lengths, np.int32)
@@ -81,8 +81,8 @@ def merge_adjacent_chunks(uses: ChunkUses, begins: Sequence[int]) -> list[tuple[
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def lru_hits(uses: ChunkUses, capacity: float) -> int:
-    """Return the number of tokens that a store of `capacity` tokens finds."""
+def lru_hit_tokens(uses: ChunkUses, capacity_tokens: float) -> int:
+    """Return the number of tokens that a store of `capacity_tokens`, which evicts the least recently used, finds."""
     sizes, stored = uses.sizes.tolist(), OrderedDict[int, None]()
     total = hits = 0
     for chunk in uses.chunks.tolist():
@@ -92,6 +92,6 @@ def lru_hits(uses: ChunkUses, capacity: float) -> int:
         else:
             stored[chunk] = None
             total += sizes[chunk]
-        while total > capacity:
+        while total > capacity_tokens:
             total -= sizes[stored.popitem(last=False)[0]]
     return hits

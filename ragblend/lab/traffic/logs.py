@@ -36,9 +36,10 @@ class LoggedRequest(NamedTuple):
 
 
 class RequestLog:
-    """The requests of files, line after line. `skipped` has the first places that hold no request, each with why.
+    """The requests of files, line after line.
 
-    Raises NotFoundError for a file that does not exist, UsageError for a folder.
+    `skipped` lists the first NUM_NAMED lines that hold no request, each as "FILE:LINE: reason". Raises NotFoundError
+    for a file that does not exist, UsageError for a folder.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:

@@ -2,7 +2,7 @@
 
 Passages are the chunks that a store of KV could have held. They are found as an engine finds stored chunks, by the
 TokenIndex: equal token for token, up to where they end. In memory are 4 bytes per new token (its id), about 1 for its
-anchors, 24 per new passage, and 20 per use of one. Text that is repeated adds only uses. Read `Passages.see`.
+anchors, 24 per new passage, and 20 per use of one. Text that is repeated adds only uses. Read `RepeatedPassages.see`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class PrefixCache:
         return len(self._recent) + len(self._older)
 
 
-class Passages:
-    """The text of prompts that was new when it was sent, as joined passages, and where later prompts repeat it."""
+class RepeatedPassages:
+    """Text that a prompt contained for the first time, joined into passages, and where later prompts repeat it."""
 
     def __init__(self) -> None:
         self._texts: list[Ids] = []

@@ -33,14 +33,14 @@ class EstimatedTokens:
         self._texts: dict[int, str] = {}
 
     def ids(self, text: str) -> Ids:
-        """Return the ids of the pieces: 31 bits of their checksums."""
+        """Return one id for each piece of `text` (about a token): 31 bits of the piece's checksum."""
         pieces = _PIECE.findall(text)
         ids = [zlib.crc32(piece.encode("utf-8", "surrogatepass")) & 0x7FFFFFFF for piece in pieces]
         self._texts.update(zip(ids, pieces, strict=True))
         return np.asarray(ids, np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the texts of pieces."""
+        """Return the joined text of the pieces with these ids."""
         return "".join(self._texts.get(each, "") for each in ids)
 
 

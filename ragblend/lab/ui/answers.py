@@ -145,8 +145,8 @@ class QuestionRun:
             **facts,
         )
 
-    def emit_tokens(self, job: UiJob) -> None:
-        """Emit the states of the last blend's tokens as HTML; nothing if the engine does not expose its KV."""
+    def emit_token_states(self, job: UiJob) -> None:
+        """Emit the states of the last blended prompt's tokens as HTML; nothing if the engine does not expose its KV."""
         if self._compared is not None:
             explanation = self._compared.explanation()
             counts = {state: explanation.count(state) for state in ("exact", "computed", "reused", "recomputed")}
@@ -210,20 +210,20 @@ def answer_question(job: UiJob, question: str, ui: UiState) -> None:
     ui.questions[name] = run
     while len(ui.questions) > MAX_KEPT_QUESTIONS:
         ui.questions.popitem(last=False)
-    run.emit_tokens(job)
+    run.emit_token_states(job)
     job.emit("asked", id=name)
 
 
-def blend_again(job: UiJob, name: str, ratio: float, ui: UiState) -> None:
-    """Answer question `name` by blending with recompute ratio `ratio`. Raises RagblendError if its KV is gone."""
-    run = ui.questions.get(name)
+def blend_again(job: UiJob, question_name: str, ratio: float, ui: UiState) -> None:
+    """Answer the question by blending with recompute ratio `ratio`. Raises RagblendError if its KV is gone."""
+    run = ui.questions.get(question_name)
     if run is None:
         raise RagblendError(
             f"{MAX_KEPT_QUESTIONS} newer questions were asked, so the KV of this one is no longer held; ask it again"
         )
-    ui.questions.move_to_end(name)
+    ui.questions.move_to_end(question_name)
     run.answer("blend", job, ratio)
-    run.emit_tokens(job)
+    run.emit_token_states(job)
 
 
 def _source(hit: SearchHit) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class JobProgress(NamedTuple):
 
 
 class UiJob:
-    """A unit of work and its events, of which the last is "end". Consume the events in the loop in which it was made.
+    """A unit of work and its events, of which the last is "end". Consume them in the event loop that created the job.
 
     `is_kept`: the job runs to its end even if its listener, the page in the browser, is closed.
     """
@@ -69,12 +69,12 @@ class UiJob:
             raise JobCancelled
 
     def cancel_unless_kept(self) -> None:
-        """Cancel the job if it is not kept. Called when its listener has closed the connection."""
+        """Cancel the job, unless `is_kept`. Called when its listener has closed the connection."""
         if not self._is_kept:
             self._stop.set()
 
     def cancel(self) -> None:
-        """Cancel the job, whether or not it is kept."""
+        """Cancel the job, even if `is_kept` is True."""
         self._stop.set()
 
     def run(self) -> None:

@@ -562,7 +562,7 @@ def test_chunks_that_the_server_lacks_are_sent_once_and_again_after_a_failure(
     with load_engine("demo", backend=url) as engine:
         for num_sent in (1, 2, 2):
             engine.generate(PROMPT, max_tokens=3)
-            engine.flush()
+            engine.wait_for_precompute()
             script.states.clear()
             assert len(script.sent) == num_sent
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["a missed chunk was not stored"]
@@ -600,7 +600,7 @@ def test_named_chunks_that_the_server_lacks_are_sent_once_in_the_background(url:
     with load_engine("demo", backend=url) as engine:
         for _ in range(2):
             engine.generate(PROMPT)
-            engine.flush()  # type: ignore[attr-defined]
+            engine.wait_for_precompute()  # type: ignore[attr-defined]
     (body,) = script.sent
     assert sorted(each["chunks"][0] for each in body["documents"]) == sorted([A, B])
 

@@ -60,7 +60,7 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
     spans = [{"mode": "ingest", "spans": sent} for sent in (raw, [raw], [[0, raw]], [[0, 5], raw])]
     for sent in (raw, *single, *spans, {"rule": raw, "spans": [[0, raw]]}):
         try:
-            parse_params(sent).check_length(10)
+            parse_params(sent).check_tokens_after_spans(10)
         except UsageError:
             continue
 
@@ -92,6 +92,6 @@ def test_an_error_names_what_is_wrong(raw, named):
 
 def test_spans_must_fit_the_prompt():
     with pytest.raises(UsageError, match="ends at 12"):
-        BlendParams("ingest", spans=((2, 12),)).check_length(11)
+        BlendParams("ingest", spans=((2, 12),)).check_tokens_after_spans(11)
     with pytest.raises(UsageError, match="after the span"):
-        BlendParams("ingest", spans=((2, 12),)).check_length(12)
+        BlendParams("ingest", spans=((2, 12),)).check_tokens_after_spans(12)

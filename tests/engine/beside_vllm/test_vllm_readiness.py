@@ -29,7 +29,7 @@ async def statuses_of(readiness: Readiness, app: Any) -> list[int]:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await readiness.serve(app, POST, None, send)
+    await readiness.serve_unless_stopping(app, POST, None, send)
     return [message["status"] for message in sent if "status" in message]
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.fusion.plan import charged_budget, charged_budget_for_layers
+from ragblend.engine.fusion.plan import charged_budget, project_charged_budget
 from ragblend.engine.fusion.rules import (
     DEEP_MODEL_LAYERS,
     DEFAULT_RATIO,
@@ -122,18 +122,16 @@ def test_the_charged_budget_counts_every_token_layer():
 
 @given(rows=st.lists(st.floats(0, 100), min_size=2, max_size=12), check_layer=st.integers(0, 1))
 def test_the_budget_at_the_models_own_depth_is_the_charged_budget(rows, check_layer):
-    assert charged_budget_for_layers(len(rows), rows, 100, check_layer) == pytest.approx(charged_budget(rows, 100))
+    assert project_charged_budget(len(rows), rows, 100, check_layer) == pytest.approx(charged_budget(rows, 100))
 
 
 def test_a_deeper_model_spreads_the_check_over_more_layers():
     rows = [100, 20, 20, 20]
-    assert charged_budget_for_layers(32, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(
+    assert project_charged_budget(32, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(
         (100 + 30 + 31 * 20) / 3200
     )
-    assert charged_budget_for_layers(4, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(190 / 400)
-    assert charged_budget_for_layers(32, rows, 100, 1) == pytest.approx((100 + 31 * 20) / 3200)
+    assert project_charged_budget(4, [100, 50, 20, 20], 100, 1, fixed_cost=30) == pytest.approx(190 / 400)
+    assert project_charged_budget(32, rows, 100, 1) == pytest.approx((100 + 31 * 20) / 3200)
     assert (
-        charged_budget_for_layers(320, rows, 100, 1)
-        < charged_budget_for_layers(32, rows, 100, 1)
-        < charged_budget(rows, 100)
+        project_charged_budget(320, rows, 100, 1) < project_charged_budget(32, rows, 100, 1) < charged_budget(rows, 100)
     )

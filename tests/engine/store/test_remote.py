@@ -21,7 +21,7 @@ from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.redis_values import PREFIX, RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.errors import BackendUnreachableError, UsageError
-from ragblend.redaction import redact
+from ragblend.redaction import redact_url
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -397,7 +397,7 @@ def test_what_is_no_url_is_named_with_what_to_type(url: str, said: str) -> None:
 
 def test_passwords_stay_out_of_messages_and_nothing_is_asked_before_it_is_needed() -> None:
     url = f"redis://user:geheim@127.0.0.1:{free_port()}/0?socket_timeout=1"
-    assert redact(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
+    assert redact_url(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
     store = open_remote(url)
     assert store.counters.num_failures == 0
     status = store.status()

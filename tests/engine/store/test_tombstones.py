@@ -76,7 +76,7 @@ def test_every_machine_deletes_what_one_deletes_and_one_that_was_down_does_at_it
         assert store.flush(10)
         store.apply_deletions()
     assert one.delete_everywhere(keys_of(0, 1)) == {*keys_of(0, 1)}
-    assert one.delete_everywhere(keys_of(3, 5), "b") == {*keys_of(3, 5)}
+    assert one.delete_everywhere(keys_of(3, 5), whole_namespace="b") == {*keys_of(3, 5)}
     up.apply_deletions()
     for store in (one, up):
         assert on_disk(store) == in_memory(store) == {*keys_of(2, 4)}
@@ -163,7 +163,7 @@ def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path: Path) -> 
     one.put(KVS[0])
     assert one.flush(10)
     for store in (two, worker):
-        store.watch_deletions(60, leaves_disk=store is worker)
+        store.watch_deletions(60, skip_disk=store is worker)
         store.fetch_many(keys_of(0))
         assert store.flush(10)
     one.delete_everywhere(keys_of(0))

@@ -302,7 +302,7 @@ def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, m
         monkeypatch.setattr(chat_template_utils, "datetime", clock)
         engine = tiny_engine(renderer=renderer, store=DiskStore(tmp_path, fsync=False), on_miss="store")
         report = engine.generate(PROMPT, max_tokens=1).report
-        engine.flush()
+        engine.wait_for_precompute()
         texts.add(renderer.decode(renderer.render(PROMPT)))
         keys.add(frozenset(engine.store.keys()))
     assert report.num_chunk_hits == len(CHUNKS)
@@ -385,7 +385,7 @@ def stored(engine: TransformersEngine) -> dict[str, ChunkKV]:
 def test_inline_misses_store_nothing(mode, tiny_engine):
     engine = tiny_engine("llama", on_miss="inline")
     engine.generate(PROMPT, mode=mode, max_tokens=2)
-    engine.flush()
+    engine.wait_for_precompute()
     assert stored(engine) == {}
     assert engine.store.counters.num_puts == 0
 
@@ -394,7 +394,7 @@ def test_what_is_stored_after_a_miss_was_computed_alone(tiny_engine):
     """Invariant 7: not one bit of the prompt it was missed in."""
     alone, missed = holding_chunks(tiny_engine("llama")), tiny_engine("llama", on_miss="store")
     missed.generate(Prompt(CHUNKS, "what?", "another system text"), max_tokens=4)
-    missed.flush()
+    missed.wait_for_precompute()
     expected, found = stored(alone), stored(missed)
     assert set(found) == set(expected)
     for key, kv in expected.items():
@@ -415,8 +415,8 @@ def test_a_full_store_costs_speed_but_no_answer(tiny_engine):
     result = engine.generate(PROMPT, max_tokens=3)
     assert result.token_ids
     with pytest.raises(StoreFullError):
-        engine.flush()
-    engine.flush()  # the error is raised once
+        engine.wait_for_precompute()
+    engine.wait_for_precompute()  # the error is raised once
 
 
 def test_a_named_chunk_that_begins_like_a_stored_one_is_stored_for_the_next_time(tiny_engine):
@@ -427,7 +427,7 @@ def test_a_named_chunk_that_begins_like_a_stored_one_is_stored_for_the_next_time
     prompt = Prompt([CHUNKS[1], similar], "what is that?")
     first = engine.generate(prompt, max_tokens=1).report
     assert [(chunk.source, chunk.hit) for chunk in first.chunks[1:]] == [("", True), ("similar.txt", False)]
-    engine.flush()
+    engine.wait_for_precompute()
     assert engine.is_stored(similar)
     again = engine.generate(prompt, max_tokens=1).report
     assert [(chunk.source, chunk.hit) for chunk in again.chunks[1:]] == [("similar.txt", True)]
@@ -491,7 +491,7 @@ def test_several_damaged_entries_are_all_left_out(tiny_engine, tmp_path, stock_m
     ids = engine.renderer.render(PROMPT)
     assert result.token_ids == greedy(stock_model("llama"), ids, 6)
     assert result.report.num_damaged_entries == 3
-    engine.flush()  # and they are repaired for the next time
+    engine.wait_for_precompute()  # and they are repaired for the next time
     healed = engine.generate(PROMPT, max_tokens=1).report
     assert (healed.num_chunk_hits, healed.num_damaged_entries) == (3, 0)
 
@@ -653,7 +653,7 @@ def test_threads_that_miss_the_same_chunks_store_each_once_for_the_next_time(tin
     engine = tiny_engine("llama", on_miss="store")
     with ThreadPoolExecutor(4) as pool:
         missed = list(pool.map(lambda _: engine.generate(PROMPT, max_tokens=2).report.num_chunk_hits, range(4)))
-    engine.flush()
+    engine.wait_for_precompute()
     assert 0 in missed
     assert engine.store.counters.num_puts == 3
     assert engine.generate(PROMPT, max_tokens=1).report.num_chunk_hits == 3

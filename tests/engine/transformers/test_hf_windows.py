@@ -15,7 +15,7 @@ from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.checkpoints import model_fingerprint
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument_name
-from ragblend.engine.transformers.model import describe_fusable_model
+from ragblend.engine.transformers.model import summarize_fusable_model
 from ragblend.lab.explain import explain
 from ragblend.lab.traffic.cost_model import kv_bytes_per_token
 from ragblend.options import ModelOptions
@@ -71,7 +71,7 @@ def test_gemma_that_reads_images_too_answers_text_as_its_decoder_alone(
     model.config.text_config.sliding_window = 30
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    assert f"{family.title()}ForConditionalGeneration" in describe_fusable_model(tmp_path / "model")
+    assert f"{family.title()}ForConditionalGeneration" in summarize_fusable_model(tmp_path / "model")
     with load_engine(str(tmp_path / "model"), tmp_path / "kv", on_miss="inline") as engine:
         list(engine.precompute_all(CHUNKS))
         expected = greedy(stock_model(family), engine.renderer.render(PROMPT), 8)

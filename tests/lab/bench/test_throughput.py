@@ -26,7 +26,7 @@ from ragblend.lab.bench.throughput import (
     ThroughputResult,
     TimedAnswer,
     arrival_times,
-    check_answers,
+    check_answer_modes,
     compute_capacities,
     highest_rate,
     measure_idle_ttfts,
@@ -132,9 +132,9 @@ def test_answers_served_in_another_way_are_not_measured(
     case: ModeAndRule, report: BlendReport | None, complaint: str
 ) -> None:
     with pytest.raises(RagblendError, match=complaint):
-        check_answers(case, [TimedAnswer(0.0, 1.0, 1.0, report)])
+        check_answer_modes(case, [TimedAnswer(0.0, 1.0, 1.0, report)])
     answers = [TimedAnswer(0.0, 1.0, 1.0, BlendReport("blend", num_chunks=3, num_chunk_hits=3))]
-    assert check_answers(BLEND, answers) is answers
+    assert check_answer_modes(BLEND, answers) is answers
 
 
 def test_idle_times_are_medians_after_a_turn_for_warming_up() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis.strategies import composite, integers, lists
 
-from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hits, merge_adjacent_chunks
-from ragblend.lab.traffic.passages import Passages
+from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hit_tokens, merge_adjacent_chunks
+from ragblend.lab.traffic.passages import RepeatedPassages
 
 
 @composite
@@ -32,13 +32,13 @@ def hits_by_stack_distance(found: ChunkUses, capacity: int) -> int:
 
 @given(some_uses(), integers(1, 50))
 def test_lru_is_what_stack_distances_give(found: ChunkUses, capacity: int) -> None:
-    assert lru_hits(found, capacity) == hits_by_stack_distance(found, capacity)
+    assert lru_hit_tokens(found, capacity) == hits_by_stack_distance(found, capacity)
 
 
 @given(some_uses())
 def test_a_store_with_room_for_all_finds_every_second_use(found: ChunkUses) -> None:
     again = sum(int(found.sizes[chunk]) for chunk in found.chunks) - int(found.sizes[np.unique(found.chunks)].sum())
-    assert lru_hits(found, int(found.sizes.sum())) == again
+    assert lru_hit_tokens(found, int(found.sizes.sum())) == again
 
 
 def ids(seed: int, count: int) -> np.ndarray:
@@ -47,7 +47,7 @@ def ids(seed: int, count: int) -> np.ndarray:
 
 def test_uses_are_of_chunks_between_places_where_passages_begin_and_end() -> None:
     first, second, third = ids(0, 100), ids(1, 60), ids(2, 80)
-    passages = Passages()
+    passages = RepeatedPassages()
     passages.count_reusable_and_add(0, np.concatenate((first, second, third)), 0)
     passages.count_reusable_and_add(1, np.concatenate((third, ids(3, 40), first)), 0)
     passages.count_reusable_and_add(2, np.concatenate((ids(4, 40), second, ids(5, 30), second)), 0)
@@ -59,7 +59,7 @@ def test_uses_are_of_chunks_between_places_where_passages_begin_and_end() -> Non
 
 def test_chunks_that_the_same_requests_need_are_one_unless_they_came_apart_at_first() -> None:
     first, second = ids(0, 100), ids(1, 60)
-    together, apart = Passages(), Passages()
+    together, apart = RepeatedPassages(), RepeatedPassages()
     for number, text in enumerate((first, second)):
         apart.count_reusable_and_add(number, text, 0)
     for number, order in enumerate(([first, second], [ids(2, 50), first, second], [ids(3, 50), first, second])):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis.strategies import integers, lists
 
 from ragblend.lab.traffic import passages as passages_module
-from ragblend.lab.traffic.passages import BLOCK, LEAST, Passages, PrefixCache
+from ragblend.lab.traffic.passages import BLOCK, LEAST, PrefixCache, RepeatedPassages
 from ragblend.prompt.token_index import STRIDE, WINDOW
 
 
@@ -21,7 +21,7 @@ def random_ids(seed: int, count: int) -> np.ndarray:
 def test_a_passage_that_moves_is_found_to_the_token(length: int, around: list[int], seed: int) -> None:
     sizes = np.cumsum([length, *around])
     passage, left, right, new_left, new_right = np.split(random_ids(seed, int(sizes[-1])), sizes[:-1])
-    passages = Passages()
+    passages = RepeatedPassages()
     assert passages.count_reusable_and_add(0, np.concatenate((left, passage, right)), 0) == 0
     found = passages.count_reusable_and_add(1, np.concatenate((new_left, passage, new_right)), 0)
     assert length <= found <= length + 2  # a neighbour may be the same by chance
@@ -29,13 +29,13 @@ def test_a_passage_that_moves_is_found_to_the_token(length: int, around: list[in
 
 
 def test_shorter_than_a_passage_is_a_turn_of_phrase() -> None:
-    phrase, passages = random_ids(0, LEAST - 1), Passages()
+    phrase, passages = random_ids(0, LEAST - 1), RepeatedPassages()
     passages.count_reusable_and_add(0, np.concatenate((random_ids(1, 100), phrase, random_ids(2, 100))), 0)
     assert passages.count_reusable_and_add(1, np.concatenate((random_ids(3, 100), phrase, random_ids(4, 100))), 0) == 0
 
 
 def test_an_edited_passage_is_found_in_two_parts() -> None:
-    old, passages = random_ids(0, 200), Passages()
+    old, passages = random_ids(0, 200), RepeatedPassages()
     new = old.copy()
     new[90:100] = random_ids(1, 10)
     passages.count_reusable_and_add(0, old, 0)
@@ -44,14 +44,14 @@ def test_an_edited_passage_is_found_in_two_parts() -> None:
 
 def test_a_passage_beyond_the_last_anchor_is_found(monkeypatch) -> None:
     monkeypatch.setattr(passages_module, "MAX_PASSAGE", 100)
-    text, passages = random_ids(0, 450), Passages()
+    text, passages = random_ids(0, 450), RepeatedPassages()
     passages.count_reusable_and_add(0, text, 0)
     assert passages.count_reusable_and_add(1, text[200:], 0) == 250
     assert np.array_equal(passages.ids(190, 310), text[190:310])
 
 
 def test_a_namespace_never_finds_anothers_text() -> None:
-    text, passages, prefixes = random_ids(0, 300), Passages(), PrefixCache()
+    text, passages, prefixes = random_ids(0, 300), RepeatedPassages(), PrefixCache()
     assert (
         passages.count_reusable_and_add(0, text, 0, "acme") == passages.count_reusable_and_add(1, text, 0, "other") == 0
     )
@@ -60,7 +60,7 @@ def test_a_namespace_never_finds_anothers_text() -> None:
 
 
 def test_what_the_prefix_has_is_not_counted_again() -> None:
-    text, passages = random_ids(0, 320), Passages()
+    text, passages = random_ids(0, 320), RepeatedPassages()
     passages.count_reusable_and_add(0, text, 0)
     assert passages.count_reusable_and_add(1, text, 160) == 160
     assert passages.count_reusable_and_add(2, text, 320) == 0
@@ -94,7 +94,7 @@ def test_a_prefix_cache_keeps_no_more_than_its_capacity() -> None:
 
 def test_text_that_comes_again_takes_no_memory_but_for_its_uses() -> None:
     texts = [random_ids(seed, 500) for seed in range(20)]
-    passages = Passages()
+    passages = RepeatedPassages()
     for number in range(20):
         passages.count_reusable_and_add(number, texts[number], 0)
     size = passages.size

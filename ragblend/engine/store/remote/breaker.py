@@ -74,7 +74,9 @@ class CircuitBreaker:
                 self._num_failures, self._pause_s = 0, self._first_pause_s
 
     def record_write_success(self) -> None:
-        """Record a successful write. It resets the pause only if no read has failed since the last successful read."""
+        """Record a successful write. The pause before the next probe is reset only if no request has failed since the
+        last successful read.
+        """
         with self._lock:
             if self._state == "closed" and not self._num_failures:
                 self._pause_s = self._first_pause_s

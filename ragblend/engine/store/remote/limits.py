@@ -8,9 +8,9 @@ _CONNECT_SHARE = 10
 
 
 def connect_timeout_s(timeout_s: float) -> float:
-    """Return the seconds for connecting, of `timeout_s` seconds for one call.
+    """Return the time limit for connecting, in seconds, as a part of the limit `timeout_s` of the whole call.
 
-    A host that is down fails after one second, however long the call may take. A call with minutes gets a tenth of
-    them: a process that computes on every core may not read its sockets for a second.
+    Connecting to a host that is down fails after one second, or after a tenth of `timeout_s` if that is longer: a
+    process that computes on every core may not read its sockets for a second.
     """
     return min(timeout_s, max(CONNECT_TIMEOUT_S, timeout_s / _CONNECT_SHARE))

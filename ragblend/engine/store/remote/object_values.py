@@ -20,7 +20,7 @@ from typing import Any
 from ragblend.engine.store.remote.limits import WALK_TIMEOUT_S, connect_timeout_s
 from ragblend.errors import BackendUnreachableError, NotFoundError, StoreFullError, UsageError
 from ragblend.files.directory import Directory
-from ragblend.redaction import has_secret, redact
+from ragblend.redaction import has_secret, redact_message, redact_url
 
 try:
     import obstore
@@ -49,7 +49,7 @@ class ObjectValues:
     max_value_bytes = _MAX_VALUE_BYTES
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self.url = redact(url)
+        self.url = redact_url(url)
         self._timeout_s = timeout_s
         self._prefix = ""
         self._directory: Directory | None = None  # of a local folder
@@ -238,7 +238,7 @@ def _reason(error: Exception) -> str:
     text = str(error).partition("\n\nDebug source")[0]
     if (reply := _SERVER_ERROR.search(text)) is not None:
         return f"{reply[1]}: {reply[2]}"
-    return redact(f"{type(error).__name__}: {text[:_MAX_REASON_CHARS]}", echo_of="")
+    return redact_message(f"{type(error).__name__}: {text[:_MAX_REASON_CHARS]}", "")
 
 
 open_values = ObjectValues

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from ragblend.engine.store.remote.limits import WALK_TIMEOUT_S, connect_timeout_s
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
-from ragblend.redaction import has_secret, redact, url_password_hint
+from ragblend.redaction import has_secret, password_encoding_hint, redact_message, redact_url
 
 try:
     import redis
@@ -50,8 +50,8 @@ class RedisValues:
     max_value_bytes = _MAX_VALUE_BYTES
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self.url = redact(url)
-        self._redact = partial(redact, echo_of=url)  # a library's message may contain the password
+        self.url = redact_url(url)
+        self._redact = partial(redact_message, url=url)  # a library's message may contain the password
         self._hides = has_secret(url)  # then no exception of a library may reach a traceback
         self._timeout_s = timeout_s
         self._is_cluster = "+cluster://" in url
@@ -64,7 +64,7 @@ class RedisValues:
         except (ValueError, redis.RedisError) as error:
             message = self._redact(str(error))
             raise UsageError(
-                f"{self.url} is not a Redis URL ({message}); write {form}{url_password_hint(url)}"
+                f"{self.url} is not a Redis URL ({message}); write {form}{password_encoding_hint(url)}"
             ) from None
         if self._is_cluster and (options.get("db") or "path" in options):
             raise UsageError(f"{self.url} has a database or a socket file, but a cluster has neither; write {form}")
@@ -93,7 +93,7 @@ class RedisValues:
         return [bool(length) for length in self._lengths([f"{PREFIX}{name}".encode() for name in names])]
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int | None]:
-        """Return the bytes of each value, 0 if there is none, None for other types than strings."""
+        """Return the size in bytes of each value, 0 if there is none, None for other types than strings."""
         with self._call(self._timeout_s):
             pipeline = self._reader.pipeline(transaction=False)
             for key in keys:

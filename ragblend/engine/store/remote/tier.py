@@ -38,7 +38,7 @@ from ragblend.engine.store.remote.breaker import CircuitBreaker, State
 from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
-from ragblend.redaction import HIDDEN, redact
+from ragblend.redaction import HIDDEN, redact_url
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ class RemoteStore(KVStore):
 
         self._queue.read_back = read_back if tiers else None
 
-    def send(self, kv: ChunkKV) -> None:
+    def put_and_wait(self, kv: ChunkKV) -> None:
         """Send a chunk and wait. Raises BackendUnreachableError or StoreFullError."""
         self._send(load_into_memory(kv))
         self._count(num_puts=1)
@@ -338,7 +338,7 @@ class RemoteStore(KVStore):
         return (key for key, _ in self._sizes())
 
     def nbytes(self) -> int:
-        """Return the bytes of all entries; 0 while the backend does not answer."""
+        """Return the size in bytes of all entries; 0 while the backend does not answer."""
         return sum(size for _, size in self._sizes())
 
     def verify(self) -> Iterator[EntryCheck]:
@@ -474,10 +474,10 @@ def open_remote(
     scheme = url.partition("://")[0] if "://" in url else ""
     if not scheme or timeout_s <= 0:
         problem = f"the remote's time limit is {timeout_s} s"
-        problem = problem if scheme else f"{redact(url)!r} is not the URL of a remote tier"
+        problem = problem if scheme else f"{redact_url(url)!r} is not the URL of a remote tier"
         raise UsageError(f"{problem}; write `remote='redis://HOST:6379/0'` or s3://BUCKET/PREFIX, and more than 0 s")
     if HIDDEN + "@" in url:
-        raise UsageError(f"the password is left out of {redact(url)!r}, as it is printed; give the whole URL")
+        raise UsageError(f"the password is left out of {redact_url(url)!r}, as it is printed; give the whole URL")
     # A scheme has its module SCHEME_values.py in this folder, or is opened by obstore.
     name = ALIASES.get(scheme, scheme)
     module = f"{__package__}.{name}_values"

@@ -67,10 +67,10 @@ class BenchConfig:
         if backend != "vllm" and getattr(self, "vllm_options", {}):
             raise UsageError("options for vLLM need --backend vllm")
         object.__setattr__(self, "dtype", dtype_name(find_dtype(self.dtype)))  # bf16 is bfloat16
-        self.validate()
+        self.resolve_options()
 
-    def validate(self) -> None:
-        """Raise UsageError for values that one benchmark rejects."""
+    def resolve_options(self) -> None:
+        """Set defaults that depend on other options. Raise UsageError for values that this benchmark rejects."""
 
     @property
     def command(self) -> str:
@@ -165,8 +165,8 @@ class TtftConfig(PromptConfig):
     device: Annotated[str, Option("--device", help="cpu, cuda or auto.")] = "cpu"
     backend: Backend = "transformers"
 
-    def validate(self) -> None:
-        """Raise UsageError for an unknown tier, and for a device with vLLM."""
+    def resolve_options(self) -> None:
+        """Set the default shape. Raise UsageError for an unknown tier, and if `device` is set for vLLM."""
         _apply_default_shape(self, DEFAULT_SHAPE)
         if self.tier not in TIERS:
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
@@ -205,8 +205,8 @@ class ThroughputConfig(PromptConfig):
     rules: Rules = ("auto",)
     memory_gib: float = 2.0  # of the memory tier
 
-    def validate(self) -> None:
-        """Raise UsageError for more chunks than are stored, and for rates or a bound not above 0."""
+    def resolve_options(self) -> None:
+        """Set the default shape. Raise UsageError for more chunks than are stored, and rates or a bound not above 0."""
         _apply_default_shape(self, "llama-50m")
         if self.pool < self.num_chunks:
             raise UsageError(
@@ -236,8 +236,8 @@ class LoadConfig(PromptConfig):
     repeats: Annotated[int, Option("--repeats", min=1, help="Number of prompts, each with other chunks.")] = 5
     backend: Backend = "transformers"
 
-    def validate(self) -> None:
-        """Set the rule's ratio if none is given. Raises UsageError for a slowdown not above 0."""
+    def resolve_options(self) -> None:
+        """Set the rule's ratio if none is given. Raise UsageError for a slowdown not above 0."""
         from ragblend.engine.fusion.rules import find_rule
         from ragblend.lab.bench.common.shapes import find_shape
 
@@ -271,7 +271,7 @@ class IngestConfig(BenchConfig):
     )
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
-    def validate(self) -> None:
+    def resolve_options(self) -> None:
         """Raise UsageError for an unknown context policy."""
         for policy in self.contexts:
             CONTEXT.validate("context", policy)
@@ -314,8 +314,10 @@ class QualityConfig(BenchConfig):
     device: Annotated[str, Option("--device", help="cpu, cuda or auto.")] = "auto"
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
-    def validate(self) -> None:
-        """Set the default part. Raise UsageError for an unknown part or context policy or a ratio outside 0 to 1."""
+    def resolve_options(self) -> None:
+        """Set the default `part` of the questions. Raise UsageError for an unknown part, an unknown context policy, or
+        a ratio outside 0 to 1.
+        """
         from ragblend.engine.fusion.rules import validate_ratio
 
         for context in self.contexts:

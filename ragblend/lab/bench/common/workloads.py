@@ -111,7 +111,9 @@ def number_tokenizer(vocab_size: int) -> Any:
 
 
 def synthetic_tokenizer(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Any:
-    """Return a tokenizer of numbers, with a chat template whose prompts all start with the same `prefix_tokens`."""
+    """Return a tokenizer whose words are numbers. Its chat template begins every prompt with the same `prefix_tokens`
+    tokens.
+    """
     prefix = " ".join(str(index % vocab_size) for index in range(1, prefix_tokens + 1))
     tokenizer = number_tokenizer(vocab_size)
     tokenizer.chat_template = f"{prefix} {{% for message in messages %}}{{{{ message.content }}}} {{% endfor %}}"
@@ -148,7 +150,8 @@ def make_prompts(
     seed: int = 0,
     pool: int | None = None,
 ) -> PromptSet:
-    """Return prompts of `num_chunks` of `pool` chunks each, drawn at random in random order; by default of all chunks.
+    """Return prompts that each contain `num_chunks` chunks in random order, drawn from `pool` chunks. By default there
+    are `num_chunks` chunks, and every prompt contains all of them.
 
     `chunk_tokens` and `question_tokens` are the lengths of each chunk and each question.
     """
