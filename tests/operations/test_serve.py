@@ -155,6 +155,20 @@ def test_without_a_gpu_vllm_compiles_only_if_a_flag_requests_it(
     assert command[len(command) - len(flags) :] == flags
 
 
+@pytest.mark.parametrize("line", ["enforce_eager: false", "compilation-config: {mode: 3}"])
+def test_without_a_gpu_a_config_file_of_vllm_may_request_compilation(
+    tmp_path: Path, monkeypatch: Any, line: str
+) -> None:
+    monkeypatch.setattr(vllm_launch, "has_cuda", lambda: False)
+    file = tmp_path / "vllm.yaml"
+    file.write_text(f"served-model-name: mine\n{line}\n")
+    command = launch(f"--config={file}", store=str(tmp_path / "store")).command
+    assert "--enforce-eager" not in command
+    assert "--served-model-name" not in command
+    file.write_text("{")
+    assert "--enforce-eager" in launch("--config", str(file), store=str(tmp_path / "store")).command
+
+
 def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path: Path) -> None:
     made = launch(store=str(tmp_path), api_key="secret-key")
     assert made.environment["VLLM_API_KEY"] == "secret-key"

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +223,7 @@ def server_command(
     `flags` are vLLM's own and override ragblend's. Raises UsageError for flags that ragblend must set itself.
     """
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
+    given |= _flags_of_config_file(split_flag(flags, "--config")[0])
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
         if ours in given:
             raise UsageError(f"{ours} is one of vLLM's flags that ragblend serve sets itself; leave it out")
@@ -244,6 +246,17 @@ def server_command(
     if not has_cuda() and not any(map(_COMPILATION_FLAG.match, given)):
         command += ["--enforce-eager"]  # on a CPU, compiling takes minutes before the server answers
     return [*command, *flags]
+
+
+def _flags_of_config_file(path: str | None) -> set[str]:
+    """Return the names of the flags in the YAML file of vLLM's `--config`. vLLM reports a file that cannot be read."""
+    import yaml
+
+    found: object = {}
+    if path is not None:
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return {f"--{name}".replace("_", "-") for name in found} if isinstance(found, dict) else set()
 
 
 def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -97,7 +97,7 @@ class Scripted:
 
 def test_requests_are_sent_without_waiting_for_answers() -> None:
     engine = Scripted(5)
-    answers = replay_requests(engine, [3, 1, 4, 1, 5], [0.0, 0.01, 0.02, 0.03, 0.04])  # type: ignore[list-item]
+    answers = replay_requests(engine, [3, 1, 4, 1, 5], [0.0, 0.01, 0.02, 0.03, 0.04])  # type: ignore[arg-type]
     assert sorted(engine.sent) == [1, 1, 3, 4, 5]
     assert [answer.num_cached_tokens for answer in answers] == [3, 1, 4, 1, 5]
     assert [answer.arrival_s for answer in answers] == [0.0, 0.01, 0.02, 0.03, 0.04]
@@ -106,7 +106,7 @@ def test_requests_are_sent_without_waiting_for_answers() -> None:
 
 
 def test_waiting_for_others_counts_as_time_to_first_token() -> None:
-    early, _ = replay_requests(Scripted(2), [0, 0], [0.0, 0.2])  # type: ignore[list-item]
+    early, _ = replay_requests(Scripted(2), [0, 0], [0.0, 0.2])  # type: ignore[arg-type]
     assert early.ttft_s >= 0.2  # it was answered after the second had arrived
 
 
@@ -116,7 +116,7 @@ def test_an_answer_without_a_token_is_an_error() -> None:
             yield OutputDelta(finish_reason="abort")
 
     with pytest.raises(RagblendError, match="without a token"):
-        replay_requests(Silent(), [0], [0.0])  # type: ignore[list-item]
+        replay_requests(Silent(), [0], [0.0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
