@@ -95,7 +95,7 @@ def converse(engine: Any, turns: list[Turn], way: Way, answer_tokens: int) -> li
             for delta in deltas:
                 if delta.token_ids and ttft_s is None:
                     ttft_s = perf_counter() - start_s
-                answer += [token for token in delta.token_ids if token not in engine.facts.stop_ids]
+                answer += [token for token in delta.token_ids if token not in engine.stop_ids]
                 report = delta.report or report
         text = engine.renderer.decode(answer).strip()
         messages.append(Message("assistant", text))

@@ -6,7 +6,7 @@
 A layer takes as long as the slower of its arithmetic and its memory traffic (the roofline model: Williams, Waterman,
 Patterson, CACM 2009), part by part, while stored KV is copied over the bus. Peaks are from NVIDIA's data sheets;
 `--efficiency` is the share of them that is reached. Recomputed tokens are at random positions, so nearly each is a
-separate run, the worst case; the GPU's cache is ignored. The engine's own functions count the reads of the KV cache.
+separate run, the worst case; the GPU's cache is ignored.
 `host s` is the time of the host, which starts every kernel and copies stored KV to the device layer by layer; `as run`
 is the speedup if the host takes longer than the GPU. The host's figures are those that `benchmarks.gpu` measured with
 transformers. Read `estimate` first.
@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
-from ragblend.engine.vllm.attention_calls import kv_reads_by_run, kv_reads_by_tile
+from ragblend.engine.vllm.attention_calls import cut_runs
 
 BYTES = 2  # of a bfloat16
 ASKED_SHARE = 0.8  # share of the layers that the question runs through first
 ATTENTION_TILE = 128  # queries that share one reading of the keys in a full prefill
+TILE_ROWS = 64  # recomputed rows that share one reading of the keys, by runs and together
 # The host's figures in data/results/gpu-h100.json: kernels and copies started per layer of `ask`, seconds for each (of
 # `fuse_s` and `stall_s` at 4,096 tokens), and bytes per second copied from page-locked memory.
 LAUNCHES_PER_LAYER, LAUNCH_S, LOADED_PER_S = 190, 21e-6, 54e9
@@ -82,6 +84,32 @@ class Cost(NamedTuple):
     def seconds(self, gpu: Gpu, efficiency: float) -> float:
         """Return the seconds of the slower of both."""
         return max(self.flops / gpu.flops, self.memory_bytes / gpu.memory) / efficiency
+
+
+def kv_reads_by_run(positions: Sequence[int]) -> int:
+    """Return the number of tokens whose KV is read if every run of the ascending positions reads separately.
+
+    A long run reads once per tile, as in attention kernels.
+
+    >>> kv_reads_by_run([9, 19, 20, 21])
+    32
+    """
+    return sum(
+        positions[end - 1] + 1
+        for group in cut_runs(positions, max_rows=TILE_ROWS, max_runs=len(positions))
+        for _, end in group
+    )
+
+
+def kv_reads_by_tile(positions: Sequence[int]) -> int:
+    """Return the number of tokens whose KV is read if every TILE_ROWS of the ascending positions share one reading.
+
+    >>> kv_reads_by_tile([9, 19, 20, 21])
+    22
+    """
+    return sum(
+        positions[min(start + TILE_ROWS, len(positions)) - 1] + 1 for start in range(0, len(positions), TILE_ROWS)
+    )
 
 
 def full(model: Model, tokens: int) -> list[Cost]:

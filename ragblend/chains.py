@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ragblend.corpus.citations import describe_source
 from ragblend.errors import UsageError
@@ -25,7 +25,6 @@ try:
         BaseMessage,
         HumanMessage,
         SystemMessage,
-        ToolMessage,
         convert_to_messages,
     )
     from langchain_core.output_parsers import StrOutputParser
@@ -43,9 +42,6 @@ try:
     from langchain_core.tools import BaseTool, create_retriever_tool
 except ImportError as error:
     raise ImportError("ragblend.chains needs LangChain: pip install 'ragblend[langchain]'") from error
-
-if TYPE_CHECKING:
-    from langchain.agents.middleware import AgentMiddleware, ModelRequest
 
 RetrieverLike = Runnable[str, list[Document]] | Callable[[str], list[Document]]
 """A LangChain retriever, or a function from a question to documents."""
@@ -292,32 +288,5 @@ def blend_tool(
     description: str = "Search the documents. Returns the passages that may answer the question.",
 ) -> BaseTool:
     """Return a retriever as a tool for `create_agent`. The ToolMessage's artifact is its documents, whose missing KV is
-    stored in the background. See `answer_with` for a model that cannot call tools."""
+    stored in the background."""
     return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")
-
-
-def answer_with(llm: ChatBlend | BlendLLM, tool: str | None = None) -> AgentMiddleware[Any, Any]:
-    """Return middleware for `create_agent`: the agent's model calls the tools, and `llm` answers from their results.
-
-    `llm` is called if the last message is from `tool` (None: from any tool).
-    """
-    try:
-        from langchain.agents.middleware import AgentMiddleware
-    except ImportError as error:
-        raise ImportError("answer_with needs LangChain's agents: pip install langchain") from error
-    chat = llm.as_chat() if isinstance(llm, BlendLLM) else llm
-
-    def redirected(request: ModelRequest[Any]) -> ModelRequest[Any]:
-        last = request.messages[-1] if request.messages else None
-        if not isinstance(last, ToolMessage) or (tool is not None and last.name != tool):
-            return request
-        return request.override(model=chat, tools=[], tool_choice=None)
-
-    class AnswerWith(AgentMiddleware[Any, Any]):
-        def wrap_model_call(self, request: ModelRequest[Any], handler: Callable[..., Any]) -> Any:
-            return handler(redirected(request))
-
-        async def awrap_model_call(self, request: ModelRequest[Any], handler: Callable[..., Any]) -> Any:
-            return await handler(redirected(request))
-
-    return AnswerWith()

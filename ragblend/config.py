@@ -224,13 +224,6 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
     known = {field.name for field in fields(Settings)}
     unknown = sorted(set(values) - known)
-    if "index" in unknown:
-        unknown.remove("index")
-        log.warning(
-            "%s sets index, which is ignored: documents and KV are in one folder, the store. Move the files of %s into "
-            "that folder, or ingest again, and delete the line",
-            path, values.pop("index"),
-        )  # fmt: skip
     if unknown:
         raise UsageError(f"{path} sets {', '.join(unknown)}; known settings: {', '.join(sorted(known))}")
     return {name: _cast(name, value, str(path)) for name, value in values.items()}

@@ -40,12 +40,6 @@ def test_the_file_in_the_docs_has_the_defaults_but_for_the_model(tmp_path, caplo
     assert not caplog.records, "no line of it is ignored"
 
 
-def test_the_index_of_an_earlier_version_is_ignored_with_a_warning(tmp_path, caplog):
-    write(tmp_path, 'index = "ragblend-data/index"\nstore = "ragblend-data/kv"\n')
-    assert load_settings(directory=tmp_path) == Settings(store="ragblend-data/kv")
-    assert "sets index, which is ignored: documents and KV are in one folder" in caplog.text
-
-
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path, monkeypatch):
     write(tmp_path, 'k = 1\nchunk_size = 100\nmodel = "file"\n')
     monkeypatch.setenv("RAGBLEND_K", "2")

@@ -18,7 +18,7 @@ from llama_index.core.llms import ChatMessage as LlamaIndexMessage
 from torch import Tensor
 
 from ragblend import BlendLLM, ChatBlend, load_engine
-from ragblend.engine.generation import Answer, DecodeStep
+from ragblend.engine.generation import DecodeStep, RunningAnswer
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
@@ -190,7 +190,7 @@ def test_a_call_that_is_cancelled_takes_no_other_with_it(engine, monkeypatch):
     chat, _ = models(engine)
     expected = [chat.invoke(question).content for question in QUESTIONS[:3]]
     all_run, is_cancelled, ended = threading.Event(), threading.Event(), []
-    decode, end = engine.loop._decode, Answer.end
+    decode, end = engine.loop._decode, RunningAnswer.end
 
     def held(steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         if len(steps) == 3:
@@ -201,11 +201,11 @@ def test_a_call_that_is_cancelled_takes_no_other_with_it(engine, monkeypatch):
 
     monkeypatch.setattr(engine.loop, "_decode", held)
 
-    def note_end(answer: Answer, error: BaseException | None = None) -> None:
+    def note_end(answer: RunningAnswer, error: BaseException | None = None) -> None:
         ended.append(answer.result)
         end(answer, error)
 
-    monkeypatch.setattr(Answer, "end", note_end)
+    monkeypatch.setattr(RunningAnswer, "end", note_end)
 
     async def ask() -> list[Any]:
         tasks = [asyncio.create_task(chat.ainvoke(question)) for question in QUESTIONS[:3]]

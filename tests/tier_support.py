@@ -94,9 +94,9 @@ class DictValues:
         self._ask("sizes")
         yield from [(name, len(data)) for name, data in self.data.items()]
 
-    def list_metadata(self) -> list[str]:
+    def list_metadata(self, after: str = "") -> list[str]:
         self._ask("notes")
-        return list(self.noted)
+        return [name for name in self.noted if name > after]
 
     def get_metadata(self, name: str) -> bytes | None:
         self._ask("get_note")

@@ -111,7 +111,11 @@ class KnownChunks:
     def _record_outage(self, error: BackendUnreachableError) -> None:
         with self._outage_lock:
             if not self._retry_at_s:
-                log.warning("no stored chunk is found, so prompts are prefilled without stored KV: %s", error)
+                log.warning(
+                    "no stored chunk is found, so prompts are prefilled without stored KV until the catalogue answers: "
+                    "%s",
+                    error,
+                )
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ from ragblend.catalog.schema import (
     text_key,
 )
 from ragblend.errors import StoreMismatchError
+from ragblend.files.sqlite import row_checksum
 from ragblend.files.store_folder import FORMER_REGISTRY_FILE
 from ragblend.option_fields import is_unicode
 
@@ -64,9 +65,10 @@ class SimilarContextVariant(NamedTuple):
     is_stored: bool = False
 
 
+_ID_DTYPE = np.dtype("<u4")
 _OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
 _IDS_AFTER = (
-    select(TOKEN_IDS.c.number, *columns_with_checksum(TOKEN_IDS))
+    select(TOKEN_IDS.c.number, TOKEN_IDS.c.key, TOKEN_IDS.c.ids, TOKEN_IDS.c.checksum)
     .where(TOKEN_IDS.c.number > bindparam("number"), *_OWNED_IDS)
     .order_by(TOKEN_IDS.c.number)
 )
@@ -367,8 +369,16 @@ class ChunkRegistry(Catalog):
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
         """Return (row number, token ids) of the intact rows with numbers above `number`."""
-        rows = self._rows(_IDS_AFTER, number=number, tokenizer=tokenizer, namespace=namespace)
-        return [(row.number, np.frombuffer(row.ids, "<u4")) for row in rows if is_intact(row[1:])]
+        start = row_checksum(tokenizer, namespace)  # the same for all rows, of which there may be a million
+        with self._locked() as connection:
+            rows: Any = connection.execute(
+                _IDS_AFTER, {"number": number, "tokenizer": tokenizer, "namespace": namespace}
+            )
+            return [
+                (row_number, np.frombuffer(ids, _ID_DTYPE))
+                for row_number, key, ids, checksum in rows
+                if checksum == row_checksum(key, ids, start=start)
+            ]
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
         """Return the token ids of a row number; None if the row was deleted or is damaged."""

@@ -13,6 +13,7 @@ from ragblend.cli.options import DocumentArgument, JsonOption, Workers, with_set
 from ragblend.cli.printing import plural, print_ingest, print_message, print_result, progress_bars, waiting_lines
 from ragblend.cli.session import (
     embedder_name,
+    open_document_engine,
     open_engine,
     open_settings_index,
     open_workers,
@@ -161,8 +162,7 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
     from ragblend.ingestion.documents import remove_added_documents, remove_documents
 
     added, sources = _find_documents(document, settings)
-    with waiting_lines(opening_title(settings)) as progress, open_engine(settings) as engine:
-        progress.begin("removing")
+    with waiting_lines("removing"), open_document_engine(settings) as engine:
         if added:
             sources = [f"{each.collection}/{each.id}" for each in added]
             num_chunks, num_kv, num_other_kv = remove_added_documents(added, engine)
@@ -175,6 +175,6 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
     if num_other_kv:
         text += (
             f"\n{num_other_kv} of these KV caches had been computed after a removed chunk, or by another model; the "
-            "next `ragblend ingest` stores those of other documents again"
+            "next ingestion stores those of other documents again"
         )
     print_result(facts, text, json_)

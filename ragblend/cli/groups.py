@@ -64,7 +64,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
             "bench ttft --shape llama-200m --threads 1",
             "bench throughput --shape llama-200m --num-requests 64",
             "bench load --shape llama-200m --store /mnt/disk",
-            "bench ingest --num-known-chunks 0",
+            "bench ingest --contexts none,similar",
             "bench quality --model Qwen/Qwen3-8B --data questions.jsonl",
         ),
     },

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ragblend.cli.options import WorkerCount
-    from ragblend.engine.api import Engine
+    from ragblend.engine.api import DocumentEngine, Engine
     from ragblend.index import ChunkIndex, SearchHit
     from ragblend.ingestion.ray_workers import RayWorkers
 
@@ -88,10 +88,23 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
     """Return the settings' engine. Raises NotFoundError without a store, unless `new_model` allows a new one."""
     from ragblend.engine.load import load_engine
 
-    if not new_model and not settings.is_served and not Path(settings.store).is_dir():
-        raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
+    if not new_model:
+        _require_store(settings)
     engine: Engine = load_engine(settings.model, settings.store, new_model=new_model, **_engine_options(settings))
     return engine
+
+
+def open_document_engine(settings: Settings) -> DocumentEngine:
+    """Return the settings' engine for pinning and removing documents. Raises NotFoundError without a store."""
+    from ragblend.engine.load import load_document_engine
+
+    _require_store(settings)
+    return load_document_engine(settings.model, settings.store, **_engine_options(settings))
+
+
+def _require_store(settings: Settings) -> None:
+    if not settings.is_served and not Path(settings.store).is_dir():
+        raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
 
 
 def opening_title(settings: Settings) -> str:
@@ -138,7 +151,7 @@ def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[Ra
         yield opened
 
 
-def open_settings_index(settings: Settings, engine: Engine, *, create: bool = False) -> ChunkIndex:
+def open_settings_index(settings: Settings, engine: DocumentEngine, *, create: bool = False) -> ChunkIndex:
     """Return the settings' index, checked against the engine's tokenizer; a new one with `create` if there is none."""
     from ragblend.precompute import open_engine_index
 

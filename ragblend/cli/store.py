@@ -10,7 +10,7 @@ import typer
 
 from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
 from ragblend.cli.printing import join_names, limit_line, plural, print_result, progress_bars, remote_line
-from ragblend.cli.session import open_engine, open_settings_index, remote_facts
+from ragblend.cli.session import open_document_engine, open_engine, open_settings_index, remote_facts
 from ragblend.config import Settings, arguments_to_flags
 from ragblend.errors import NotFoundError
 
@@ -43,7 +43,7 @@ def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fals
     """Keep documents' KV: no budget evicts it until `unpin`. After another ingest their new chunks are kept, too."""
     from ragblend.ingestion.documents import find_indexed_documents, pin_document
 
-    with open_engine(settings) as engine, open_settings_index(settings, engine) as opened:
+    with open_document_engine(settings) as engine, open_settings_index(settings, engine) as opened:
         sources = find_indexed_documents(document, opened)
         pinned = [pin_document(source, engine, opened) for source in sources]
     num_chunks, num_stored = (sum(counts) for counts in zip(*pinned, strict=True))
@@ -186,11 +186,6 @@ def verify(
     lines += [f"  index: {arguments_to_flags(problem)}" for problem in report.index_problems]
     if report.num_without_kv:
         lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
-    if report.outdated:
-        lines.append(
-            f"{len(report.outdated)} similar variants were computed after chunks that are no longer their nearest; "
-            f"they are still used: {join_names(report.outdated, 5)}"
-        )
     if repair:
         lines += [f"{report.num_repaired} recomputed", *report.dropped, *map(arguments_to_flags, report.unrepaired)]
     elif report.has_problems:

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
-from ragblend.catalog.known_chunks import KnownChunks, find_runs_of, open_known_chunks
+from ragblend.catalog.known_chunks import find_runs_of, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
@@ -214,13 +214,11 @@ class LocalEngine(EngineBase, ABC):
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
         self._backfill = Backfiller(self._store_missing, self._worker) if on_miss == "store" else None
+        # Opened here, and not at the first prompt: a catalogue that does not answer then must not fail the prompt.
+        self.known_chunks = open_known_chunks(open_registry(store), renderer.fingerprint, self.namespace)
+        """The chunks of this store and namespace that the engine looks for in prompts."""
 
     # -- chunks in prompts
-
-    @cached_property
-    def known_chunks(self) -> KnownChunks:
-        """Return the chunks of this store and namespace that the engine looks for in prompts."""
-        return open_known_chunks(open_registry(self.store), self.renderer.fingerprint, self.namespace)
 
     def match(self, prompt: Prompt) -> MatchedPrompt:
         """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
@@ -378,7 +376,20 @@ class LocalEngine(EngineBase, ABC):
         if not self.is_usable:
             return
         super().close()
-        if "known_chunks" in self.__dict__:
-            self.known_chunks.close()
+        self.known_chunks.close()
         if self._entry_registry is not None:
             self._entry_registry.close()
+
+
+class WeightlessEngine(LocalEngine):
+    """Engine with a model's tokenizer and without its weights: it finds, pins and removes documents."""
+
+    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
+        """Raise UsageError: prefilling needs the weights."""
+        raise UsageError(f"{self.name} was loaded without its weights, so it cannot prefill; load it by load_engine")
+
+    def close(self) -> None:
+        """Close the store within its timeout. Safe to call again."""
+        if self.is_usable:
+            super().close()
+            self.store.close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from ragblend.engine.store.open import open_store
-from ragblend.errors import StoreMismatchError, UsageError
+from ragblend.errors import StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.store_folder import resolve_and_migrate_store_folder
 from ragblend.options import (
@@ -24,7 +25,7 @@ from ragblend.options import (
 from ragblend.redaction import has_secret, redact_url
 
 if TYPE_CHECKING:
-    from ragblend.engine.api import Engine
+    from ragblend.engine.api import DocumentEngine, Engine
     from ragblend.engine.store.base import KVStore
     from ragblend.engine.store.metadata import StoreDefaults
     from ragblend.engine.transformers.engine import TransformersEngine
@@ -135,6 +136,41 @@ def load_engine(
     if backend == "vllm":
         return _load_vllm(model, store, asked, settings, shared)
     return _load_transformers(model, pair, store, asked, settings, shared)
+
+
+def load_document_engine(model: str | None, store: str, **options: Any) -> DocumentEngine:
+    """Return an engine that pins and removes the documents of the folder `store`; its arguments are `load_engine`'s.
+
+    It loads no weights where the model's fingerprint is known without them and the store has KV of it, else it is
+    `load_engine`'s engine. The fingerprint of a GGUF file, an adapter or quantised weights depends on their loading.
+    """
+    from ragblend.engine.base import WeightlessEngine
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.transformers.model import load_tokenizer
+    from ragblend.engine.vllm.launch import find_checkpoint
+    from ragblend.prompt.render import Renderer
+
+    checkpoint, folder = None, resolve_and_migrate_store_folder(expand_user_path(store, "store"))
+    given = dict(options)
+    loading = ModelOptions(**{name: given.pop(name) for name in ("dtype", "device", "trust_remote_code")})
+    if not is_server_url(given.pop("backend")) and model is not None:
+        with suppress(UnsupportedModelError, OSError, ValueError, AttributeError):  # load_engine says what is wrong
+            checkpoint = find_checkpoint(model, loading)
+    if model is None or checkpoint is None or checkpoint.fingerprint not in DiskStore(folder).models():
+        engine: DocumentEngine = load_engine(model, store, **options)
+        return engine
+    settings = LoadOptions(**given)
+    return WeightlessEngine(
+        Renderer(load_tokenizer(model, loading)[0]),
+        open_store(folder, **settings.tiers),
+        name=checkpoint.name,
+        fingerprint=checkpoint.fingerprint,
+        num_layers=checkpoint.num_layers,
+        system=load_store_defaults(folder).system if settings.system is None else settings.system,
+        namespace=settings.namespace,
+        context=settings.context,
+        on_miss="inline",
+    )
 
 
 def load_store_defaults(store: Any) -> StoreDefaults:

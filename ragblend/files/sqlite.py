@@ -11,6 +11,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
@@ -55,17 +56,22 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
     return connection
 
 
-def row_checksum(*columns: object) -> int:
-    """Return the checksum of a row's values.
+def row_checksum(*columns: object, start: int = 0) -> int:
+    """Return the checksum of a row's values. start: the checksum of the values before them.
 
-    >>> row_checksum("a", 1) == row_checksum("a1"), row_checksum(b"a", None) == row_checksum(b"a", None)
+    >>> row_checksum("a", 1) == row_checksum("a1"), row_checksum("a", 1) == row_checksum(1, start=row_checksum("a"))
     (False, True)
     """
-    digest = 0
+    digest = start
     for column in columns:
         data = column if isinstance(column, bytes) else str(column).encode()
-        digest = zlib.crc32(data, zlib.crc32(f"{type(column).__name__}{len(data)}:".encode(), digest))
+        digest = zlib.crc32(data, zlib.crc32(_column_header(type(column).__name__, len(data)), digest))
     return digest
+
+
+@lru_cache(4096)
+def _column_header(type_name: str, nbytes: int) -> bytes:
+    return f"{type_name}{nbytes}:".encode()
 
 
 def truncate_log(connection: sqlite3.Connection) -> None:

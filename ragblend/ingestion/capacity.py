@@ -6,6 +6,7 @@ import shutil
 
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.eviction import RESCAN_SHARE
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import StoreFullError
 
@@ -29,8 +30,14 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
             "Free space, choose another `store`, a half-precision `dtype`, or fewer documents; `precompute=False` only "
             "indexes"
         )
+    available = f"{format_bytes(free)} free"
+    if disk.certainly_fits(nbytes):
+        return available
     held = disk.last_known_nbytes()
-    limit, available = disk.limit_bytes(held), f"{format_bytes(free)} free"
+    limit = disk.limit_bytes(held)
+    if limit is not None and nbytes > limit * (1 - RESCAN_SHARE) - held:  # other processes may have used the rest
+        held = disk.nbytes()
+        limit = disk.limit_bytes(held)
     if limit is None or nbytes <= limit - held:
         return available
     if disk.capacity_bytes == "auto" and nbytes > limit:  # a configured limit may evict; an automatic one must not

@@ -15,7 +15,7 @@ from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey, text_key
-from ragblend.engine.api import Engine
+from ragblend.engine.api import DocumentEngine
 from ragblend.engine.base import record_entry
 from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
@@ -30,7 +30,7 @@ LOCAL = ""  # `PendingDeletion.place` of the local tiers
 _BATCH = 64  # entries per transaction, during which no process can add documents
 
 
-def delete_orphaned_kv(index: ChunkIndex, engine: Engine) -> tuple[int, str]:
+def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, str]:
     """Delete the KV, registry rows and pins of texts that the index's documents have lost.
 
     Texts that a framework's document also has are kept, and so are texts that were added again. Return the number of
@@ -60,11 +60,14 @@ def find_pending_sources(index: ChunkIndex) -> set[str]:
     return {*index.orphaned_texts().sources, *(entry.source for entry in index.pending_deletions())}
 
 
-def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engine, registry: ChunkRegistry) -> None:
+def _schedule_deletions(
+    orphaned: OrphanedTexts, index: ChunkIndex, engine: DocumentEngine, registry: ChunkRegistry
+) -> None:
     """Release the texts in the registry, and record their entries in place of the texts."""
     released = registry.remove_from_document(orphaned.texts, DocumentKey(index.collection))
-    for source in orphaned.sources:
-        engine.store.unpin(source)
+    if (disk := engine.store.disk_tier) is not None:
+        for source in orphaned.sources:
+            disk.unpin(source)
     places = _places(engine)
     pending = []
     for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
@@ -78,12 +81,12 @@ def _schedule_deletions(orphaned: OrphanedTexts, index: ChunkIndex, engine: Engi
         index.schedule_deletions(pending, orphaned)
 
 
-def _places(engine: Engine) -> list[str]:
+def _places(engine: DocumentEngine) -> list[str]:
     """Return the tiers from which entries are deleted (`PendingDeletion.place`), the local ones first."""
     return [LOCAL, *(tier.remote_url for tier in engine.store.remote_tiers)]
 
 
-def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, registry: ChunkRegistry) -> list[str]:
+def _find_unseen_remote_keys(keys: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry) -> list[str]:
     """Return the keys of similar variants that no local tier has, but a remote tier may have from other machines.
 
     Without a shared catalogue, this machine does not know the texts in the context of such a variant. When any text is
@@ -95,7 +98,7 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: Engine, registry: Chun
     return [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
 
 
-def _run_deletions(index: IndexedDocuments, engine: Engine, registry: ChunkRegistry) -> tuple[int, str]:
+def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: ChunkRegistry) -> tuple[int, str]:
     """Delete the recorded entries, first from the local tiers, which must not wait for an unreachable remote tier.
 
     Return the number of deleted entries, and the error of an unreachable remote tier, or "".
@@ -128,7 +131,7 @@ def _run_deletions(index: IndexedDocuments, engine: Engine, registry: ChunkRegis
 
 
 def keys_to_delete(
-    texts: Iterable[str], engine: Engine, registry: ChunkRegistry, *, everywhere: bool = False
+    texts: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry, *, everywhere: bool = False
 ) -> dict[str, str]:
     """Return the keys of the texts' KV in the order of deletion, each with the text because of which it is deleted.
 
@@ -154,7 +157,7 @@ def keys_to_delete(
     return keys
 
 
-def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
+def _record_earlier_entries(engine: DocumentEngine, registry: ChunkRegistry) -> None:
     """Record the chunks of entries that an earlier version of ragblend stored, once per store."""
     disk = engine.store.disk_tier
     if disk is None or registry.has_all_entry_chunks(disk.root):
@@ -164,13 +167,13 @@ def _record_earlier_entries(engine: Engine, registry: ChunkRegistry) -> None:
     registry.mark_all_entries_recorded(disk.root)
 
 
-def _has_similar(engine: Engine, registry: ChunkRegistry) -> bool:
+def _has_similar(engine: DocumentEngine, registry: ChunkRegistry) -> bool:
     """Return True if similar variants may be stored, also by a process that has changed the policy since."""
     return engine.context == "similar" or registry.has_stored_variants()
 
 
 def _delete_kv(
-    texts: Sequence[str], engine: Engine, registry: ChunkRegistry, *, keeps_records: bool = False
+    texts: Sequence[str], engine: DocumentEngine, registry: ChunkRegistry, *, keeps_records: bool = False
 ) -> tuple[int, str]:
     """Delete the KV of texts, and KV with them in its context, from every tier. Returns like `delete_texts_except`.
 
@@ -215,7 +218,7 @@ def find_orphaned_keys(
 
 
 def delete_texts_except(
-    kept_texts: Mapping[DocumentKey, Collection[str]], engine: Engine, registry: ChunkRegistry
+    kept_texts: Mapping[DocumentKey, Collection[str]], engine: DocumentEngine, registry: ChunkRegistry
 ) -> tuple[int, str]:
     """Remove all but the kept texts from each document, and delete the KV of texts that then belong to no document.
 

@@ -1,7 +1,7 @@
 """Functions that find stored documents by name, remove them with their KV, and pin them.
 
 Documents are in an index, or were added by `precompute_documents`, a vector store or a client of a server. Depends on
-the index, the registry and the Engine protocol.
+the index, the registry and the DocumentEngine protocol.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from ragblend.catalog.registry import catalog_location, open_registry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.corpus.folder_scan import match_sources, source_path
-from ragblend.engine.api import Engine
+from ragblend.engine.api import DocumentEngine
 from ragblend.engine.store.base import KVStore
 from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.contexts import all_variants, chunk_variants
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except, find_pending_sources
 from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
+from ragblend.prompt.types import Chunk
 
 
 class Removal(NamedTuple):
     """Numbers of chunks and of KV entries that were deleted.
 
     `num_other_kv`: the deleted entries of other chunks that had a deleted chunk in their context, which the next
-    ingestion stores again, and the deleted entries of other models. It is 0 in the call that finishes a killed removal.
+    ingestion stores again, and the deleted entries of other models. It is 0 in the call that finishes a killed removal,
+    and for a server.
     """
 
     num_chunks: int
@@ -41,7 +43,7 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     KV of a text that another document has stays. Unknown ids are ignored. Raises BackendUnreachableError if a remote
     tier did not answer.
     """
-    engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    engine: DocumentEngine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
     named = {DocumentKey(collection, each, engine.namespace): list[str]() for each in ids}
     if is_document_server(engine):
@@ -92,7 +94,7 @@ def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) 
     return by_id or [each for each in known if each.collection == id_or_collection]
 
 
-def remove_added_documents(documents: Iterable[DocumentKey], engine: Engine) -> Removal:
+def remove_added_documents(documents: Iterable[DocumentKey], engine: DocumentEngine) -> Removal:
     """Delete the texts and KV of documents that `find_added_documents` returned. Vector stores are not changed.
 
     KV of a text that another document has is kept. Raises BackendUnreachableError if a remote tier did not answer.
@@ -102,16 +104,23 @@ def remove_added_documents(documents: Iterable[DocumentKey], engine: Engine) -> 
         ids_of.setdefault(document.collection, []).append(document.id)
     num_removed = 0
     with closing(open_registry(engine.store)) as registry:
-        num_chunks = sum(len(registry.texts_of(document)) for document in documents)
+        texts = [text for document in documents for text in registry.texts_of(document)]
+    own = _stored_keys(map(Chunk, texts), engine)
     for collection, ids in ids_of.items():
         num_removed += delete_precomputed(ids, engine, collection=collection)
         if (place := catalog_location(engine.store)) is not None:
             with SentDocumentTable(place) as sent:
                 sent.remove(engine.namespace, collection, ids)
-    return Removal(num_chunks, num_removed)
+    return Removal(len(texts), num_removed, num_removed - len(own) + sum(map(engine.store.contains, own)))
 
 
-def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) -> Removal:
+def _stored_keys(chunks: Iterable[Chunk], engine: DocumentEngine) -> set[str]:
+    """Return the keys of the stored KV of `chunks`, in all variants."""
+    keys = {engine.key(variant) for chunk in chunks for variant in all_variants(chunk.text)}
+    return set(filter(engine.store.contains, keys))
+
+
+def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: ChunkIndex) -> Removal:
     """Delete documents from the index with their pins, KV and registered texts. Texts of other documents are kept.
 
     After a kill, the same call finishes the removal. A document whose file still exists is added again by the next
@@ -122,10 +131,9 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
     known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]
     own: set[str] = set()
-    if engine.context == "similar" and not begun and not is_document_server(engine):
+    if not begun and not is_document_server(engine):
         with suppress(CorruptError):  # a document with damaged rows is removed without this count
-            own = {engine.key(chunk) for source in given for chunk in chunk_variants(index.chunks(source), "similar")}
-    num_own = sum(map(engine.store.contains, own))
+            own = _stored_keys((chunk for source in given for chunk in index.chunks(source)), engine)
     num_chunks = sum(index.remove_document(source) for source in given)
     num_removed, problem = delete_orphaned_kv(index, engine)  # before saving, which fails on a full disk
     if not index.is_saved:
@@ -135,8 +143,8 @@ def remove_documents(sources: Iterable[str], engine: Engine, index: ChunkIndex) 
             f"the documents were removed here, but not in the remote tier ({problem}); repeat the command, or run the "
             "next `ragblend ingest` or `ragblend remove` with that tier"
         )
-    num_own -= sum(map(engine.store.contains, own))  # entries of texts that other documents have stay
-    return Removal(num_chunks, num_removed, num_removed - num_own if own else 0)
+    num_kept = sum(map(engine.store.contains, own))  # entries of texts that other documents have
+    return Removal(num_chunks, num_removed, num_removed - len(own) + num_kept if own else 0)
 
 
 class PinCounts(NamedTuple):
@@ -146,16 +154,17 @@ class PinCounts(NamedTuple):
     num_stored: int
 
 
-def pin_document(source: str, engine: Engine, index: ChunkIndex) -> PinCounts:
-    """Exempt a document's KV from eviction, also after restarts. Raises NotFoundError for an unknown document."""
+def pin_document(source: str, engine: DocumentEngine, index: ChunkIndex) -> PinCounts:
+    """Exempt a document's KV on disk from eviction, also after restarts. Raises NotFoundError for an unknown one."""
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")
-    engine.store.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
+    if (disk := engine.store.disk_tier) is not None:
+        disk.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
     return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
 
 
-def refresh_pins(sources: Sequence[str], engine: Engine, index: ChunkIndex) -> None:
+def refresh_pins(sources: Sequence[str], engine: DocumentEngine, index: ChunkIndex) -> None:
     """Pin the current chunks of pinned documents that were ingested again."""
     disk = engine.store.disk_tier
     pinned = disk.pins() if disk is not None else {}

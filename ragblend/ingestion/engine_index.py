@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ragblend.chunker import Splitter, get_splitter_version, split
-from ragblend.engine.api import Engine
+from ragblend.engine.api import DocumentEngine, Engine
 from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.sync import ChunkerConfig
@@ -17,7 +17,7 @@ DEFAULT_CHUNK_TOKENS = 512
 
 def open_engine_index(
     path: str | Path,
-    engine: Engine,
+    engine: DocumentEngine,
     embedder: str | None = None,
     chunk_size: int | None = None,
     *,

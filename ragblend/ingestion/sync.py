@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import NamedTuple
 
 from ragblend.catalog.index_rows import IngestedFile
@@ -38,7 +37,6 @@ from ragblend.prompt.types import Chunk
 log = logging.getLogger(__name__)
 
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
-_SAVE_EVERY_S = 20.0  # opening the index adds rows that were not saved, so frequent saves are not needed
 
 Progress = Callable[[str, int, int | None], None]
 """Called with a stage ("read", "embed", "prefill"), the number of finished items, and of all items or None."""
@@ -135,7 +133,7 @@ class _SyncPass:
         self._waiting: list[tuple[Document, str, list[Chunk]]] = []
         self._finished: list[tuple[IngestedFile, list[str]]] = []  # recorded after the waiting documents are indexed
         self._batches: deque[_Batch] = deque()  # being embedded, oldest first
-        self._saved_s, self._num_embedded = perf_counter(), 0
+        self._num_embedded = 0
 
     def read(self, path: str) -> None:
         """Read one file, unless it is unchanged."""
@@ -211,9 +209,6 @@ class _SyncPass:
         while len(self._batches) > max_waiting_batches:
             self._commit(self._batches[0])
             self._batches.popleft()  # not before: `read` records an error as its file's, and the last `flush` raises it
-        if perf_counter() - self._saved_s > _SAVE_EVERY_S:
-            self.index.save()
-            self._saved_s = perf_counter()
 
     def _embed(self, texts: list[str]) -> Callable[[], Mapping[str, FloatArray]]:
         missing = self.index.find_unknown_texts(texts) if self._workers is not None else []

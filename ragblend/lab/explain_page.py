@@ -1,15 +1,12 @@
-"""An explanation of one prompt as a web page and as a picture.
+"""An explanation of one prompt as a web page and as lines of text.
 
 The page is one file without scripts or external assets, and all text is escaped, because chunks may contain markup.
-Depends on explanations, the templates `explain.html` and `tokens.*`, and matplotlib (extra `plot`). Does not depend on
-engines.
+Depends on explanations and the templates `explain.html` and `tokens.*`, not on engines.
 """
 
 from __future__ import annotations
 
 import math
-import textwrap
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,7 +16,6 @@ from typing import Any, NamedTuple
 from ragblend import __version__
 from ragblend.files.output import write_output
 from ragblend.lab.explain import ExplainedSegment, ExplainedToken, Explanation
-from ragblend.lab.plots import figure_file
 
 OPEN_TOKENS = 1500  # prompts up to this length show all chunks unfolded
 LONG_TEXT = 400  # tokens from which other text than chunks is folded
@@ -255,60 +251,7 @@ def _tokens(number: int) -> str:
     return "1 token" if number == 1 else f"{_count(number)} tokens"
 
 
-# -- the picture
-
-
-def plot_explanation(explanation: Explanation, path: Path) -> None:
-    """Write a picture: a row per segment, a cell per token, the deviation as color, a dot for a recomputed token."""
-    segments, scale = explanation.segments, deviation_scale(explanation)
-    height = 1.9 + min(0.34 * len(segments), 40)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a script that the font lacks shows as boxes
-        with figure_file(path, 11, height, _headline(explanation), "--png") as figure:
-            axes = figure.add_subplot()
-            for row, segment in enumerate(segments):
-                cells = [[token.deviation or 0.0 for token in segment.tokens]]
-                place = (-0.5, len(segment.tokens) - 0.5, row + 0.38, row - 0.38)
-                image = axes.imshow(
-                    cells, "Oranges", vmin=0, vmax=scale, aspect="auto", interpolation="nearest", extent=place
-                )
-                chosen = [number for number, token in enumerate(segment.tokens) if token.state == "recomputed"]
-                axes.plot(chosen, [row] * len(chosen), "k.", markersize=3)
-            axes.set_xlim(-0.6, max(len(segment.tokens) for segment in segments) - 0.4)
-            axes.set_ylim(len(segments) - 0.45, -0.55)
-            titles = [
-                f"{_shorten(_title(segment, number))}\n{_note(segment)}" for number, segment in _numbered(explanation)
-            ]
-            axes.set_yticks(range(len(segments)), titles, fontsize="x-small", parse_math=False)
-            axes.set_xlabel("tokens of each part; black dot: recomputed", fontsize="small")
-            bar = figure.colorbar(image, ax=axes, fraction=0.02, pad=0.02, extend="max")
-            bar.set_label("deviation of the stored KV from full prefill's", fontsize="small")
-
-
-def _note(segment: ExplainedSegment) -> str:
-    """Return the state of a segment in a few words."""
-    chunk = segment.chunk
-    if chunk is None:
-        text = "exact" if segment.kind == "prefix" else "computed"
-    elif not chunk.hit:
-        text = "not in the store"
-    else:
-        text = "exact" if chunk.exact else f"{chunk.num_recomputed_tokens} of {chunk.num_tokens} recomputed"
-    return text if segment.attention is None else f"{text}, attention {_percent(segment.attention)}"
-
-
-def _headline(explanation: Explanation) -> str:
-    report = explanation.report
-    same = "the same" if explanation.answers_identical else "differs"
-    return "\n".join(
-        [
-            textwrap.shorten(explanation.question or "A blended prompt", 110, placeholder=" ..."),
-            textwrap.shorten(f"blended: {explanation.answer}", 110, placeholder=" ..."),
-            textwrap.shorten(f"full prefill ({same}): {explanation.full_answer}", 110, placeholder=" ..."),
-            f"{report.rule} at {_percent(report.recompute_ratio)}, {report.num_reused_tokens} of "
-            f"{report.prompt_tokens} tokens reused, charged budget {_percent(report.charged_budget)}",
-        ]
-    )
+# -- the text
 
 
 def _shorten(title: str) -> str:

@@ -21,7 +21,7 @@ MIN_KL = 1e-6  # nats: smaller values are rounding, and a logarithmic axis has n
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
-def check_plot(place: str | Path | None, option: str = "--plot") -> Path | None:
+def check_plot(place: str | Path | None) -> Path | None:
     """Return the path of a picture that can be drawn and written; None for None. Call it before a long measurement.
 
     Raises ImportError with the install command if matplotlib is missing, and UsageError for another ending.
@@ -31,12 +31,12 @@ def check_plot(place: str | Path | None, option: str = "--plot") -> Path | None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"{option} needs matplotlib: pip install 'ragblend[plot]'") from error
-    return check_output_path(place, option, PICTURE_ENDINGS)
+        raise ImportError("--plot needs matplotlib: pip install 'ragblend[plot]'") from error
+    return check_output_path(place, "--plot", PICTURE_ENDINGS)
 
 
 @contextmanager
-def figure_file(path: Path, width: float, height: float, title: str, option: str = "--plot") -> Iterator[Any]:
+def figure_file(path: Path, width: float, height: float, title: str) -> Iterator[Any]:
     """Yield a matplotlib figure of that size in inches; write it to `path` at the end, in the format of its suffix."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def figure_file(path: Path, width: float, height: float, title: str, option: str
     yield figure
     drawn = BytesIO()
     figure.savefig(drawn, format=path.suffix[1:].lower(), dpi=150)
-    write_output(path, drawn.getvalue(), option)
+    write_output(path, drawn.getvalue(), "--plot")
 
 
 def _describe(axes: Any, x: str, y: str, title: str = "") -> None:

@@ -25,7 +25,6 @@ from ragblend.engine.store.metadata import (
     MACHINES_DIR,
     MODELS_DIR,
     PINS_DIR,
-    PREFIXES_DIR,
 )
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.tuning.calibration import calibration_error
@@ -39,7 +38,7 @@ from ragblend.errors import (
 )
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.contexts import NUM_SIMILAR, chunk_variants
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.ingestion.documents import pin_document
 from ragblend.ingestion.sync import Progress, ignore_progress
@@ -62,7 +61,6 @@ class VerifyReport:
     index_problems: list[str] = field(default_factory=list)
     orphans: int | None = None  # entries that no chunk needs; None without an index
     num_without_kv: int | None = None  # indexed chunks, which is no damage; None without an index
-    outdated: list[str] = field(default_factory=list)  # keys of variants whose chunk now has other similar chunks
     num_repaired: int = 0  # chunks
     dropped: list[str] = field(default_factory=list)  # removed files, and how to create them again
     unrepaired: list[str] = field(default_factory=list)  # remaining problems, and what to do
@@ -111,7 +109,7 @@ def verify_and_quarantine(
 
 
 def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
-    """Count entries that no chunk needs and chunks without KV, and list outdated similar variants."""
+    """Count the entries that no chunk needs, and the chunks without KV."""
     try:
         with open_registry(disk, create=False) as registry:
             used = _load_live_chunks(index, registry)
@@ -119,10 +117,15 @@ def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport
         return
     if used is None:
         return
-    found = _EntrySummary()
-    report.orphans = sum(1 for _ in _find_orphans(found.collect(disk.headers()), used))
-    report.num_without_kv = len(used.ids - found.ids)
-    report.outdated = sorted(found.find_outdated(index, used.renderer))
+    without_kv = set(used.ids)
+
+    def headers() -> Iterator[KVHeader]:
+        for header in disk.headers():
+            without_kv.discard(header.token_ids)
+            yield header
+
+    report.orphans = sum(1 for _ in _find_orphans(headers(), used))
+    report.num_without_kv = len(without_kv)
 
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
@@ -254,7 +257,6 @@ _LOSS_MESSAGES = {
     MODELS_DIR: "an engine of that model writes it again",
     CALIBRATIONS_DIR: "create it again: ragblend calibrate",
     MACHINES_DIR: "create it again: ragblend profile",
-    PREFIXES_DIR: "a server writes it again when it starts: ragblend serve",
     DEFAULTS_FILE: "set it again: ragblend ingest DOCS --model MODEL",
     CONTEXT_FILE: "chunks are looked up without context until it is set again: ragblend precompute --context ...",
     CATALOG_FILE: "ingest the documents again, and add those of frameworks and servers again; stored KV is reused",
@@ -364,35 +366,6 @@ def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[st
     after_prefix = (header for header in headers if header.prefix_ids)
     found = find_orphaned_keys(after_prefix, lambda ids: None if ids in used.ids else True, used.renderer.separator_ids)
     return (key for key, _ in found)
-
-
-class _EntrySummary:
-    """Summary of a store's headers: token ids of its chunks, and hashes of the texts before each similar variant."""
-
-    def __init__(self) -> None:
-        self.ids: set[tuple[int, ...]] = set()
-        self._after: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}  # by the chunk's ids, by key
-
-    def collect(self, headers: Iterable[KVHeader]) -> Iterator[KVHeader]:
-        """Yield the headers, and add each to the summary."""
-        for header in headers:
-            self.ids.add(header.token_ids)
-            if header.context:
-                self._after.setdefault(header.token_ids, {})[header.key] = tuple(map(hash, header.context_ids))
-            yield header
-
-    def find_outdated(self, index: ChunkIndex, renderer: Renderer) -> Iterator[str]:
-        """Yield the keys of similar variants with other chunks in their context than the most similar ones now.
-
-        A variant after only the nearest of them is not outdated, because the others did not fit into the context.
-        """
-        for text in set(index.texts()) if self._after else ():
-            if variants := self._after.get(renderer.chunk_ids(text)):
-                near = index.similar_texts(text, NUM_SIMILAR, lambda each: renderer.chunk_ids(each) in self.ids)
-                nearest = tuple(map(hash, renderer.ids_with_separators(reversed(near))))
-                for key, after in variants.items():
-                    if after != nearest[-len(after) :]:
-                        yield key
 
 
 @dataclass(slots=True)

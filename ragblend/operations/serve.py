@@ -19,7 +19,6 @@ from ragblend.catalog.registry import register_shared_model
 from ragblend.config import Settings
 from ragblend.engine.load import find_store_model, register_model
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.metadata import prefix_name
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.engine.vllm.launch import (
@@ -70,7 +69,6 @@ class ServerCommand:
     url: str
     store: Path
     checkpoint: Checkpoint
-    prefix_ids: tuple[int, ...] = ()  # to write to the store before the start, because `command` only names them
 
     def display_command(self) -> str:
         """Return the command as text without secrets: API keys, passwords and tokens, also in vLLM's flags."""
@@ -110,11 +108,8 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
         trust_remote_code=settings.trust_remote_code,
         keys=options.keys,
     )
-    extra, prefix_ids = transfer["kv_connector_extra_config"], tuple[int, ...]()
-    store = Path(extra["store"])
-    if _check_store(store, checkpoint) and extra["prefix_ids"]:
-        prefix_ids = tuple(extra.pop("prefix_ids"))  # too long for a command: a system text may have a thousand ids
-        extra["prefix"] = prefix_name(prefix_ids)
+    store = Path(transfer["kv_connector_extra_config"]["store"])
+    _check_store(store, checkpoint)
     own = ["--host", options.host, "--port", str(options.port)]
     own += ["--trust-remote-code"] if settings.trust_remote_code else []
     command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
@@ -125,14 +120,12 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     added.update({f"RAGBLEND_{name.upper()}": url for name, url in urls.items()})  # the connector reads them there
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
-    return ServerCommand(tuple(command), added, url, store, checkpoint, prefix_ids)
+    return ServerCommand(tuple(command), added, url, store, checkpoint)
 
 
-def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
-    """Return True if the store at `path` can be written or created. Writes nothing.
-
-    Raises RagblendError for a store that cannot be served: a read-only store without this model's metadata, or a store
-    whose ingestion context is damaged.
+def _check_store(path: Path, checkpoint: Checkpoint) -> None:
+    """Raise RagblendError for a store that cannot be served: a read-only one without this model's metadata, or one
+    whose ingestion context is damaged. Writes nothing.
     """
     place = next(each for each in (path, *path.parents) if os.path.lexists(each))
     is_writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
@@ -154,7 +147,6 @@ def _check_store(path: Path, checkpoint: Checkpoint) -> bool:
             "ingested again: ragblend ingest DOCS --backend http://HOST:PORT --model %s; or choose another `store`",
             path, held, checkpoint.name, checkpoint.dtype, checkpoint.name,
         )  # fmt: skip
-    return is_writable
 
 
 def _check_keys(path: Path, api_key: str | None) -> None:
@@ -177,6 +169,4 @@ def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
     catalog, checkpoint = resolve_catalog(launch.store, options.settings.catalog), launch.checkpoint
     register_shared_model(catalog, checkpoint.fingerprint, checkpoint.name, new_model=False)
     register_model(launch.store, checkpoint.fingerprint, checkpoint.facts(), True, options.settings.catalog)
-    if launch.prefix_ids:
-        DiskStore(launch.store).put_prefix(launch.prefix_ids)
     os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

@@ -91,7 +91,7 @@ class TokenIndex:
         numbers, all_ids = [], []
         for number, ids in chunks:
             numbers.append(number)
-            all_ids.append(np.asarray(ids, np.int64))
+            all_ids.append(ids if isinstance(ids, np.ndarray) else np.array(ids, np.int64))
         if not numbers:
             return
         with self._lock:
@@ -175,15 +175,12 @@ class TokenIndex:
                 hashes ^= hashes >> np.uint64(29)
         return (hashes >> np.uint64(32)).astype(np.uint32), (hashes & np.uint64(0xFF)).astype(np.uint8)
 
-    def _anchors_of(self, numbers: Sequence[int], all_ids: Sequence[IntArray]) -> _Anchors:
+    def _anchors_of(self, numbers: Sequence[int], all_ids: Sequence[NDArray[np.integer]]) -> _Anchors:
         """Return the anchors of chunks; those of one chunk ascend by offset."""
-        owners, offsets = [], []
-        for row, ids in enumerate(all_ids):
-            placed = anchor_offsets(len(ids))
-            owners.append(np.full(len(placed), row))
-            offsets.append(np.array(placed, np.int64))
-        lengths = np.array([len(ids) for ids in all_ids])
-        owner, offset = np.concatenate(owners), np.concatenate(offsets)
+        lengths = [len(ids) for ids in all_ids]
+        offsets_of = {length: np.array(anchor_offsets(length), np.int64) for length in set(lengths)}
+        offsets = [offsets_of[length] for length in lengths]
+        owner, offset = np.repeat(np.arange(len(offsets)), [*map(len, offsets)]), np.concatenate(offsets)
         starts = (np.cumsum(lengths) - lengths)[owner] + offset
         windows = np.concatenate(all_ids)[starts[:, None] + np.arange(WINDOW)]
         chunks = np.array(numbers, np.uint32)[owner]

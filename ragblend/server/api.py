@@ -31,7 +31,6 @@ from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.admin import add_store_routes
 from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_for_app
-from ragblend.engine.vllm.base_engine import ServedModelInfo
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
@@ -121,10 +120,10 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None
             loop,
             served.renderer,
             served.store,
-            served.model_info(),
-            served.prefix_ids,
+            served.config.prefix_ids,
             namespace=namespace,
             context=served.config.context,
+            **served.engine_options(),
         )
 
     config = served.config
@@ -186,22 +185,16 @@ class ServerResources:
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
 
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Prefix after which chunks are stored."""
-        config, disk = self.config, self.store.disk_tier
-        return disk.read_prefix(config.prefix) if config.prefix and disk is not None else config.prefix_ids
-
-    def model_info(self) -> ServedModelInfo:
-        """Return the facts about the model that an engine over this vLLM needs."""
+    def engine_options(self) -> dict[str, Any]:
+        """Return the arguments about the model for an engine over this vLLM."""
         checkpoint = self._checkpoint
-        return ServedModelInfo(
-            checkpoint.name,
-            self._fingerprint,
-            self._model.max_model_len,
-            checkpoint.stored_bytes_per_token(self.store.kv_dtype),
-            num_layers=checkpoint.num_layers,
-        )
+        return {
+            "name": checkpoint.name,
+            "fingerprint": self._fingerprint,
+            "context_length": self._model.max_model_len,
+            "bytes_per_token": checkpoint.stored_bytes_per_token(self.store.kv_dtype),
+            "num_layers": checkpoint.num_layers,
+        }
 
 
 def correct_cached_tokens(engine_client: Any) -> None:

@@ -14,9 +14,8 @@ from tiny_models import FAMILIES, make_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.hardware_model import LLAMA_8B, Line, Model, estimate, main
+from benchmarks.hardware_model import LLAMA_8B, Line, Model, estimate, kv_reads_by_run, kv_reads_by_tile, main
 from ragblend.engine.fusion.attention import attend_rows
-from ragblend.engine.vllm.attention_calls import kv_reads_by_run, kv_reads_by_tile
 
 ROOT = Path(__file__).parents[2]
 positions = st.sets(st.integers(0, 700), min_size=1, max_size=300).map(sorted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import signal
 import subprocess
@@ -9,17 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import psycopg
 import pytest
 from postgres import PASSWORD, fresh_schema, start_postgres
 
-from ragblend import load_engine
+from ragblend import Prompt, load_engine
 from ragblend.catalog import known_chunks
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import SCHEMA_VERSION, DocumentKey
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.vllm.matching import PromptMatcher
 from ragblend.errors import (
     BackendUnreachableError,
     RagblendError,
@@ -201,9 +205,43 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
     assert "text" in known
     said = [record.getMessage() for record in caplog.records if record.name == known_chunks.__name__]
     assert [message.partition(":")[0] for message in said] == [
-        "no stored chunk is found, so prompts are prefilled without stored KV",
+        "no stored chunk is found, so prompts are prefilled without stored KV until the catalogue answers",
         "the catalogue answers again, so stored chunks are found in prompts",
     ]
+
+
+def test_the_first_prompt_of_an_engine_during_an_outage_is_prefilled_in_full(own_server, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(known_chunks, "_OUTAGE_PAUSE_S", 0.5)
+    text = "Zenco sells lamps in many shapes."
+    prompt = Prompt.from_text(f"{text} What does Zenco sell?")
+    with load_engine("demo", tmp_path, catalog=own_server.url) as engine:
+        engine.precompute(text)
+    with load_engine("demo", tmp_path, catalog=own_server.url) as engine:
+        own_server.stop()
+        outage = engine.generate(prompt, max_tokens=1).report
+        assert (outage.num_chunk_hits, outage.num_reused_tokens) == (0, 0)
+        (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert "postgresql://***@127.0.0.1" in said
+        assert "Check that PostgreSQL runs there" in said
+        own_server.start()
+        time.sleep(0.5)
+        assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 1
+
+
+def test_a_vllm_scheduler_whose_first_prompt_comes_during_an_outage_finds_no_chunk_until_it_ends(
+    own_server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(known_chunks, "_OUTAGE_PAUSE_S", 0.5)
+    text = "Zenco sells lamps in many shapes."
+    with load_engine("demo", tmp_path, catalog=own_server.url) as engine:
+        engine.precompute(text)
+        renderer, ids = engine.renderer, (*engine.renderer.chunk_ids(text), 1)
+    with closing(PromptMatcher(DiskStore(tmp_path, catalog=own_server.url), renderer)) as matcher:
+        own_server.stop()
+        assert matcher.find_runs(ids, "") == []
+        own_server.start()
+        time.sleep(0.5)
+        assert len(matcher.find_runs(ids, "")) == 1
 
 
 def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_ones_not_at_all(own_server, caplog):

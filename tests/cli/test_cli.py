@@ -286,6 +286,14 @@ def test_remove_and_gc_drop_kv(run, home):
     assert run(*INGEST, *PLACE)[0] == 0
 
 
+def test_pin_and_remove_load_no_weights(run, monkeypatch):
+    monkeypatch.setattr("ragblend.engine.transformers.model.load_model", None)
+    source = run.facts("stats", *PLACE)["sources"][0]
+    pinned = run.facts("pin", source, *PLACE)
+    assert pinned["num_stored"] == pinned["num_chunks"] > 0
+    assert run.facts("remove", source, *PLACE)["num_kv"] == pinned["num_chunks"]
+
+
 def test_a_pinned_document_outlives_gc_until_it_is_unpinned(run):
     sources = run.facts("stats", *PLACE)["sources"]
     facts = run.facts("pin", sources[0], *PLACE)
@@ -523,6 +531,17 @@ def test_remove_counts_the_kv_that_was_computed_after_a_removed_chunk(docs, run)
     )
     (docs / "a.md").unlink()
     assert run.facts(*ingest)["num_new_kv"] == num_others
+
+
+def test_remove_counts_the_kv_that_was_computed_after_a_framework_s_removed_document(home, run, tmp_path):
+    place = ("--store", str(tmp_path / "added"))
+    with load_engine("demo", place[1], context="similar") as engine:
+        texts = ("Alice Kern works for Nexon.", "Bob Stahl works for Nexon.")
+        precompute_documents([Document(text, id=text[:3]) for text in texts], engine)
+        num_stored = len(list(engine.store.keys()))
+    code, out, _ = run("remove", "Ali", *place)
+    assert (code, num_stored) == (0, 4)
+    assert "1 chunk and 3 KV caches removed\n1 of these KV caches had been computed after" in out
 
 
 def test_remove_says_nothing_of_other_kv_where_only_the_chunk_s_own_was_stored(docs, run):

@@ -121,8 +121,6 @@ def test_an_empty_or_a_missing_text_file_is_named_in_a_sentence(kind, code, tmp_
         (("explain", "Who?", "--html", "."), 2, "--html is ., a folder"),
         (("explain", "Who?", "--html", "file/page.html"), 1, "cannot be written: Not a directory.*--html FILE"),
         (("explain", "Who?", "--html", "https://host/x"), 2, "--html is 'https://host/x', a URL"),
-        (("explain", "Who?", "--png", "x.foo"), 2, "--png is x.foo, but its ending has to name a format: .png"),
-        (("explain", "Who?", "--png", ""), 2, "--png is ''"),
         (("calibrate", "--plot", "x"), 2, "--plot is x, but its ending"),
         (("analyze", "file", "--plot", "[/b].txt"), 2, r"--plot is \[/b\].txt, but its ending"),
         (("bench", "ttft", "--plot", "x.foo"), 2, "--plot is x.foo, but its ending"),

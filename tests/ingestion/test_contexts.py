@@ -233,31 +233,6 @@ def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
     assert {key for key in keys.values() if DiskStore(store).has_file(key)} == {keys["moss"]}
 
 
-def test_verify_lists_variants_whose_chunk_has_other_neighbours_by_now(docs, opened, tmp_path):
-    with opened() as engine:
-        bring_in(docs, engine, context="similar")
-        assert verify_and_quarantine(tmp_path / "kv").outdated == []
-        (docs / "new.txt").write_text(f"{TEXTS['fox']} {TEXTS['fox']}")
-        bring_in(docs, engine)
-        before = {name: neighbours_of(engine, tmp_path / "kv", name) for name in TEXTS}
-        report = verify_and_quarantine(tmp_path / "kv")
-        assert report.outdated == sorted(engine.key(similar(name)) for name, (was, now) in before.items() if was != now)
-        assert engine.key(similar("fox")) in report.outdated
-        assert not report.has_problems
-        for name in TEXTS:
-            engine.forget(similar(name))
-        bring_in(docs, engine)
-    assert verify_and_quarantine(tmp_path / "kv").outdated == []
-
-
-def neighbours_of(engine: TransformersEngine, folder: Path, name: str) -> tuple[Any, Any]:
-    """Ids of the chunks that the similar variant was computed after, and of those that are the nearest now."""
-    header = DiskStore(folder).header(engine.key(similar(name)))
-    with open_index(folder) as index:
-        near = index.similar_texts(TEXTS[name], 2)
-    return tuple(header.context_ids), engine.renderer.ids_with_separators(reversed(near))
-
-
 def test_repair_counts_again(docs, opened, tmp_path):
     with opened() as engine:
         bring_in(docs, engine)

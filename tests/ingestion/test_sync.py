@@ -456,8 +456,8 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     with open_registry(corpus.engine.store) as registry:
         registry.add(["An orphan."])
     orphans = [corpus.engine.key(chunk) for chunk in chunks]
-    corpus.engine.store.pin("gone.txt", orphans[:1])
-    corpus.engine.store.pin("by hand", before[:1])
+    corpus.engine.store.disk_tier.pin("gone.txt", orphans[:1])
+    corpus.engine.store.disk_tier.pin("by hand", before[:1])
     assert verify_and_quarantine(corpus.root / "kv").orphans == 3
     for dry_run in (True, False):
         garbage = collect_garbage(corpus.root / "kv", orphans=True, dry_run=dry_run)

@@ -168,21 +168,6 @@ def test_a_replica_that_was_down_forgets_before_it_answers(replicas, clients):
     two.stop()
 
 
-def test_a_reset_drops_memory_alone(replicas, clients):
-    one, text = replicas[0], TEXTS[0]
-    engine = clients(one)
-    # What the first test forgot may reach this replica's worker with this step only, and take what the other replica
-    # has stored since; a miss is precomputed in the background.
-    until(lambda: hits(engine, text) == 1)
-    until(lambda: one.memory_bytes() > 0)
-    stored = one.stored()
-    assert one.post("/reset_prefix_cache?reset_external=true") == {"success": True}
-    engine.generate(Prompt([], "Who lives in Kinport?"), max_tokens=2)
-    until(lambda: one.memory_bytes() == 0)
-    assert one.stored() == stored
-    assert hits(engine, text) == 1
-
-
 def test_after_an_update_of_the_weights_nothing_is_loaded_or_stored(replicas, clients, tmp_path):
     one, prompt = replicas[0], Prompt([TEXTS[0]], "Where does George Keller live?")
     engine = clients(one)

@@ -119,7 +119,7 @@ def test_preempted_requests_are_blended_again(store, checkpoint):
     "options",
     [
         pytest.param({"max_num_batched_tokens": 256, "max_num_seqs": 8}, id="chunked", marks=pytest.mark.v2_runner),
-        pytest.param({"extra": {"slice_tokens": 1, "max_runs": 3, "memory_gib": 0}}, id="smallest slices"),
+        pytest.param({"extra": {"slice_tokens": 1, "memory_gib": 0}}, id="smallest slices"),
         pytest.param({"async_scheduling": False}, id="sync scheduling"),
         pytest.param({"enable_prefix_caching": False}, id="no prefix caching"),
     ],

@@ -23,7 +23,7 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_classic.chains.question_answering import load_qa_chain
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
@@ -36,7 +36,7 @@ from tool_caller import ToolCaller
 from transformers import AutoTokenizer
 
 from ragblend import Prompt
-from ragblend.chains import answer_with, blend_tool, create_blend_chain, create_history_aware_blend_chain
+from ragblend.chains import blend_tool, create_blend_chain, create_history_aware_blend_chain
 from ragblend.engine.api import Engine, Stream
 from ragblend.frameworks.model import BlendModel
 from ragblend.llamaindex import BlendLLM as LlamaBlend
@@ -112,10 +112,9 @@ def list_repr(llm: Any, retriever: FixedRetriever) -> str:
 
 
 def agent(llm: Any, retriever: FixedRetriever) -> str:
-    made = create_agent(
-        ToolCaller(query=QUESTION), [blend_tool(retriever)], middleware=[answer_with(llm)], system_prompt="Be brief."
-    )
-    return str(made.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1].text)
+    made = create_agent(ToolCaller(query=QUESTION), [blend_tool(retriever)])
+    *messages, _ = made.invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
+    return str((llm | StrOutputParser()).invoke([SystemMessage("Be brief."), *messages]))
 
 
 def ours(llm: Any, retriever: FixedRetriever) -> str:

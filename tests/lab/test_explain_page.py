@@ -12,7 +12,6 @@ from ragblend.lab.explain import explain
 from ragblend.lab.explain_page import (
     deviation_scale,
     explanation_lines,
-    plot_explanation,
     render_html,
     write_html,
 )
@@ -145,18 +144,6 @@ def test_the_deviation_scale_is_a_round_number_that_nearly_all_tokens_stay_below
     assert scale in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
     assert sum(value > scale for value in known) <= 0.05 * len(known)
     assert deviation_scale(replace(explanation, segments=())) == 0.05
-
-
-def test_the_picture_is_drawn_and_untrusted_text_is_no_formula(explanation, tmp_path):
-    image = pytest.importorskip("matplotlib.image")
-    plot_explanation(explanation, tmp_path / "deep" / "explain.png")
-    pixels = image.imread(tmp_path / "deep" / "explain.png")
-    height, width, _ = pixels.shape
-    assert width >= 1200
-    assert height >= 300
-    colours = {tuple(pixel) for pixel in (pixels[::7, ::7, :3] * 255).round().astype(int).reshape(-1, 3)}
-    assert len(colours) > 10  # text, shades, frames
-    assert any(red > blue + 60 for red, _, blue in colours)  # orange: deviation
 
 
 def test_the_page_is_written_and_the_terminal_gets_a_line_per_part(explanation, tmp_path):

@@ -16,8 +16,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import CONNECTOR_MODULE, cpu_paged_kv_bytes, plugin_problem
-from ragblend.engine.vllm.lookup import ChunkLookup
-from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
+from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command, serve
 
 
@@ -29,12 +28,6 @@ def launch(*flags: str, **options: Any) -> ServerCommand:
 def value(command: tuple[str, ...], flag: str) -> str:
     assert command.count(flag) == 1
     return command[command.index(flag) + 1]
-
-
-@pytest.fixture(autouse=True)
-def vllm_command(monkeypatch):
-    """The same command whether this environment has vLLM, its CPU build, or none."""
-    monkeypatch.setattr(vllm_launch, "can_run_vllm_serve", lambda: True)
 
 
 def extra(command: tuple[str, ...]) -> dict[str, Any]:
@@ -55,13 +48,7 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path, m
     assert value(command, "--dtype") == "float32"
     config = extra(command)
     assert config["store"] == str(tmp_path / "kv")  # vLLM's processes may have another working directory
-    assert ("mode" in config, made.prefix_ids) == (False, (1, 3))
-
-
-def test_the_cpu_build_without_metadata_is_started_by_its_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_launch, "can_run_vllm_serve", lambda: False)
-    command = launch(store=str(tmp_path)).command
-    assert command[:4] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
+    assert ("mode" in config, config["prefix_ids"]) == (False, [1, 3])
 
 
 @pytest.mark.parametrize(("flags", "count"), [((), "1"), (("--api-server-count", "3"), "3"), (("--headless",), None)])
@@ -80,29 +67,6 @@ def test_vllms_revision_chooses_the_checkpoint(tmp_path, monkeypatch):
         assert command[-2:] == ("--max-model-len", "512")
         assert not [word for word in command if word.startswith("--revision")]  # vLLM ignores it for a path
     assert [(model, options.revision) for model, options in asked] == [("org/tiny", "v2")] * 2
-
-
-SYSTEM = "Be brief, and name the source of every sentence. " * 60
-
-
-def test_the_ids_of_a_long_system_text_are_in_the_store_and_not_in_the_command(tmp_path, monkeypatch):
-    started: list[Any] = []
-    monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
-    monkeypatch.setattr("os.execvpe", lambda *call: started.append(call))
-    options = ServeOptions(Settings(model="demo", store=str(tmp_path / "kv"), system=SYSTEM))
-    planned = build_server_command(options)
-    assert len(planned.prefix_ids) > 500
-    assert not (tmp_path / "kv").exists()  # planning writes nothing
-    with pytest.raises(NotFoundError, match="ragblend serve MODEL"):
-        DiskStore(tmp_path / "new").read_prefix(extra(planned.command)["prefix"])
-    serve(options)
-    ((_, command, _),) = started
-    assert tuple(command) == planned.command
-    assert len(" ".join(command)) < 2500
-    config = ConnectorConfig.from_extra_config(extra(planned.command))
-    lookup = ChunkLookup(DiskStore(Path(config.store)), config, planned.checkpoint.fingerprint, 5)
-    lookup.close()
-    assert lookup.prefix_ids == planned.prefix_ids
 
 
 def broken_stores(root: Path) -> dict[str, Path]:
@@ -187,6 +151,18 @@ def test_without_a_gpu_vllm_compiles_only_if_a_flag_requests_it(tmp_path, monkey
     assert command[len(command) - len(flags) :] == flags
 
 
+@pytest.mark.parametrize("line", ["enforce_eager: false", "compilation-config: {mode: 3}"])
+def test_without_a_gpu_a_config_file_of_vllm_may_request_compilation(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(vllm_launch, "has_cuda", lambda: False)
+    file = tmp_path / "vllm.yaml"
+    file.write_text(f"served-model-name: mine\n{line}\n")
+    command = launch(f"--config={file}", store=str(tmp_path / "store")).command
+    assert "--enforce-eager" not in command
+    assert "--served-model-name" not in command
+    file.write_text("{")
+    assert "--enforce-eager" in launch("--config", str(file), store=str(tmp_path / "store")).command
+
+
 def test_the_api_key_is_neither_in_the_command_nor_shown(tmp_path):
     made = launch(store=str(tmp_path), api_key="secret-key")
     assert made.environment["VLLM_API_KEY"] == "secret-key"
@@ -238,7 +214,6 @@ def test_a_plugin_kept_out_is_named_with_the_way_in():
 
 @pytest.mark.parametrize("version", [(0, 0), (0, 27), (0, 34), (1, 0)])
 def test_without_a_fitting_vllm_nothing_starts(tmp_path, monkeypatch, version):
-    monkeypatch.setattr(vllm_launch, "vllm_version", lambda: version)
     monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: version)
     with pytest.raises(RagblendError, match=r"pip install 'ragblend\[vllm\]'"):
         build_server_command(ServeOptions(Settings(model="demo", store=str(tmp_path))))

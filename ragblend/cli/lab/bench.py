@@ -122,7 +122,7 @@ add_benchmark_command(
 )  # fmt: skip
 add_benchmark_command(
     IngestConfig,
-    "Measure ingestion to disk and prefill of the same chunks, then ingestion of stored chunks.",
+    "Measure ingestion to disk and prefill of the same chunks, in turns.",
 )  # fmt: skip
 add_benchmark_command(
     QualityConfig,

@@ -43,7 +43,6 @@ def explain(
         ),
     ] = None,
     html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page, one FILE.html.")] = None,
-    png: Annotated[str | None, typer.Option("--png", metavar="FILE", help="Write a picture, FILE.png.")] = None,
     json_: JsonOption = False,
 ) -> None:
     """Show the state of each prompt token after blending, and the difference to full prefill.
@@ -60,12 +59,11 @@ def explain(
         raise UsageError("give either a QUESTION or --prompt FILE, the prompt that an application sent")
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.explain import explain as explain_prompt
-    from ragblend.lab.explain_page import explanation_lines, plot_explanation, write_html
+    from ragblend.lab.explain_page import explanation_lines, write_html
     from ragblend.lab.near_texts import LEAST_SHARE, NUM_WORDS
-    from ragblend.lab.plots import check_plot
     from ragblend.lab.prompt_file import read_prompt
 
-    page, picture = check_output_path(html, "--html") if html is not None else None, check_plot(png, "--png")
+    page = check_output_path(html, "--html") if html is not None else None
     sent = read_prompt(prompt) if prompt is not None else None
     with waiting_lines(opening_title(settings)) as progress, open_engine(settings) as engine:
         progress.begin("comparing blended with full prefill")
@@ -73,10 +71,9 @@ def explain(
         missed = _find_missed_reuse(engine, sent, settings) if sent is not None else []
         asked, hits = (sent, []) if sent is not None else _retrieved_prompt(engine, question or "", settings)
         explanation = explain_prompt(engine, asked, **replace(settings, mode="blend", temperature=0.0).generation)
-    for path, write in ((page, write_html), (picture, plot_explanation)):
-        if path is not None:
-            write(explanation, path)
-            print_notice(f"{path} written")
+    if page is not None:
+        write_html(explanation, page)
+        print_notice(f"{page} written")
     if json_:
         facts = {**explanation.as_dict(), "sources": [source_facts(hit) for hit in hits]}
         facts["question"] = explanation.question if question is None else question
@@ -93,8 +90,8 @@ def explain(
         name = each.document or repr(shorten(each.text, 40, placeholder="..."))
         label = "not reused" if is_near else "the nearest stored text"
         print_line(f"\n{label}: {name}, {each.share:.0%} of whose words are in the prompt\n  {each.reason}")
-    if html is None and png is None:
-        print_notice("see every token: add --html explain.html or --png explain.png")
+    if html is None:
+        print_notice("see every token: add --html explain.html")
 
 
 def _retrieved_prompt(

@@ -58,33 +58,13 @@ _OTHER_ENDINGS = {
 _PASSED_OVER = {f".{ending}": reason for reason, endings in _OTHER_ENDINGS.items() for ending in endings.split()}
 
 _DOCUMENT_PARTS = (b"[Content_Types].xml", b"mimetypeapplication/")
-_MAGIC = (
-    (ZIP_MAGIC, _ARCHIVE),
-    (b"\x1f\x8b", _ARCHIVE),
-    (b"BZh", _ARCHIVE),
-    (b"\xfd7zXZ\0", _ARCHIVE),
-    (b"7z\xbc\xaf\x27\x1c", _ARCHIVE),
-    (b"Rar!\x1a\x07", _ARCHIVE),
-    (b"\x28\xb5\x2f\xfd", _ARCHIVE),
-    (b"\x89PNG\r\n\x1a\n", _PICTURE),
-    (b"\xff\xd8\xff", _PICTURE),
-    (b"GIF8", _PICTURE),
-    (b"II*\0", _PICTURE),
-    (b"MM\0*", _PICTURE),
-    (b"OggS", _SOUND),
-    (b"ID3", _SOUND),
-    (b"fLaC", _SOUND),
-    (b"\x1aE\xdf\xa3", _SOUND),
-    (b"\x7fELF", _PROGRAM),
-    (b"SQLite format 3\0", _PROGRAM),
-)
 
 
 def not_a_document_reason(name: str, head: bytes, has_reader: bool) -> str:
     """Return why a file is not a document, by its name and first bytes; "" for text, and for a name with a reader.
 
-    >>> not_a_document_reason("a.gif", b"", False), not_a_document_reason("a", b"GIF89a\\0", False)[:12]
-    ('is a picture; if it shows text, run OCR on it: tesseract FILE FILE', 'is a picture')
+    >>> not_a_document_reason("a.gif", b"", False), not_a_document_reason("a", b"GIF89a\\0", False)[:16]
+    ('is a picture; if it shows text, run OCR on it: tesseract FILE FILE', 'is a binary file')
     """
     if name.startswith("~$"):
         return "is the lock file of a document that is open in Office"
@@ -99,7 +79,7 @@ def not_a_document_reason(name: str, head: bytes, has_reader: bool) -> str:
         return ""
     if head.startswith(ZIP_MAGIC) and any(name in head for name in _DOCUMENT_PARTS):
         return "is an Office file or a book; give it the ending of its format: .docx, .pptx, .xlsx, .odt, .epub"
-    return next((reason for magic, reason in _MAGIC if head.startswith(magic)), BINARY_REASON)
+    return BINARY_REASON
 
 
 def describe_ole(data: bytes, kind: str) -> str:

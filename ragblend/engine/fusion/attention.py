@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ragblend.errors import UnsupportedModelError
@@ -94,6 +95,10 @@ def max_placeable_tokens(rope_parameters: Mapping[str, Any], max_positions: int)
 # On a GPU each call costs some kernel launches, which take longer than the work of a few rows.
 BLOCK_ROWS = defaultdict(lambda: 512, cpu=64)
 
+# Devices on which adjacent rows that fill more than one block are one call without a mask: torch's flash kernel skips
+# the scores after a row, and computes the others faster than a kernel that reads a mask.
+CAUSAL_KERNEL_DEVICES = frozenset({"cuda"})
+
 # Float32 scores per block, 16 MiB: a question of 100 tokens over 100 000 would take gigabytes at once. On a CPU 2 MiB,
 # which stay in its cache from the product to the sum and take a third of the time.
 BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
@@ -162,6 +167,11 @@ def attend_rows(
     """
     host_rows = host_rows or positions_on_host(rows)
     outputs, block_rows = [], BLOCK_ROWS[rows.device.type]
+    is_plain = params.window is None and params.softcap is None and params.sinks is None
+    if rows.device.type in CAUSAL_KERNEL_DEVICES and is_plain and len(host_rows) > block_rows:
+        end = host_rows[-1] + 1
+        if end - host_rows[0] == len(host_rows):
+            return _attend_causal(query, keys[:, :, :end], values[:, :, :end], scale)
     for start in range(0, len(host_rows), block_rows):
         part = slice(start, min(start + block_rows, len(host_rows)))
         first, last = host_rows[start], host_rows[part.stop - 1]
@@ -207,18 +217,15 @@ def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
     return output.reshape(1, num_heads, query.shape[2], values.shape[3])
 
 
-def attend_last(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float | None, params: AttentionExtras = PLAIN
-) -> Tensor:
-    """Return the attention [1, Hq, 1, D] of the last row alone, over `keys`, `values` [1, H, T, D]."""
-    if params.window is not None:
-        keys, values = keys[:, :, -params.window :], values[:, :, -params.window :]
-    if params.softcap is not None or params.sinks is not None:  # no kernel supports them
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        last = keys.shape[2] - 1
-        rows = torch.full((1,), last, device=keys.device)
-        return _attend_eager(ProbeQueries(query[0], rows, factor, params, (last,)), keys[0], values[0])[None]
-    return _attend_masked(query, keys, values, None, scale)
+def _attend_causal(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+    """Return the causal attention [1, Hq, R, D] of the last R of T positions over `keys`, `values` [1, H, T, D].
+
+    Heads that share a KV head get a copy of it, because not every kernel without a mask supports shared heads.
+    """
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (keys, values))
+    bias = causal_lower_right(query.shape[2], keys.shape[2])
+    return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
 
 
 def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor:

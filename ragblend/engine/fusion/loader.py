@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 from types import TracebackType
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.fusion.protocols import PromptKVBuffer
 from ragblend.engine.store.kv import LayerKV, dequantized, is_in_memory
 
+if TYPE_CHECKING:
+    from ragblend.engine.transformers.layers import TransformersLayers
+
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
 # ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
 DEPTH = 6
@@ -30,11 +33,6 @@ DEPTH = 6
 
 class _Destination(Protocol):
     def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None: ...
-
-
-class _KeyRotation(Protocol):
-    def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor: ...
-    def add_key_drift(self, layer: int, keys: Tensor, drift: Tensor, rows: Tensor) -> None: ...
 
 
 class _Group:
@@ -141,7 +139,7 @@ class LayerLoader:
         *,
         together: bool = False,
         first_layer: Callable[[Tensor], LayerKV] | None = None,
-        key_rotation: _KeyRotation | None = None,
+        key_rotation: TransformersLayers | None = None,
     ) -> None:
         self.read_s = dict.fromkeys((placement.start for placement in placements), 0.0)
         """Seconds of reading stored KV, by the first position of each placement. They are part of `load_s`."""

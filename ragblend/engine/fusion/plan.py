@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,26 +167,18 @@ class QuestionAttentionShares(NamedTuple):
     stale: float
 
 
-class StoredContext(Protocol):
-    """Protocol for the context with which a stored chunk was computed, such as `keys.LookupContext`."""
-
-    @property
-    def match(self) -> PrefixMatch: ...  # noqa: D102
-    @property
-    def policy(self) -> ContextPolicy: ...  # noqa: D102
-
-
 def record_fusion(
     report: BlendReport,
     starts: Iterable[int],
-    stored: Mapping[int, tuple[Placement, StoredContext]],
+    stored: Mapping[int, tuple[Placement, PrefixMatch, ContextPolicy]],
     plan: FusePlan,
     fused: FuseResult,
     num_known: int,
 ) -> None:
     """Write into `report` the reused and recomputed tokens, per chunk and in all, and the rule's measurements.
 
-    The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start.
+    The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start,
+    with its prefix and the policy of its context.
     `num_known`: number of rows at the start of the prompt that an earlier request had computed and left in memory.
 
     `attention_*` are from `question_attention_shares`. `mean_deviation`: mean of `relative_deviation` over the
@@ -197,9 +189,9 @@ def record_fusion(
     num_computed = 0  # chunk tokens without KV, which run through every layer
     for chunk, start in zip(report.chunks, starts, strict=True):
         if start in stored:
-            placement, seen = stored[start]
+            placement, match, policy = stored[start]
             header = placement.kv.header
-            chunk.hit, chunk.prefix_match, chunk.context = True, seen.match, seen.policy
+            chunk.hit, chunk.prefix_match, chunk.context = True, match, policy
             chunk.exact, chunk.kv_dtype = placement.exact and header.is_lossless, header.stored_dtype
             chunk.num_recomputed_tokens = bisect_left(recomputed, placement.end) - bisect_left(recomputed, start)
         elif start < plan.num_resident:

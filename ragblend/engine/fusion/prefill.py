@@ -10,14 +10,17 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ragblend.engine.fusion.fuse import Steps, run_to_completion
-from ragblend.engine.fusion.protocols import LayerwiseModel, PackedPrefillModel, PromptKVBuffer
+from ragblend.engine.fusion.protocols import LayerwiseModel, PromptKVBuffer
 from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
+
+if TYPE_CHECKING:
+    from ragblend.engine.transformers.layers import TransformersLayers
 
 # Rows per pass. On a CPU packing makes short chunks faster (weights are read once, layers are called once), and less so
 # when a pass exceeds the cache: `ragblend bench ingest --chunk-tokens 64`. A GPU needs more rows to be busy.
@@ -63,7 +66,7 @@ def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: K
 
 
 @torch.inference_mode()
-def prefill_chunks(model: PackedPrefillModel, prefix: PromptKVBuffer, headers: Sequence[KVHeader]) -> list[MemoryKV]:
+def prefill_chunks(model: TransformersLayers, prefix: PromptKVBuffer, headers: Sequence[KVHeader]) -> list[MemoryKV]:
     """Return `prefill_chunk`'s result for several chunks, from one pass, each after the same `prefix`.
 
     Norms, projections and MLPs run over the rows of all chunks; attention runs per chunk. `prefix` is not changed.

@@ -6,7 +6,6 @@ Implemented by `transformers.layers`, `vllm.layers`, `vllm.paged` and `loader`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from threading import Event
 from typing import NamedTuple, Protocol
 
@@ -101,29 +100,3 @@ class LayerwiseModel(Protocol):
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]: ...  # the same, and the rows' pre-RoPE keys and values [H, R, D]
     def logits(self, hidden: Tensor) -> Tensor: ...  # [R, vocabulary], float32
-
-
-class PackedPrefillModel(LayerwiseModel, Protocol):
-    """LayerwiseModel that also runs several chunks in one pass, each after the same prefix."""
-
-    def run_packed_layer(
-        self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
-    ) -> tuple[Tensor, LayerKV]: ...  # hidden [R, hidden size] of chunks at `spans`, their pre-RoPE keys and values
-
-
-class SelfCheckModel(PackedPrefillModel, Protocol):
-    """PackedPrefillModel that also offers the model's own full prefill, the reference of the self-check."""
-
-    @property
-    def like(self) -> Tensor: ...  # an empty tensor of the KV's dtype and device
-    @property
-    def kv_shapes(self) -> Sequence[tuple[int, int, int]]: ...  # per layer: H, D of keys, D of values
-    def full_prefill(
-        self, token_ids: Tensor
-    ) -> tuple[Tensor, list[LayerKV]]: ...  # last logits [vocabulary], rotated KV
-    def chunked_prefill(
-        self, token_ids: Tensor, cuts: Sequence[int]
-    ) -> tuple[Tensor, list[LayerKV]]: ...  # the same, by pieces between `cuts`
-    def self_check_mode(
-        self, window: int
-    ) -> AbstractContextManager[None]: ...  # windowed layers use `window` tokens, and rounding is not amplified

@@ -1,12 +1,14 @@
 """Self-check of a model at loading: four exactness gates on a short prompt.
 
-A model passes if stored KV, placed and fused, reproduces its own full prefill. Depends on a SelfCheckModel.
+A model passes if stored KV, placed and fused, reproduces its own full prefill. Depends on a
+transformers model as layers.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,10 +16,12 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
-from ragblend.engine.fusion.protocols import SelfCheckModel
 from ragblend.engine.fusion.rules import RULES, CheckLayer
 from ragblend.engine.store.kv import KVHeader, LayerKV, dtype_name
 from ragblend.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from ragblend.engine.transformers.layers import TransformersLayers
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ class _PreloadedSource:
 
 
 @torch.inference_mode()
-def self_check(model: SelfCheckModel, vocabulary: int, name: str, *, is_quantised: bool = False) -> None:
+def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quantised: bool = False) -> None:
     """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill. Four gates:
 
     stored keys, placed, equal the layer-0 keys of full prefill for every chunk (the rotation is right);
@@ -98,26 +102,26 @@ def self_check(model: SelfCheckModel, vocabulary: int, name: str, *, is_quantise
             )
 
 
-def _prompt(model: SelfCheckModel, vocabulary: int) -> Tensor:
+def _prompt(model: TransformersLayers, vocabulary: int) -> Tensor:
     """Return the ids [T] of the gates' prompt."""
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     return torch.randint(vocabulary, (total,), generator=torch.Generator().manual_seed(0)).to(model.like.device)
 
 
-def _own_noise(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
+def _own_noise(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     """Return, per gate, the relative change of the model's own results when its forward gets the prompt in pieces."""
     ids = _prompt(model, vocabulary)
-    reference, layers = model.chunked_prefill(ids, ())
+    reference, layers = model.full_prefill(ids)
     noise = dict.fromkeys(GATES, 0.0)
     for cuts in CUTS:
-        logits, cut_layers = model.chunked_prefill(ids, cuts)
+        logits, cut_layers = model.full_prefill(ids, cuts)
         pairs = [pair for kv in zip(cut_layers, layers, strict=True) for pair in zip(*kv, strict=True)]
         found = (_error(*pairs[0]), max(_error(*pair) for pair in pairs), *[_error(logits, reference)] * 2)
         noise = {gate: max(noise[gate], value) for gate, value in zip(GATES, found, strict=True)}
     return noise
 
 
-def _gates(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
+def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     """Return the relative error of each gate."""
     ids = _prompt(model, vocabulary)
     total = len(ids)
@@ -157,7 +161,7 @@ def _gates(model: SelfCheckModel, vocabulary: int) -> dict[str, float]:
     return gates
 
 
-def place_all_layers(model: SelfCheckModel, fused: FusedKV, placement: Placement) -> None:
+def place_all_layers(model: TransformersLayers, fused: FusedKV, placement: Placement) -> None:
     """Write every layer of stored KV to its position in `fused`, keys rotated."""
     rows = torch.arange(placement.start, placement.end, device=model.like.device)
     for index in range(model.num_layers):

@@ -195,13 +195,6 @@ class KVStore(ABC):
         """Replace the stored entry by `kv`, the same KV in another dtype. Raises what `put` and `delete` raise."""
         self.put(kv)
 
-    def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Exempt a document's entries from eviction until `unpin`. Replaces an earlier pin of the document."""
-
-    def unpin(self, document: str) -> bool:
-        """End the pin of a document; return True if it was pinned."""
-        return False
-
     def put_context_policy(self, policy: ContextPolicy) -> None:
         """Store the context policy with which chunks are precomputed."""
 
@@ -264,7 +257,7 @@ class ByteStore(Protocol):
     def delete(self, name: str) -> bool: ...
     def sizes(self) -> Iterator[tuple[str, int]]: ...  # every name with its bytes
     def delete_temporary_files(self) -> int: ...  # remove files of killed writers; their number
-    def list_metadata(self) -> list[str]: ...  # names of small values beside the chunks
+    def list_metadata(self, after: str = "") -> list[str]: ...  # small values' names, those that sort after `after`
     def get_metadata(self, name: str) -> bytes | None: ...
     def put_metadata(self, name: str, data: bytes) -> None: ...
     def delete_metadata(self, name: str) -> None: ...

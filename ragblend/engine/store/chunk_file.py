@@ -28,7 +28,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -397,13 +397,7 @@ class _InMemoryFile:
         buffer[:] = part
 
 
-class _Source(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-    def read(self, buffer: memoryview, offset: int) -> None: ...
-
-
-def _header_bytes(source: _Source) -> tuple[bytes, int]:
+def _header_bytes(source: SharedFile | _InMemoryFile) -> tuple[bytes, int]:
     """Return length prefix with header, unverified, and the size of the file in bytes."""
     size = source.nbytes
     prefix = bytearray(8)
@@ -416,7 +410,7 @@ def _header_bytes(source: _Source) -> tuple[bytes, int]:
     return bytes(prefix + text), size
 
 
-def _read_layer(source: _Source, entry: _ParsedEntry, index: int) -> StoredLayer:
+def _read_layer(source: SharedFile | _InMemoryFile, entry: _ParsedEntry, index: int) -> StoredLayer:
     """Read and verify one layer as it is stored. The tensors share one newly allocated buffer."""
     span = entry.spans[index]
     # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.

@@ -31,12 +31,10 @@ from ragblend.engine.store.chunk_file import (
     write_chunk,
 )
 from ragblend.engine.store.eviction import (
-    CLOCK_SLACK_S,
     DAMAGED_SUFFIX,
     ENTRY_SUFFIX,
     EVICTED_MARK,
     NAME,
-    RESCAN_INTERVAL_S,
     Capacity,
     DiskEvictor,
     auto_limit,
@@ -240,11 +238,15 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
-        """Return the result of `nbytes`, possibly without the bytes that other processes wrote in the last second.
+        """Return the result of `nbytes`, without what other processes changed since the directory was last listed.
 
-        It is faster than `nbytes`, because it need not list the directory.
+        With a budget, the directory is listed at the first call, and seldom after it (see `eviction`).
         """
-        return self._evictor.held_bytes(RESCAN_INTERVAL_S)
+        return self._evictor.held_bytes(lists_again=False)
+
+    def certainly_fits(self, nbytes: int) -> bool:
+        """Return True if `nbytes` of new entries are within the budget, judged without listing the directory."""
+        return self._evictor.certainly_fits(nbytes)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
         """Return the current byte budget of the entries; None for no limit. It is never below the bytes already stored.
@@ -408,15 +410,10 @@ class DiskStore(StoreMetadata, KVStore):
             )
 
     def _by_last_use(self) -> list[tuple[Path, os.stat_result]]:
-        """Return every entry, the least recently used first. Times in the future (a clock was set back) become now."""
-        now_s = time.time()
-        found = []
-        for path, stat in self._stats(ENTRY_SUFFIX):
-            if stat.st_mtime > now_s + CLOCK_SLACK_S:
-                with suppress(OSError):
-                    os.utime(path, (now_s, now_s))
-            found.append((min(stat.st_mtime_ns, int(now_s * 1e9)), path.stem, path, stat))
-        return [(path, stat) for _, _, path, stat in sorted(found, key=lambda item: item[:2])]
+        """Return every entry, the least recently used first. A time in the future (a clock was set back) counts as
+        now."""
+        now_ns = time.time_ns()
+        return sorted(self._stats(ENTRY_SUFFIX), key=lambda file: (min(file[1].st_mtime_ns, now_ns), file[0].stem))
 
     def _path(self, key: str) -> Path:
         return self.kv_dir / checked_name(key)[:2] / f"{key}{ENTRY_SUFFIX}"

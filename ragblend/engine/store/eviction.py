@@ -43,7 +43,6 @@ AUTO_SHARE = 0.5
 
 RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, the directory is listed again
 RESCAN_INTERVAL_S = 1.0  # before an eviction, the directory is listed again if the last listing is older
-CLOCK_SLACK_S = 60.0  # an entry whose last use is later than that from now: a clock was set back
 _SETTLED_S = 2.0  # a folder that changed a moment ago may change again without showing it: file times are coarse
 
 
@@ -76,44 +75,56 @@ class DiskEvictor:
         self._damaged_bytes: dict[str, int] = {}  # by folder
         self._unseen_bytes = 0  # written here since the last listing
         self._looked_s: float | None = None  # time of the last listing; None: outdated
-        self._latest_s = 0.0
         self._lock = threading.Lock()  # of the table
         self._put_lock = threading.Lock()  # one entry at a time, so that two writers do not use the same free bytes
 
     @contextmanager
     def reserve(self, key: str, nbytes: int) -> Iterator[None]:
         """Evict entries until the new one fits, then let the caller write it. Raises StoreFullError."""
-        if self._capacity is None:
+        if self._capacity is None or (self._looked_s is None and self.certainly_fits(nbytes)):
             yield
             return
         with self._put_lock:
             self._evict_for(key, nbytes)
             yield
             with self._lock:
-                self._track(key, nbytes, self._now_s())
+                self._track(key, nbytes)
                 self._unseen_bytes += nbytes
+
+    def certainly_fits(self, nbytes: int) -> bool:
+        """Return True if `nbytes` more are within the budget, even if the disk held nothing but entries. Lists nothing.
+
+        A million entries take seconds to list, and on a disk that is less than half full "auto" needs no listing.
+        """
+        if self._capacity is None:
+            return True
+        try:
+            total_bytes, free_bytes = _disk_size(self._root)
+        except OSError:
+            return False
+        limit = AUTO_SHARE * total_bytes if self._capacity == "auto" else self._capacity
+        return total_bytes - free_bytes + nbytes <= limit
 
     def record_use(self, key: str, nbytes: int) -> None:
         """Record a use of an entry of that size."""
         if self._capacity is not None:
             with self._lock:
-                self._track(key, nbytes, self._now_s())
+                self._track(key, nbytes)
 
     def record_delete(self, key: str) -> None:
         """Record that an entry was deleted."""
         with self._lock:
             self._kept_bytes -= self._untrack(key)
 
-    def held_bytes(self, max_age_s: float = 0.0) -> int:
+    def held_bytes(self, *, lists_again: bool = True) -> int:
         """Return the size in bytes of all entries, damaged ones included.
 
         Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
-        max_age_s: with a budget, the result may be this old: bytes that other processes wrote in the last `max_age_s`
-        seconds may be missing.
+        lists_again: False with a budget returns the table's bytes, without what other processes changed since the last
+        listing.
         """
         with self._put_lock:
-            age_s = time.monotonic() - self._looked_s if self._looked_s is not None else math.inf
-            if self._capacity is None or age_s >= max_age_s:
+            if lists_again or self._capacity is None or self._looked_s is None:
                 with suppress(OSError):
                     self._rescan(removes_damaged=False)
             with self._lock:
@@ -125,9 +136,9 @@ class DiskEvictor:
 
     # -- the table; callers hold its lock
 
-    def _track(self, key: str, nbytes: int, used_s: float) -> None:
+    def _track(self, key: str, nbytes: int, used_s: float | None = None) -> None:
         self._untrack(key)
-        self._held[key] = _TrackedEntry(nbytes, used_s)
+        self._held[key] = _TrackedEntry(nbytes, time.time() if used_s is None else used_s)
         self._used_bytes += nbytes
 
     def _untrack(self, key: str) -> int:
@@ -136,11 +147,6 @@ class DiskEvictor:
         nbytes = held.nbytes if held is not None else 0
         self._used_bytes -= nbytes
         return nbytes
-
-    def _now_s(self) -> float:
-        """Return the time, never earlier than a previous result, so that uses in this process stay in order."""
-        self._latest_s = max(time.time(), self._latest_s)
-        return self._latest_s
 
     # -- evicting
 
@@ -232,7 +238,7 @@ class DiskEvictor:
 
     def _rescan(self, *, removes_damaged: bool = True) -> None:
         """Update the table from the directory. Damaged files are deleted, or counted."""
-        now_s, found, kept, damaged_bytes = time.time(), dict[str, os.stat_result](), set[str](), dict[str, int]()
+        now_s, found, kept, damaged_bytes = time.time(), dict[str, _TrackedEntry](), set[str](), dict[str, int]()
         for folder in _folders(self._root):
             try:
                 changed_ns = folder.stat().st_mtime_ns  # before the listing, so that a later change is seen next time
@@ -251,39 +257,40 @@ class DiskEvictor:
             self._damaged_bytes = damaged_bytes
             for key in [key for key in self._held if key[:2] not in kept and key not in found]:
                 self._kept_bytes -= self._untrack(key)
-            new = [
-                key for key, stat in found.items() if key not in self._held or self._held[key].nbytes != stat.st_size
-            ]
-            for key in new:
-                self._track(key, found[key].st_size, min(found[key].st_mtime, now_s))
+            new = {
+                key: entry
+                for key, entry in found.items()
+                if (held := self._held.get(key)) is None or held.nbytes != entry.nbytes
+            }
             if new:
-                self._held = OrderedDict(sorted(self._held.items(), key=lambda item: (item[1].used_s, item[0])))
+                entries = {**self._held, **new}
+                self._held = OrderedDict(sorted(entries.items(), key=lambda item: (item[1].used_s, item[0])))
+                self._used_bytes = sum(entry.nbytes for entry in entries.values())
             self._unseen_bytes = 0
         self._looked_s = time.monotonic()
 
     def _list(
         self, folder: os.DirEntry[str], removes_damaged: bool, damaged_of: dict[str, int]
-    ) -> dict[str, os.stat_result]:
-        """Return the entries of one folder. Times in the future (a clock was set back) become now.
+    ) -> dict[str, _TrackedEntry]:
+        """Return the entries of one folder. A time in the future (a clock was set back) counts as now.
 
         Damaged files are deleted first if `removes_damaged`; the bytes of the others are put into `damaged_of`.
         """
-        found, damaged_bytes, now_s = {}, 0, time.time()
+        found, damaged_bytes, now_s, name = {}, 0, time.time(), folder.name
         with os.scandir(folder.path) as files:
             for file in files:
-                key, suffix = os.path.splitext(file.name)  # noqa: PTH122 (a million names)
-                if suffix not in (ENTRY_SUFFIX, DAMAGED_SUFFIX) or key[:2] != folder.name or not NAME.fullmatch(key):
+                key, dot, suffix = file.name.rpartition(".")
+                if dot + suffix not in (ENTRY_SUFFIX, DAMAGED_SUFFIX) or key[:2] != name or not NAME.fullmatch(key):
                     continue
-                with suppress(FileNotFoundError):  # deleted or quarantined since the listing
+                try:
                     stat = file.stat()
-                    if suffix == DAMAGED_SUFFIX:
-                        is_removed = removes_damaged and try_remove_file(Path(file.path))
-                        damaged_bytes += 0 if is_removed else stat.st_size
-                        continue
-                    if stat.st_mtime > now_s + CLOCK_SLACK_S:
-                        with suppress(OSError):
-                            os.utime(file.path, (now_s, now_s))
-                    found[key] = stat
+                except FileNotFoundError:  # deleted or quarantined since the listing
+                    continue
+                if dot + suffix == DAMAGED_SUFFIX:
+                    is_removed = removes_damaged and try_remove_file(Path(file.path))
+                    damaged_bytes += 0 if is_removed else stat.st_size
+                    continue
+                found[key] = _TrackedEntry(stat.st_size, min(stat.st_mtime, now_s))
         damaged_of[folder.name] = damaged_bytes
         return found
 
@@ -295,10 +302,16 @@ def auto_limit(root: Path, held_bytes: int) -> float:
     infinite if the file system does not report its size.
     """
     try:
-        disk = shutil.disk_usage(root if root.is_dir() else root.parent)  # the first entry makes the folder
+        total_bytes, free_bytes = _disk_size(root)
     except OSError:
         return math.inf
-    return AUTO_SHARE * (disk.free + held_bytes) if disk.total else math.inf
+    return AUTO_SHARE * (free_bytes + held_bytes) if total_bytes else math.inf
+
+
+def _disk_size(root: Path) -> tuple[int, int]:
+    """Return the total and the free bytes of the disk of `root`, a folder that the first entry creates."""
+    disk = shutil.disk_usage(root if root.is_dir() else root.parent)
+    return disk.total, disk.free
 
 
 def _folders(root: Path) -> list[os.DirEntry[str]]:

@@ -39,7 +39,7 @@ class MemoryStore(KVStore):
     """KVStore in memory. At most `capacity_bytes` of tensors are held; the least recently used are evicted.
     Thread-safe.
 
-    A smaller `capacity_bytes`, set later, takes effect at the next `put`. Pinned entries stay.
+    A smaller `capacity_bytes`, set later, takes effect at the next `put`.
 
     KV in eight bits is held in eight bits; each read of a layer converts it. Tensors are shared with callers of `put`
     and `get` and are read-only. An in-place torch operation on one is detected at the next `get`: the entry is dropped
@@ -59,7 +59,6 @@ class MemoryStore(KVStore):
         self.page_locked = False
         self._used_bytes = 0
         self._entries: OrderedDict[str, _MemoryEntry] = OrderedDict()  # least recently used first
-        self._pins: dict[str, frozenset[str]] = {}  # by document
         self._lock = threading.Lock()
 
     @property
@@ -91,7 +90,7 @@ class MemoryStore(KVStore):
         """Hold a chunk and evict the least recently used ones. The caller must not write to its tensors any more.
 
         Tensors that are slices of larger ones, or not on the CPU, are copied. Raises StoreFullError if the chunk alone
-        exceeds the capacity, or if pinned entries leave too little space.
+        exceeds the capacity.
         """
         if not self.fits(kv):
             raise StoreFullError(
@@ -102,7 +101,9 @@ class MemoryStore(KVStore):
         held = MemoryKV(source.header, self._own_layers(source.layers))
         with self._lock:
             self._drop(held.header.key)
-            self._evict_for(held)
+            while self._used_bytes + held.nbytes > self.capacity_bytes:
+                self._drop(next(iter(self._entries)))
+                self._count(num_evicted=1)
             self._entries[held.header.key] = _MemoryEntry(held, write_counters(held.layers))
             self._used_bytes += held.nbytes
             self._count(num_puts=1)
@@ -122,12 +123,6 @@ class MemoryStore(KVStore):
         with self._lock:
             return self._drop(key)
 
-    def clear(self) -> None:
-        """Delete all entries. Pins stay."""
-        with self._lock:
-            self._entries.clear()
-            self._used_bytes = 0
-
     def keys(self) -> Iterator[str]:
         """Return the keys held now, least recently used first."""
         with self._lock:
@@ -143,17 +138,6 @@ class MemoryStore(KVStore):
         with self._lock:
             return self._used_bytes
 
-    def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Exempt a document's entries, held now or later, from eviction until `unpin`. Replaces an earlier pin
-        of the document."""
-        with self._lock:
-            self._pins[document] = frozenset(keys)
-
-    def unpin(self, document: str) -> bool:
-        """End the pin of a document; return True if it was pinned."""
-        with self._lock:
-            return self._pins.pop(document, None) is not None
-
     def _own_layers(self, layers: Sequence[StoredLayer]) -> tuple[StoredLayer, ...]:
         if self.page_locked:
             try:
@@ -166,25 +150,6 @@ class MemoryStore(KVStore):
                     error,
                 )
         return tuple(map(_own, layers))
-
-    def _evict_for(self, kv: MemoryKV) -> None:
-        excess_bytes = self._used_bytes + kv.nbytes - self.capacity_bytes
-        pinned = frozenset[str]().union(*self._pins.values()) if excess_bytes > 0 else frozenset[str]()
-        leaving = []
-        for key, held in self._entries.items():
-            if excess_bytes <= 0:
-                break
-            if key not in pinned:
-                leaving.append(key)
-                excess_bytes -= held.kv.nbytes
-        if excess_bytes > 0:
-            raise StoreFullError(
-                f"chunk {kv.header.key} needs {format_bytes(kv.nbytes)}, pinned entries leave no room for it in the "
-                "memory tier; unpin a document (ragblend unpin DOC) or raise memory_gib"
-            )
-        for key in leaving:
-            self._drop(key)
-        self._count(num_evicted=len(leaving))
 
     def _drop(self, key: str) -> bool:
         held = self._entries.pop(key, None)

@@ -4,7 +4,6 @@
     ROOT/pins/DIGEST.json           a pinned document and the keys of its entries
     ROOT/calibrations/NAME.json     a calibration (see `calibration`)
     ROOT/machines/NAME.json         the prefill times and read speeds of a machine (see `machine`)
-    ROOT/prefixes/DIGEST.json       token ids of the system text that a vLLM server was started with
     ROOT/context.json               the context policy of the chunks (see `keys`)
     ROOT/store.json                 model and system text of the latest ingestion
 
@@ -23,10 +22,9 @@ from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.store.base import EntryCheck
 from ragblend.engine.store.eviction import NAME
-from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.engine.store.signing import StoreKey
-from ragblend.errors import CorruptError, NotFoundError, UsageError
+from ragblend.errors import CorruptError, UsageError
 from ragblend.files.directory import Directory, remove_file
 from ragblend.files.reading import read_file
 from ragblend.options import CONTEXT, ContextPolicy
@@ -34,7 +32,6 @@ from ragblend.options import CONTEXT, ContextPolicy
 log = logging.getLogger(__name__)
 
 MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
-PREFIXES_DIR = "prefixes"
 CONTEXT_FILE = "context.json"
 DEFAULTS_FILE = "store.json"
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
@@ -52,7 +49,7 @@ class StoreDefaults(NamedTuple):
 
 
 class StoreMetadata:
-    """The metadata files of a store: pins, models, calibrations, prefixes, context policy and defaults.
+    """The metadata files of a store: pins, models, calibrations, context policy and defaults.
 
     `root`: the store's folder. `store_key`: signs the files that decide on answers; None signs nothing.
     """
@@ -114,27 +111,6 @@ class StoreMetadata:
         self._write_metadata(path, facts)
         return path
 
-    def put_prefix(self, token_ids: Sequence[int]) -> None:
-        """Store a prefix's ids for `read_prefix(prefix_name(token_ids))`. Raises what `put` raises."""
-        self._write_metadata(self._prefix_path(prefix_name(token_ids)), {"token_ids": list(token_ids)})
-
-    def read_prefix(self, name: str) -> tuple[int, ...]:
-        """Return the ids that `put_prefix` stored under `name`.
-
-        Raises NotFoundError if there are none, CorruptError for ids that do not match the name.
-        """
-        path = self._prefix_path(name)
-        fix = f"start the server once with `ragblend serve MODEL --store {self.root}`, which writes it"
-        try:
-            ids = decode_signed_json(read_file(path), _note_kind(path))["token_ids"]
-            if prefix_name(ids) != name:
-                raise ValueError("its ids do not match its name")
-        except FileNotFoundError as error:
-            raise NotFoundError(f"the store lacks {path}, the token ids of the system text; {fix}") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CorruptError(f"{path} is damaged ({error}); {fix} again") from error
-        return tuple(ids)
-
     def put_defaults(self, defaults: StoreDefaults) -> None:
         """Store model and system text of the latest ingestion, in place of earlier ones. Raises what `put` raises."""
         self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
@@ -178,8 +154,7 @@ class StoreMetadata:
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[EntryCheck]:
-        """Yield each problem of the store's metadata: models, calibrations, machines, pins, prefixes, context. The
-        `key` of an EntryCheck is then the metadata file.
+        """Yield problems of the store's metadata: models, calibrations, machines, pins, context. `key`: the file.
 
         Answers depend on the metadata: a calibration sets the recompute ratio. `problem_of` returns what is wrong with
         the content of an intact file, "" for nothing.
@@ -189,7 +164,7 @@ class StoreMetadata:
         def complain(_: str, path: Path, error: Exception) -> None:
             found.append(EntryCheck(_place(path), False, str(error)))
 
-        for folder in (*METADATA_DIRS, PINS_DIR, PREFIXES_DIR):
+        for folder in (*METADATA_DIRS, PINS_DIR):
             for path, note in self._read_metadata(folder, complain):
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
@@ -247,16 +222,8 @@ class StoreMetadata:
     def _pin_path(self, document: str) -> Path:
         return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
 
-    def _prefix_path(self, name: str) -> Path:
-        return self.root / PREFIXES_DIR / f"{checked_name(name)}.json"
-
     def _model_path(self, fingerprint: str) -> Path:
         return self.root / MODELS_DIR / f"{checked_name(fingerprint)}.json"
-
-
-def prefix_name(token_ids: Sequence[int]) -> str:
-    """Return 32 hex digits that name a prefix's ids in a store (`DiskStore.put_prefix`)."""
-    return chunk_key("", token_ids, ())
 
 
 def _note_kind(path: Path) -> str:

@@ -48,21 +48,20 @@ def open_store(
     key = resolve_key(store_key)
     opened: list[KVStore] = []
     if options.memory_gib > 0:
-        opened.append(memory := MemoryStore(int(options.memory_gib * GIB)))
+        opened.append(MemoryStore(int(options.memory_gib * GIB)))
     if path is not None:
         budget = parse_capacity(options.disk_gib)
-        disk = DiskStore(
-            path,
-            fsync=fsync,
-            create=create,
-            capacity_bytes=budget,
-            store_key=key,
-            kv_dir=options.kv_dir,
-            catalog=options.catalog,
+        opened.append(
+            DiskStore(
+                path,
+                fsync=fsync,
+                create=create,
+                capacity_bytes=budget,
+                store_key=key,
+                kv_dir=options.kv_dir,
+                catalog=options.catalog,
+            )
         )
-        opened.append(disk)
-        for document, keys in disk.pins().items() if options.memory_gib > 0 else ():
-            memory.pin(document, keys)
     if options.remote is not None:
         opened.append(open_remote(options.remote, timeout_s=options.remote_timeout_s, store_key=key))
     return TieredStore(*opened, kv_dtype=options.kv_dtype, catalog=options.catalog)

@@ -256,7 +256,7 @@ class TieredStore(KVStore):
                 continue
             try:
                 self._tiers[position].put(kv)
-            except StoreFullError as error:  # pinned entries fill it
+            except StoreFullError as error:  # its capacity was lowered
                 log.debug("%s", error)
             except RagblendError as error:  # a failed promotion costs speed, not the answer
                 log.warning("KV %s stays in its slower tier: %s", kv.header.key, error)
@@ -368,16 +368,6 @@ class TieredStore(KVStore):
         """
         for tombstones in self._tombstones:
             tombstones.watch(timeout_s, skip_disk=skip_disk)
-
-    def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Exempt a document's entries from eviction in every tier until `unpin`. Replaces an earlier pin of it."""
-        for tier in self._tiers:
-            tier.pin(document, keys)
-
-    def unpin(self, document: str) -> bool:
-        """End the pin of a document; return True if any tier had it pinned."""
-        was_pinned = [tier.unpin(document) for tier in self._tiers]
-        return any(was_pinned)
 
     def put_context_policy(self, policy: ContextPolicy) -> None:
         """Store the context policy in every tier that stores metadata."""

@@ -5,9 +5,10 @@
 
 `TieredStore.delete_everywhere` deletes entries, and then writes a tombstone to the remote tier. Every other store over
 it polls for new tombstones, every few seconds and before entries are stored, and deletes their entries from its memory
-and its disk, once: an entry that is stored again later stays. A store that has applied a tombstone writes it back if
-the remote tier has lost it. After TOMBSTONE_TTL_S it is deleted everywhere. Works on stores, keys and namespaces. Does
-not depend on servers, prompts or models.
+and its disk, once: an entry that is stored again later stays. A name begins with the time, so a poll lists the names
+since the one before, however many there are. Once a minute all are listed: a store that has applied a tombstone writes
+it back if the remote tier has lost it, and after TOMBSTONE_TTL_S it is deleted everywhere. Works on stores, keys and
+namespaces. Does not depend on servers, prompts or models.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
 POLL_INTERVAL_S = 5.0
+LIST_ALL_INTERVAL_S = 60.0
+CLOCK_SLACK_S = 10.0  # a tombstone that arrives later after its time, by a slow clock too, is seen when all are listed
 FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first poll
 TOMBSTONE_TTL_S = 90 * 86_400.0  # a machine that was off for longer must start with an empty disk
 MAX_KEYS = 4096  # of one tombstone
@@ -58,6 +61,8 @@ class Tombstones:
         self._store, self._remote, self._disk = store, remote, store.disk_tier
         self._folder = None if self._disk is None else self._disk.root / FORGOTTEN_DIR
         self._applied: set[str] | None = None  # names; None before the first poll
+        self._polled_s = 0.0  # start of the last successful poll, since the epoch
+        self._list_all_at_s = 0.0  # on the monotonic clock; 0: at the next poll
         self._writes: dict[str, _Write] = {}  # by key: writes of this store that a tombstone may still concern
         self._skips_disk = False
         self._has_warned = False
@@ -73,7 +78,7 @@ class Tombstones:
         """
         listed = sorted(keys)
         for start in range(0, max(len(listed), whole_namespace is not None), MAX_KEYS):
-            name = f"{int(time.time() * 1e3):013d}-{secrets.token_hex(8)}"
+            name = f"{_first_name(time.time())}-{secrets.token_hex(8)}"
             facts = {"keys": listed[start : start + MAX_KEYS], "namespace": whole_namespace, "name": name}
             data = encode_signed_json(facts, _KIND, self._remote.store_key)
             self._remote.values.put_metadata(name, data)
@@ -111,7 +116,7 @@ class Tombstones:
             self._watch_ended = None
 
     def poll(self) -> None:
-        """Apply new tombstones, restore those that the remote tier has lost, and delete expired ones.
+        """Apply new tombstones. Once a minute, restore those that the remote tier has lost, and delete expired ones.
 
         Logs one warning for several errors in a row, and none if the remote tier does not answer, because the next
         request to that tier logs it.
@@ -122,6 +127,7 @@ class Tombstones:
                     self._poll()
                     self._has_warned = False
             except BackendUnreachableError as error:
+                self._list_all_at_s = 0.0  # it may come back without its tombstones
                 log.info("deletions by other machines are unknown at the moment: %s", error)
             except (RagblendError, OSError) as error:
                 level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True
@@ -130,8 +136,10 @@ class Tombstones:
     def _poll(self) -> None:
         # A later deletion of one of these entries also finds what was written.
         ended = {} if self._store.is_writing else dict(self._writes)
-        names = {name for name in self._remote.values.list_metadata() if _NAME.fullmatch(name)}
-        oldest = f"{int((time.time() - TOMBSTONE_TTL_S) * 1e3):013d}"
+        polled_s, lists_all = time.time(), time.monotonic() >= self._list_all_at_s
+        after = "" if lists_all else _first_name(self._polled_s - CLOCK_SLACK_S)
+        names = {name for name in self._remote.values.list_metadata(after) if _NAME.fullmatch(name)}
+        oldest = _first_name(polled_s - TOMBSTONE_TTL_S)
         if self._applied is None:  # a store without a disk has no entry from before
             paths = None if self._folder is None else self._folder.glob("*.json")
             self._applied = names.copy() if paths is None else {p.stem for p in paths if _NAME.fullmatch(p.stem)}
@@ -142,18 +150,26 @@ class Tombstones:
                 except ValueError as error:
                     log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.remote_url, error)
                     self._applied.add(name)
-        for name in [name for name in names | self._applied if name < oldest or name not in names]:
+        if lists_all:
+            self._restore_and_expire(names, self._applied, oldest)
+            self._list_all_at_s = time.monotonic() + LIST_ALL_INTERVAL_S
+        self._polled_s = polled_s
+        for key, write in ended.items():
+            if self._writes.get(key) == write:
+                del self._writes[key]
+
+    def _restore_and_expire(self, names: set[str], applied: set[str], oldest: str) -> None:
+        """Write back applied tombstones that are not in `names`, all of the remote tier, and delete those before
+        `oldest`."""
+        for name in [name for name in names | applied if name < oldest or name not in names]:
             path = self._path(name)
             if name < oldest:
                 self._remote.values.delete_metadata(name)
-                self._applied.discard(name)
+                applied.discard(name)
                 if path is not None:
                     try_remove_file(path)
             elif path is not None and path.exists():
                 self._remote.values.put_metadata(name, read_file(path))
-        for key, write in ended.items():
-            if self._writes.get(key) == write:
-                del self._writes[key]
 
     def _apply(self, name: str) -> None:
         data = self._remote.values.get_metadata(name)
@@ -206,6 +222,11 @@ def _poll_repeatedly(reference: weakref.ref[Tombstones], ended: threading.Event,
         has_polled.set()
         if ended.wait(POLL_INTERVAL_S):
             return
+
+
+def _first_name(time_s: float) -> str:
+    """Return what the names of tombstones since a time (seconds since the epoch) begin with, or sort after."""
+    return f"{int(time_s * 1e3):013d}"
 
 
 def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> tuple[set[str], str | None]:

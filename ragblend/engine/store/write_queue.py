@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 5.0  # the thread ends after this long without work, so the queue needs no explicit stop
 EXIT_S = 10.0  # chunks still queued this long after the end of the main thread are dropped
-RETRY_S = 1.0  # pause after a write that the target did not answer; doubled by each further one ...
-MAX_RETRY_S = 60.0  # ... up to this
+RETRY_S = 1.0  # pause after a write that the target did not answer
 MAX_WAITING = 100_000  # chunks, most of them by key alone
 
 
@@ -48,7 +47,7 @@ class WriteQueue:
         self._waiting: OrderedDict[str, MemoryKV | None] = OrderedDict()  # oldest first; None: to be read back
         self._current: tuple[str, MemoryKV | None] | None = None  # being written; no longer in _waiting
         self._queued_bytes = 0  # of both
-        self._retry_s, self._retry_at_s = RETRY_S, 0.0
+        self._retry_at_s = 0.0
         self._thread: threading.Thread | None = None
         self._give_up_at_s: float | None = None  # set once the main thread has ended
         self._changed = threading.Condition()
@@ -168,10 +167,7 @@ class WriteQueue:
         with self._changed:
             self._current = None
             if should_retry:
-                self._retry_at_s = monotonic() + self._retry_s
-                self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-            else:
-                self._retry_s = RETRY_S
+                self._retry_at_s = monotonic() + RETRY_S
             if should_retry and key not in self._waiting:
                 self._waiting[key] = held  # at the back, so that a chunk that always fails does not block the others
             else:

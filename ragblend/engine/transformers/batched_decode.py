@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from ragblend.engine.fusion.attention import PLAIN, AttentionExtras, attend_last, attend_rows
+from ragblend.engine.fusion.attention import PLAIN, AttentionExtras, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.families import LatentAttention
@@ -104,11 +104,8 @@ def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, params:
     """
     outputs = []
     for each, (keys, values) in zip(batch.sequences, batch.cache.kv, strict=True):
-        part = query[:, :, each.span]
-        if part.shape[2] == 1:
-            outputs.append(attend_last(part, keys, values, scale, params))
-        else:
-            outputs.append(attend_rows(part, keys, values, each.rows, scale, params))
+        positions = range(each.prompt_span.start, each.prompt_span.stop)
+        outputs.append(attend_rows(query[:, :, each.span], keys, values, each.rows, scale, params, positions))
     return torch.cat(outputs, dim=2)
 
 

@@ -143,7 +143,8 @@ class BlendingEngine(LocalEngine):
             report.predicted_agreement = request.fit.agreement_at(decision.ratio)
         runs = request.prompt.runs
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
-        record_fusion(report, (run.start for run in runs), stored, plan, result, num_known)
+        used = {start: (placement, each.match, each.policy) for start, (placement, each) in stored.items()}
+        record_fusion(report, (run.start for run in runs), used, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s

@@ -312,16 +312,14 @@ class TransformersLayers:
             logits = (logits / softcap).tanh() * softcap
         return logits.float()
 
-    def full_prefill(self, token_ids: Tensor) -> tuple[Tensor, list[LayerKV]]:
+    def full_prefill(self, token_ids: Tensor, cuts: Sequence[int] = ()) -> tuple[Tensor, list[LayerKV]]:
         """Run the model's own forward over ids [T]. Return the last token's logits [vocabulary] and rotated KV per
-        layer."""
+        layer.
+
+        With `cuts`, a forward runs for each piece between them, over the KV of earlier pieces.
+        """
         if self._adapters:
             self._check_adapters()
-        return self.chunked_prefill(token_ids, ())
-
-    def chunked_prefill(self, token_ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, list[LayerKV]]:
-        """Return `full_prefill`'s result, from a forward for each piece between `cuts` over the KV of earlier
-        pieces."""
         # A cache made without the config: one made with it deletes the tokens that have left a layer's window.
         cache, logits = DynamicCache(), torch.empty(0)
         with_cache = {self._model_cache_argument: cache}

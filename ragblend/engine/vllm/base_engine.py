@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Unpack
 
@@ -59,22 +59,6 @@ class OutputDelta:
     num_cached_tokens: int = 0  # prompt tokens that vLLM did not compute; 0 if vLLM does not report them
 
 
-@dataclass(slots=True)
-class ServedModelInfo:
-    """Facts about the model that vLLM serves.
-
-    `bytes_per_token`: stored KV of one token in all layers. `stop_ids`: tokens that end an answer and are not part of
-    it.
-    """
-
-    name: str
-    fingerprint: str
-    context_length: int
-    bytes_per_token: int
-    stop_ids: frozenset[int] = field(default_factory=frozenset)
-    num_layers: int = 0  # 0: unknown
-
-
 class VllmStream(AnswerStream):
     """Answer in progress of an engine that calls vLLM directly.
 
@@ -102,7 +86,7 @@ class VllmStream(AnswerStream):
                         received, num_cached = delta.report, delta.num_cached_tokens
                     shown = ""
                     for token in delta.token_ids:
-                        if text.stopped or token in engine.facts.stop_ids:
+                        if text.stopped or token in engine.stop_ids:
                             break  # vLLM sends the end token, too, and then ends the request
                         result.token_ids.append(token)
                         shown += text.push(token)
@@ -138,15 +122,22 @@ class VllmEngineBase(LocalEngine):
     """Engine over a vLLM that runs the ragblend connector. Safe to share between threads.
 
     A separate request precomputes a missing chunk in the background, unless `on_miss` is "inline". Every turn of a
-    conversation is an ordinary prompt: the connector finds what it can reuse. `options` are those of `LocalEngine`.
+    conversation is an ordinary prompt: the connector finds what it can reuse. `bytes_per_token`: stored KV of one token
+    in all layers. `stop_ids`: tokens that end an answer and are not part of it. `options` are those of `LocalEngine`.
     """
 
-    def __init__(self, renderer: Renderer, store: KVStore, facts: ServedModelInfo, **options: Any) -> None:
-        self.facts = facts
-        self.context_length, self.bytes_per_token = facts.context_length, facts.bytes_per_token
-        super().__init__(
-            renderer, store, name=facts.name, fingerprint=facts.fingerprint, num_layers=facts.num_layers, **options
-        )
+    def __init__(
+        self,
+        renderer: Renderer,
+        store: KVStore,
+        *,
+        context_length: int,
+        bytes_per_token: int,
+        stop_ids: frozenset[int] = frozenset(),
+        **options: Any,
+    ) -> None:
+        self.context_length, self.bytes_per_token, self.stop_ids = context_length, bytes_per_token, stop_ids
+        super().__init__(renderer, store, **options)
 
     @abstractmethod
     def run_request(self, request: VllmRequest) -> Generator[OutputDelta]:
@@ -173,7 +164,7 @@ class VllmEngineBase(LocalEngine):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing, because vLLM's workers read ahead the chunks of waiting requests."""
+        """Do nothing, because vLLM's workers read the store, and only for requests."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
         """Prefill a chunk's token ids after an ingestion context, store the KV, and return the bytes stored.

@@ -7,7 +7,6 @@ server renders and tokenizes prompts and finds the chunks in them; the client ne
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from weakref import WeakSet
 
 import httpx
 
+from ragblend.catalog.schema import text_key
 from ragblend.engine.base import EngineBase
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
@@ -482,7 +482,7 @@ class VllmClient(EngineBase):
         return self.remove_documents(CHUNK_COLLECTION, [_chunk_id(as_chunk(chunk).text)]) > 0
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing, because the server reads ahead the chunks of waiting requests."""
+        """Do nothing, because the server reads its store only for requests."""
 
     def add_known_chunks(self, chunks: Iterable[Part]) -> None:
         """Do nothing. An engine in this process is given the chunks to match in prompts; a server has them in its
@@ -592,7 +592,7 @@ class VllmClient(EngineBase):
 
 def _chunk_id(text: str) -> str:
     """Return the id of a text that is stored without a document, as the chunk registry computes it."""
-    return hashlib.blake2b(text.strip().encode(), digest_size=16).hexdigest()
+    return text_key(text.strip()).hex()
 
 
 def _openai_message(message: Message) -> dict[str, Any]:

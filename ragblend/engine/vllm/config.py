@@ -14,7 +14,7 @@ from typing import Any
 from ragblend.config import Settings, read_environment, trusted_setting
 from ragblend.engine.base import record_entries_on_put
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.store.open import GIB, open_store
+from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
@@ -28,25 +28,19 @@ from ragblend.redaction import redact_message, redact_url
 class ConnectorConfig(TierOptions):
     """`kv_connector_extra_config`, checked when vLLM starts.
 
-    `memory_gib` is the size of each worker's memory tier. `mode`, `rule`, `ratio` and `namespace` are the defaults of
-    requests without them.
+    `memory_gib` is the size of each worker's memory tier. `mode`, `rule` and `ratio` are the defaults of requests
+    without them.
     """
 
     store: str = DEFAULT_STORE  # a directory that all processes of this vLLM can access
     mode: Mode = copy_option(GenerationOptions, "mode")  # "prefix": requests without parameters are left to vLLM
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
-    namespace: str = ""
     prefix_ids: tuple[int, ...] = ()  # the prefix after which chunks are ingested
-    prefix: str = ""  # name of a prefix in the store (`DiskStore.put_prefix`), instead of ids too long for a command
     context: ContextPolicy | None = copy_option(Settings, "context")  # None: the store's own
     slice_tokens: int = option(
         0, "Work between two engine steps, in tokens of an equal prefill. 0: max_num_batched_tokens.", at_least(0)
     )
-    max_runs: int = option(  # backends size their buffers by max_num_seqs
-        0, "Most runs of rows per attention call. 0: max_num_seqs.", at_least(0)
-    )
-    self_check: bool = True
     keys: str = ""  # path of the API keys file; with one, only requests that its gate has checked reuse KV
 
     def __post_init__(self) -> None:
@@ -83,11 +77,6 @@ class ConnectorConfig(TierOptions):
         if (catalog := self.catalog or trusted_setting("catalog")) is not None:
             text = redact_message(text, catalog).replace(redact_url(catalog), "CATALOG")
         return text
-
-    @property
-    def worker_memory_bytes(self) -> int:
-        """Size of the memory tier of one worker, in bytes. Each worker of this vLLM has a separate memory tier."""
-        return int(self.memory_gib * GIB)
 
     def open_tiers(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
         """Open the store: the disk tier, a remote tier if one is configured and, if `memory`, a memory tier."""

@@ -63,10 +63,7 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
     """Message of one engine step from the scheduler to the workers."""
 
     jobs: list[BlendJob] = field(default_factory=list)  # new ones
-    prefetch_keys: list[str] = field(default_factory=list)  # entries to read into memory
-    needs_memory_report: bool = False  # the workers must report the contents of their memory tier
     is_idle: bool = False  # vLLM schedules no tokens in this step
-    drops_memory: bool = False  # the workers must clear their memory tier
 
 
 @dataclass
@@ -101,9 +98,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # The workers' half. `register_kv_caches` sets the first two.
         self._worker: BlendWorker
         self._store: TieredStore
-        self._model: Any | None = None
         self._watch: MemoryTierTracker | None = None
-        self._must_report_memory = False
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, BlendReport] = {}
@@ -147,13 +142,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if is_idle:
             self.scheduler.wait_for_pending()
-        return BlendMetadata(
-            self.scheduler.take_jobs(),
-            self.scheduler.take_keys_to_read_ahead(),
-            self.scheduler.loading.needs_refresh,
-            is_idle,
-            self.scheduler.take_memory_reset(),
-        )
+        return BlendMetadata(self.scheduler.take_jobs(), is_idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' message to the scheduler's half."""
@@ -163,34 +152,22 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self.scheduler.stop_reuse()
             self.scheduler.take_reports(meta.reports, meta.memory)
 
-    def reset_cache(self) -> bool:
-        """Clear the workers' memory tiers with the next step, because vLLM resets its caches. Return True.
-
-        Entries on disk stay, because their keys contain the fingerprint of the weights.
-        """
-        self.scheduler.clear_worker_memory_tiers()
-        return True
-
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return False, so that vLLM frees the blocks, and the report that vLLM sends with the answer."""
         return False, self.scheduler.on_request_finished(request.request_id)
 
     # -- the workers' half: runs jobs
 
-    def register_model(self, model: Any) -> None:
-        """Keep the model. Only a vLLM with vllm-project/vllm#37339 calls this method."""
-        self._model = model
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Run the self-check and open the store. vLLM calls this once it has model and cache, before any request."""
         from ragblend.engine.vllm.layers import VllmLayers
         from ragblend.engine.vllm.self_check import self_check
 
-        model = self._model if self._model is not None else loaded_model()
+        model = loaded_model()
         if model is None:
             raise RagblendError(
                 "ragblend has no access to the model of this vLLM worker, because its plugin did not run. Add ragblend "
-                "to VLLM_PLUGINS, or start vLLM with --worker-cls ragblend.engine.vllm.connector.BlendWorkerClass"
+                "to VLLM_PLUGINS"
             )
         model_config, limits = self._vllm_config.model_config, self._vllm_config.scheduler_config
         batched = limits.max_num_batched_tokens
@@ -199,11 +176,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._vllm_config,
             self._kv_cache_config,
             max_rows=batched,
-            max_runs=self.config.max_runs or limits.max_num_seqs,
+            max_runs=limits.max_num_seqs,  # backends size their buffers by it
         )
-        if self.config.self_check:
-            blocks = self._kv_cache_config.num_blocks
-            self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
+        blocks = self._kv_cache_config.num_blocks
+        self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
         self._store = store = self.config.open_tiers(memory=True)
         if (memory := store.memory_tier) is not None:
             memory.page_locked = layers.device.type == "cuda"
@@ -220,14 +196,9 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
         meta = self._get_connector_metadata()
-        self._must_report_memory = meta.needs_memory_report
-        if meta.drops_memory and (memory := self._store.memory_tier) is not None:
-            memory.clear()
         if weights_updated.is_set():  # all ranks see it between the same two steps
             self._record_finished(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
         else:
-            if meta.prefetch_keys:
-                self._store.prefetch(meta.prefetch_keys)
             for job in meta.jobs:
                 self._worker.submit(job)
         self._record_finished(self._worker.run_slice(meta.is_idle))
@@ -264,7 +235,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         reports, self._reports = self._reports, {}
         change = None
         if self._watch is not None:
-            change, self._must_report_memory = self._watch.take_delta(self._must_report_memory), False
+            change = self._watch.take_delta()
         is_news = bool(reports) or change is not None or weights_updated.is_set()
         return BlendReports(reports, change, weights_updated.is_set()) if is_news else None
 
@@ -307,21 +278,3 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> KVConnectorPromMetrics:
         """Return the exporter of ragblend's counters, histograms and gauges to `/metrics`."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def __getattr__(name: str) -> Any:
-    """Return the platform's worker class for the name `BlendWorkerClass` (vLLM's `--worker-cls`).
-
-    Importing this module runs the plugin, which vLLM skips if VLLM_PLUGINS excludes it.
-    """
-    if name != "BlendWorkerClass":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        return CPUWorker
-    from vllm.v1.worker.gpu_worker import Worker
-
-    return Worker

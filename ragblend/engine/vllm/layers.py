@@ -30,11 +30,10 @@ from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, atte
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
-from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs, kv_reads_by_run, kv_reads_by_tile
+from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     reject_kv_groups,
-    reject_shared_plans,
     reject_unsupported_attention,
 )
 from ragblend.errors import UnsupportedModelError
@@ -44,11 +43,6 @@ if TYPE_CHECKING:
 
 _DIGITS = 128  # base of the numbers written into the paged cache; bfloat16 represents all integers up to 256
 _APART = 1 << 32  # distance between the positions of two requests, so that no run spans both
-
-# Rows attend together if their separate runs would read at least this many times as much KV. On a CPU they never do:
-# the backend's kernel is faster for few and for many rows (`benchmarks.scattered`). The GPU's value is an estimate:
-# ragblend's attention is less than eight times as slow as the backend's (docs/vllm.md).
-_TOGETHER_CPU, _TOGETHER_GPU = math.inf, 8.0
 
 
 class _StopError(Exception):
@@ -106,7 +100,6 @@ class VllmLayers:
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.max_rows, self.max_runs = max_rows, max_runs
-        self._together_from = _TOGETHER_CPU if self.device.type == "cpu" else _TOGETHER_GPU
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
@@ -120,7 +113,6 @@ class VllmLayers:
             spec = spec.copy_with_new_block_size(self.block_size // self._kernel_blocks)
         with set_current_vllm_config(vllm_config):
             self._builder = builder(spec, self._names, vllm_config, self.device)
-        reject_shared_plans(self._plans, type(self._attention[0].impl).__name__)
         attention = self._layers[0].self_attn
         self._num_heads: int = self._attention[0].num_kv_heads
         self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
@@ -137,8 +129,11 @@ class VllmLayers:
 
     @property
     def can_share_reads(self) -> bool:
-        """True if scattered rows can attend in one call on this device. Keeping all layers resident is then faster."""
-        return self._together_from < math.inf
+        """True if scattered rows attend in one call on this device, over resident layers.
+
+        False on a CPU: the backend's kernel is faster there for few and for many rows (`benchmarks.scattered`).
+        """
+        return self.device.type != "cpu"
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the hidden states [R, 1, hidden size] of token ids [R]."""
@@ -174,7 +169,7 @@ class VllmLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshRowsCallback | None = None
     ) -> Tensor:
         """Run a decoder layer over `rows` [R], and write their KV to the paged cache. Return its output."""
-        together = fused.should_attend_together(layer, rows, hook is not None)
+        together = fused.should_attend_together(layer, hook is not None)
         calls = fused.attention_calls(rows, together)
         return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
 
@@ -185,8 +180,7 @@ class VllmLayers:
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
         fused = [cast("PagedKV", run.fused) for run in runs]
         together = all(
-            each.should_attend_together(run.layer, run.rows, run.hook is not None)
-            for each, run in zip(fused, runs, strict=True)
+            each.should_attend_together(run.layer, run.hook is not None) for each, run in zip(fused, runs, strict=True)
         )
         known, were_together, calls = self._joined
         is_known = len(known) == len(rows) and all(mine is each for mine, each in zip(known, rows, strict=True))
@@ -304,13 +298,6 @@ class VllmLayers:
                     parts.append(RequestRows(owner, here, rows[owner][mine], positions_on_host(rows[owner])[mine]))
             calls.append(AttentionCall(span, joined[span], parts=tuple(parts)))
         return calls
-
-    def should_share_reads(self, rows: Tensor) -> bool:
-        """Return True if rows [R], ascending, are faster attended together than as separate runs."""
-        if not self.can_share_reads or not len(rows):
-            return False
-        positions = positions_on_host(rows)
-        return kv_reads_by_run(positions) >= self._together_from * kv_reads_by_tile(positions)
 
     def select_own_heads(self, kv: ChunkKV) -> ChunkKV:
         """Return a stored chunk's KV with this rank's heads only."""
@@ -522,12 +509,6 @@ class VllmLayers:
             return tables
         split = tables[..., None] * self._kernel_blocks + torch.arange(self._kernel_blocks, device=tables.device)
         return split.flatten(1)
-
-    def _plans(self, positions: Sequence[int]) -> list[Any]:
-        """Return the backend's metadata of the calls for rows at `positions`, in vLLM's null block."""
-        rows = torch.tensor(positions, device=self.device)
-        tables = rows.new_zeros(1, positions[-1] // self.block_size + 1)
-        return [call.metadata for call in self.split_calls(rows, tables, torch.zeros_like(rows))]
 
 
 def _attention_params(attention: Any) -> AttentionExtras:

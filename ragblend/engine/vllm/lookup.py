@@ -61,12 +61,10 @@ class ChunkLookup:
         self._disk, self._config, self._fingerprint = disk, config, fingerprint
         self._remembered, self._default = disk.read_context_policy(), default_context_policy(num_layers)
         self._matcher = matcher
-        self.prefix_ids = disk.read_prefix(config.prefix) if config.prefix else config.prefix_ids
-        if not self.prefix_ids and matcher is not None:
-            self.prefix_ids = matcher.prefix_ids
+        self.prefix_ids = config.prefix_ids or (matcher.prefix_ids if matcher is not None else ())
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
         if matcher is not None:
-            self._pool.submit(matcher.find_runs, (), config.namespace)  # builds the token index before any request
+            self._pool.submit(matcher.find_runs, (), "")  # builds the token index before any request
 
     def start(
         self,

@@ -38,7 +38,7 @@ class _Labelled(NamedTuple):
 
 LABELLED_COUNTERS = {
     "left_requests": _Labelled("reason", "Requests that were left to vLLM unchanged"),
-    "tier_hits": _Labelled("tier", "Stored chunks read from the tier, for a request or ahead of it"),
+    "tier_hits": _Labelled("tier", "Stored chunks read from the tier"),
     "tier_evictions": _Labelled("tier", "Stored chunks evicted from the tier"),
 }
 HISTOGRAMS = {

@@ -78,7 +78,6 @@ class PagedKV:
         self._resident_layer: tuple[int, LayerKV] | None = None
         self.fully_resident_layer: int | None = None
         self._last: tuple[Tensor, bool, list[AttentionCall]] | None = None
-        self._shares_reads: tuple[Tensor, bool] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
@@ -160,15 +159,13 @@ class PagedKV:
             self.place(layer, [LayerPlacement(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
-    def should_attend_together(self, layer: int, rows: Tensor, has_hook: bool) -> bool:
-        """Return True if one attention call over the resident layer, a contiguous copy of `layer`, is possible for
-        `rows` and faster than calls over the blocks.
+    def should_attend_together(self, layer: int, has_hook: bool) -> bool:
+        """Return True if rows attend in one call over the resident layer, a contiguous copy of `layer`.
+
+        Otherwise they attend over the blocks.
         """
-        if layer not in self._kept or not (has_hook or self.fully_resident_layer == layer):
-            return False
-        if self._shares_reads is None or self._shares_reads[0] is not rows:
-            self._shares_reads = rows, self._layers.should_share_reads(rows)
-        return self._shares_reads[1]
+        is_resident = has_hook or self.fully_resident_layer == layer
+        return self._layers.can_share_reads and layer in self._kept and is_resident
 
     def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
         """Return the attention calls for `rows`: over the resident layer if `together`, else over the blocks.

@@ -26,7 +26,7 @@ from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
-from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, ReadAheadQueue, machine_facts_of
+from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, machine_facts_of
 from ragblend.engine.vllm.lookup import PATIENCE_S, ChunkLookup, LookupResult
 from ragblend.engine.vllm.matching import ConversationSalts, PromptMatcher
 from ragblend.engine.vllm.metric_sources import LABEL, RequestMetrics, TierMetrics
@@ -105,13 +105,12 @@ class BlendScheduler:
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = LoadingController(machine)
-        self._read_ahead = ReadAheadQueue(config.worker_memory_bytes)
+        self._filling: set[str] = set()  # requests whose context the workers fill
         matcher = self._make_matcher(model)
         self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, matcher)
         self._salts = ConversationSalts(matcher.tail_ids if matcher is not None else ())
         self._cache_config = vllm_config.cache_config
         self.kv_cache_manager: Any = None  # vLLM's, once vLLM has passed it
-        self._drops_memory = False
         self._reuses = True
         self._record_model(str(model.model), shape)
 
@@ -121,28 +120,18 @@ class BlendScheduler:
             log.warning("%s", WEIGHTS_UPDATED)
         self._reuses = False
 
-    def clear_worker_memory_tiers(self) -> None:
-        """Make the workers clear their memory tiers in the next step."""
-        self._drops_memory = True
-
-    def take_memory_reset(self) -> bool:
-        """Return True if `clear_worker_memory_tiers` was called since the last call."""
-        drops, self._drops_memory = self._drops_memory, False
-        return drops
-
     def _make_matcher(self, model: Any) -> PromptMatcher | None:
         """Return the matcher of prompts; None if the model's tokenizer cannot be loaded."""
         try:
             place = str(model.tokenizer or model.model)
-            tokenizer, _ = load_tokenizer(place, vllm_model_options(model, place))
-            return PromptMatcher(self.disk, Renderer(tokenizer))
+            renderer = Renderer(load_tokenizer(place, vllm_model_options(model, place))[0])
         except (RagblendError, OSError, ValueError) as error:
             log.warning("prompts are not searched for chunks, because the tokenizer cannot be loaded: %s", error)
             return None
+        return PromptMatcher(self.disk, renderer)
 
     def on_new_request(self, request: Any) -> None:
         """Parse a request's parameters, salt its blocks in vLLM's prefix cache, and start the lookup of its chunks."""
-        self.loading.on_request_added(request.request_id)
         try:
             params = self._params(request, self._bound_namespace(request))
             if params is None:
@@ -191,7 +180,7 @@ class BlendScheduler:
             self._count_left(reason)
             return None
         else:
-            params = BlendParams(self.config.mode, namespace=self.config.namespace)
+            params = BlendParams(self.config.mode)
         if bound is None:
             bound = salted_namespace(params.namespace, request.cache_salt)
             if params.namespace:
@@ -297,8 +286,6 @@ class BlendScheduler:
             return
         state.num_missing = len(runs) - len(stored)
         state.end = stored[-1].end if stored else 0
-        if stored:
-            self._read_ahead.on_request_queued(request.request_id, stored)
         if state.end and not state.adapts_ratio:  # the loading controller may still choose full prefill
             self._share_conversation(request, state)
 
@@ -345,7 +332,6 @@ class BlendScheduler:
         report.charged_budget = report.charged_budget_32 = 1 - cached / total
         state.report, state.end, state.stored, state.num_missing = report, 0, (), 0
         self.metrics.add(reused_tokens=num_cached)
-        self._read_ahead.remove_request(request.request_id)
 
     def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
         """Set the ratio that the loading controller chooses, or leave the request to vLLM if full prefill is faster."""
@@ -358,7 +344,6 @@ class BlendScheduler:
         if decision.fallback_reason:
             state.report = _as_prefill(state.report, decision.fallback_reason)
             state.stored, state.end = (), 0
-            self._read_ahead.remove_request(request.request_id)
             self.metrics.add(refused_requests=1)
             return
         state.report.recompute_ratio = decision.ratio
@@ -378,8 +363,6 @@ class BlendScheduler:
         if not self._is_plan_ready(request, state):
             return None, False
         if state.end and state.adapts_ratio:
-            if not self.loading.is_current:
-                return None, False  # the workers report the contents of their memory with this step
             self._adapt_ratio(request, state)
         if state.is_salted != was_salted and num_computed_tokens != self._num_cached(request):
             return None, False  # vLLM counted under the previous salt, and counts again at the next step
@@ -401,7 +384,7 @@ class BlendScheduler:
         state = self.requests.get(request.request_id)
         if state is None:
             return
-        self._read_ahead.on_request_started(request.request_id)
+        self._filling.add(request.request_id)
         fit = state.choice.fit if state.choice is not None else None
         self._new_jobs.append(
             BlendJob(
@@ -425,7 +408,7 @@ class BlendScheduler:
         Called in steps that schedule no tokens, so that the scheduler does not poll in a busy loop. Returns at once
         while the workers are busy.
         """
-        if self._read_ahead.are_workers_busy:
+        if self._filling:
             return
         pending: list[Future[Any]] = []
         for state in self.requests.values():
@@ -448,16 +431,12 @@ class BlendScheduler:
         jobs, self._new_jobs = self._new_jobs, []
         return jobs
 
-    def take_keys_to_read_ahead(self) -> list[str]:
-        """Return the keys of entries that the workers read ahead for waiting requests."""
-        return self._read_ahead.take_keys(self.loading)
-
     def take_reports(self, reports: Mapping[str, BlendReport], memory: MemoryTierDelta | None) -> None:
         """Record the workers' reports, by request id, and the changes of their memory tier."""
         if memory is not None:
             self.loading.apply_delta(memory)
         for request_id, report in reports.items():
-            self._read_ahead.remove_request(request_id)
+            self._filling.discard(request_id)
             state = self.requests.get(request_id)
             if state is not None:  # waiting for the remote tier is both a load time and a stall
                 report.load_s, report.stall_s = report.load_s + state.waited_s, report.stall_s + state.waited_s
@@ -470,8 +449,7 @@ class BlendScheduler:
 
     def on_request_finished(self, request_id: str) -> dict[str, Any] | None:
         """Remove a request. Return the `kv_transfer_params` of its response; None for a request left to vLLM."""
-        self.loading.on_request_finished(request_id)
-        self._read_ahead.remove_request(request_id)
+        self._filling.discard(request_id)
         state = self.requests.pop(request_id, None)
         if state is None or not state.is_ours:
             return None

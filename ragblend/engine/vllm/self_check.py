@@ -48,7 +48,8 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
         if not error <= allowed:  # NaN fails too
             raise UnsupportedModelError(
                 f"{name} in vLLM fails the exactness check of {gate}: relative error {error:.2g}, allowed "
-                f"{allowed:g}. Serve it without the ragblend connector"
+                f"{allowed:g}. Choose another attention backend, such as --attention-backend FLASH_ATTN, or serve it "
+                "without the ragblend connector"
             )
 
 
@@ -73,8 +74,8 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
             hidden = layers.run_layer(layer, hidden, question, target)
         return layers.final_norm(hidden)
 
-    def blended(plan: FusePlan) -> Tensor:
-        target = PagedKV(layers, blocks, context, range(layers.num_layers), QUESTION_TOKENS)
+    def blended(plan: FusePlan, kept: Sequence[int] = range(layers.num_layers)) -> Tensor:
+        target = PagedKV(layers, blocks, context, kept, QUESTION_TOKENS)
         with PagedLayerLoader((prefix, *plan.placements), layers, target, corrects_drift=plan.corrects_drift) as source:
             run_to_completion(layers, fuse_steps(layers, plan, target, source))
         return run_question()
@@ -131,6 +132,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     gates["scattered tokens over exact KV"] = blended(scattered)
     with _small_calls(layers, context // 2):
         gates["scattered tokens in several calls"] = blended(scattered)
+        gates["scattered tokens in several calls over the blocks"] = blended(scattered, kept=())
     gates["rule 'ask' over exact KV"] = blended(plan([whole], "ask", CheckLayer(0, 0.3)))
     gates["a query probe over placed KV"] = probed(whole)
     gates["a query probe over KV in the blocks"] = probed(whole, context // 2)

@@ -319,7 +319,7 @@ class BlendWorker:
         report.load_s, report.stall_s, report.num_damaged_entries = source.load_s, source.stall_s, len(damaged)
         report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.spans]
         stored = {span.start: span for span in job.stored}
-        by_start = {each.start: (each, stored[each.start]) for each in plan.placements}
+        by_start = {each.start: (each, stored[each.start].match, stored[each.start].policy) for each in plan.placements}
         starts = [start for start, _ in job.spans]
         used = {start: by_start[first] for start in starts if (first := max(start, job.num_resident)) in by_start}
         record_fusion(report, starts, used, plan, result, num_known)

@@ -1,20 +1,16 @@
 """`bench ingest`: chunks per second of ingestion into a disk store, compared with the model's own prefill of them.
 
 Both take turns on the same chunks. Stock prefill keeps nothing; ingestion finds the missing chunks, packs, prefills,
-and writes files that survive a crash. With `contexts`, it also computes the variants of each context policy. Then
-documents of thousands of chunks are ingested twice with a tiny model: the second run prefills nothing, and its time is
-the cost of finding that out. Read `run_ingest` first.
+and writes files that survive a crash. With `contexts`, it also computes the variants of each context policy. Read
+`run_ingest` first.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -22,9 +18,8 @@ from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import NUM_SIMILAR
-from ragblend.ingestion.report import IngestReport
 from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.lab.bench.common.configs import PREFIX_TOKENS, IngestConfig
+from ragblend.lab.bench.common.configs import IngestConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import (
     Benchmark,
@@ -32,13 +27,11 @@ from ragblend.lab.bench.common.output import (
     Column,
     format_table,
 )
-from ragblend.lab.bench.common.shapes import find_dtype, find_shape
+from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads
 from ragblend.options import ContextPolicy
-from ragblend.precompute import ingest, precompute_chunks
+from ragblend.precompute import precompute_chunks
 from ragblend.prompt.types import Chunk
-
-KNOWN_SHAPE, KNOWN_CHUNK_TOKENS, CHUNKS_PER_DOCUMENT = "tiny", 64, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +49,6 @@ class IngestRun:
 
 
 @dataclass(frozen=True, slots=True)
-class RepeatedIngestRun:
-    """One of two runs of `ragblend ingest` over the same documents. The second run finds every chunk stored."""
-
-    run: str  # first, second
-    chunks: int
-    seconds: float
-    num_new_kv: int
-    num_known_kv: int
-    num_prefilled_tokens: int  # chunk tokens that ran through the model's first layer
-
-
-@dataclass(frozen=True, slots=True)
 class IngestResult(BenchResult):
     """The result of `bench ingest`."""
 
@@ -75,7 +56,6 @@ class IngestResult(BenchResult):
     runs: tuple[IngestRun, ...]
     ingest_over_prefill: float  # tokens per second of ingestion over prefill's, median of the rounds
     context_over_none: dict[str, float]  # seconds of ingestion with a context policy over those without, median
-    known: tuple[RepeatedIngestRun, ...]
 
 
 def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> IngestResult:
@@ -85,7 +65,6 @@ def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) ->
         with engine_for(config.shape, store, find_dtype(config.dtype)) as engine:
             rounds = time_prefill_and_ingest(engine, config, on_progress)
             bytes_per_token = engine.bytes_per_token
-        known = run_repeated_ingest(config, directory / "known", on_progress) if config.num_known else ()
         tokens = config.num_chunks * config.chunk_tokens
         medians = {mode: statistics.median(times[mode] for times in rounds) for mode in rounds[0]}
         runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
@@ -95,7 +74,7 @@ def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) ->
             for policy in config.contexts
             if policy != "none"
         }
-        return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, over_none, known)
+        return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, over_none)
 
 
 def time_prefill_and_ingest(
@@ -154,54 +133,6 @@ def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
         raise RagblendError(f"{report.num_new_kv} of {len(chunks)} chunks were new: the store was not empty")
 
 
-def run_repeated_ingest(config: IngestConfig, directory: Path, on_progress: Progress) -> tuple[RepeatedIngestRun, ...]:
-    """Ingest documents of at least `num_known` chunks twice, with a newly opened store and engine each time."""
-    write_documents(directory / "docs", config.num_known, find_shape(KNOWN_SHAPE).vocab_size)
-    runs = []
-    for name in ("first", "second"):
-        store = open_store(directory / "kv", memory_gib=0)
-        with engine_for(KNOWN_SHAPE, store) as engine:
-            num_prefilled_tokens = _count_rows(engine)
-            reports: list[IngestReport] = []
-
-            def once(engine: TransformersEngine = engine, reports: list[IngestReport] = reports) -> None:
-                place = directory / "docs", engine, directory / "index"
-                options: Any = {"chunk_size": KNOWN_CHUNK_TOKENS, "embedder": "hashing", "progress": on_progress}
-                reports.append(ingest(*place, **options))
-
-            seconds = _measure_seconds(once)
-        (report,) = reports
-        found = RepeatedIngestRun(
-            name, report.num_chunks, seconds, report.num_new_kv, report.num_known_kv, num_prefilled_tokens()
-        )
-        runs.append(found)
-    return tuple(runs)
-
-
-def _count_rows(engine: TransformersEngine) -> Callable[[], int]:
-    """Return a function for the number of tokens that ran through the first layer since, without the prefix."""
-    rows = 0
-
-    def note(_module: Any, args: tuple[Any, ...], _output: Any) -> None:
-        nonlocal rows
-        rows += args[0].shape[1]
-
-    engine.layers.model.model.layers[0].register_forward_hook(note)
-    return lambda: max(0, rows - PREFIX_TOKENS)
-
-
-def write_documents(directory: Path, num_chunks: int, vocabulary: int) -> None:
-    """Write text files of CHUNKS_PER_DOCUMENT paragraphs, each paragraph one chunk of numbers."""
-    directory.mkdir(parents=True)
-    draw = random.Random(0)
-    for start in range(0, num_chunks, CHUNKS_PER_DOCUMENT):
-        count = min(CHUNKS_PER_DOCUMENT, num_chunks - start)
-        paragraphs = [
-            " ".join(str(draw.randrange(vocabulary)) for _ in range(KNOWN_CHUNK_TOKENS)) for _ in range(count)
-        ]
-        (directory / f"{start:08d}.txt").write_text("\n\n".join(paragraphs) + "\n")
-
-
 COLUMNS = (
     Column("mode", "<16", "mode"), Column("chunks", ">7", "chunks"), Column("tokens", ">8", "tokens"),
     Column("seconds", ">9.2f", "seconds"), Column("tokens/s", ">10.1f", "tokens_per_s"),
@@ -218,11 +149,6 @@ def table_lines(result: IngestResult) -> list[str]:
     ]
     lines.append(f"ingest over prefill: {result.ingest_over_prefill:.3f}")
     lines += [f"{policy} over none: {over:.2f} times as long" for policy, over in result.context_over_none.items()]
-    lines += [
-        f"{run.run} run over {run.chunks} chunks of {KNOWN_CHUNK_TOKENS} tokens ({KNOWN_SHAPE}): {run.seconds:.1f} s, "
-        f"{run.num_new_kv} new, {run.num_known_kv} known, {run.num_prefilled_tokens} tokens prefilled"
-        for run in result.known
-    ]
     return lines
 
 

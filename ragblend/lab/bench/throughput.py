@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
+from ragblend.engine.vllm.base_engine import VllmRequest
 from ragblend.errors import RagblendError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
@@ -37,14 +37,7 @@ from ragblend.options import Mode
 from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-    from typing import Protocol
-
-    class StreamingEngine(Protocol):
-        """Engine that answers requests."""
-
-        def run_request(self, request: VllmRequest) -> Generator[OutputDelta]: ...  # noqa: D102
-
+    from ragblend.engine.vllm.engine import VllmEngine
 
 BOUND_FACTOR = 2.0  # the default bound, as a multiple of full prefill's TTFT on an idle engine
 LOADS = (0.4, 0.7, 1.0, 1.4, 1.8, 2.2, 2.7, 3.3, 4.0)
@@ -160,7 +153,7 @@ def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
 
 
 def replay_requests(
-    engine: StreamingEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
+    engine: VllmEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
 ) -> list[TimedAnswer]:
     """Send each request at its time in `arrivals_s`, without waiting for other answers. Measure the times of its tokens
     from that time.

@@ -37,7 +37,6 @@ from ragblend.lab.explain_page import tokens_style
 from ragblend.lab.ui.answers import RetrieveChunks, UiState, answer_question, blend_again
 from ragblend.lab.ui.guard import OriginGuard, is_loopback
 from ragblend.lab.ui.job_queue import JobQueue, UiJob
-from ragblend.lab.ui.timeouts import HeadTimeoutProtocol, SlowBodyError, limit_body_time
 from ragblend.lab.ui.uploads import TooLargeError, Upload, ingest_uploads, uploads_folder, validate_file_name
 from ragblend.options import SHARE
 
@@ -160,8 +159,8 @@ def serve(
 
 
 def server_config(app: ASGIApp) -> uvicorn.Config:
-    """Return uvicorn's configuration for the page: its log level and its time limits."""
-    return uvicorn.Config(app, http=HeadTimeoutProtocol, log_level="warning", timeout_graceful_shutdown=_STOP_S)
+    """Return uvicorn's configuration for the page."""
+    return uvicorn.Config(app, http="h11", log_level="warning", timeout_graceful_shutdown=_STOP_S)
 
 
 class _Server(uvicorn.Server):
@@ -208,12 +207,12 @@ def _close_after_jobs(jobs: JobQueue, ui: UiState) -> None:
 async def _read_body_parts(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
     """Give the parts of the request's body. Of a body that is too large, up to `_REST_BYTES` more are read and dropped:
     closing a socket with unread bytes resets it, and the client would not receive the error."""
-    parts = limit_body_time(request.stream())
+    parts = request.stream()
     try:
         yield parts
     except TooLargeError:
         num_bytes = 0
-        with suppress(TimeoutError, ClientDisconnect, SlowBodyError):
+        with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(_REST_S):
                 async for part in parts:
                     num_bytes += len(part)
@@ -251,7 +250,7 @@ def _stream_events(job: UiJob) -> Response:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    statuses = {TooLargeError: 413, SlowBodyError: 408, StoreFullError: 507}
+    statuses = {TooLargeError: 413, StoreFullError: 507}
     status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
     return JSONResponse({"error": arguments_to_flags(str(error))}, status, {"connection": "close"})
 

@@ -23,7 +23,7 @@ def test_formats_that_can_be_converted_name_how(suffix):
         ("a.PNG", b"\x89PNG", "picture"),
         ("a.svg", b"<svg><text>x</text></svg>", "picture"),
         ("a.mp3", b"ID3", "sound"),
-        ("a", b"\x7fELF\0\0", "program"),
+        ("a", b"\x7fELF\0\0", "binary file"),
         ("a", b"PK\x03\x04\0\0[Content_Types].xml", "give it the ending"),
         ("a.dat", b"\0\1\2\3", "binary file"),
         ("a", OLE + b"\0" + "WordDocument".encode("utf-16-le"), "Word file of the format before 2007"),

@@ -1,4 +1,4 @@
-"""Loading decisions of vLLM's scheduler, without vLLM: the workers' memory, the ratio, reading ahead."""
+"""Loading decisions of vLLM's scheduler, without vLLM: the workers' memory, and the ratio."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.engine.tuning.machine import machine_facts, vllm_machine_facts
-from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, MemoryTierTracker, ReadAheadQueue
+from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, MemoryTierTracker
 from ragblend.engine.vllm.worker import StoredSpan
 
 KVS = [make_kv(seed, tokens=20) for seed in range(6)]
@@ -51,18 +51,16 @@ def test_a_profile_of_vllm_is_another_than_one_of_transformers(monkeypatch):
 def test_the_worker_tells_what_came_and_what_went_and_only_then(disk):
     memory = MemoryStore(2 * NBYTES)
     watch = MemoryTierTracker(TieredStore(memory, disk))
-    assert watch.take_delta(False) is None
-    assert watch.take_delta(True) == ((), ())
+    assert watch.take_delta() is None
     for kv in KVS[:3]:  # the third pushes out the first
         memory.put(kv)
-    change = watch.take_delta(False)
+    change = watch.take_delta()
     assert (set(change.added), change.removed) == (set(KEYS[1:3]), ())
-    assert watch.take_delta(False) is None
+    assert watch.take_delta() is None
     memory.delete(KEYS[1])
     memory.put(KVS[3])
-    assert watch.take_delta(True) == ((KEYS[3],), (KEYS[1],))
-    without = MemoryTierTracker(TieredStore(disk))
-    assert (without.take_delta(False), without.take_delta(True)) == (None, ((), ()))
+    assert watch.take_delta() == ((KEYS[3],), (KEYS[1],))
+    assert MemoryTierTracker(TieredStore(disk)).take_delta() is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "delete"]), st.integers(0, 5)), max_size=30), st.integers(0, 3))
@@ -71,10 +69,10 @@ def test_what_is_told_adds_up_to_what_is_there(steps, every):
     watch, loading = MemoryTierTracker(TieredStore(memory)), LoadingController(MACHINE)
     for number, (what, index) in enumerate(steps):
         memory.put(KVS[index]) if what == "put" else memory.delete(KEYS[index])
-        if number % (every + 1) == 0 and (change := watch.take_delta(False)) is not None:
+        if number % (every + 1) == 0 and (change := watch.take_delta()) is not None:
             loading.apply_delta(change)
-    loading.apply_delta(watch.take_delta(True) or MemoryTierDelta())
-    assert {key for key in KEYS if loading.is_in_memory(key)} == set(memory.keys())
+    loading.apply_delta(watch.take_delta() or MemoryTierDelta())
+    assert {key for key in KEYS if key in loading._held} == set(memory.keys())
 
 
 @pytest.mark.parametrize("in_memory", [0, 1, 3])
@@ -85,57 +83,3 @@ def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory):
     assert found == decide_reuse(MACHINE, 0.15, 75, 65, {"disk": (3 - in_memory) * NBYTES})
     assert found.load_s == pytest.approx((3 - in_memory) * 20 * 0.6e-3)
     assert (found.ratio > 0.15) == (in_memory < 3)
-
-
-def test_after_a_rest_the_workers_are_asked_once():
-    loading = LoadingController(MACHINE)
-    loading.on_request_added("a")
-    assert loading.needs_refresh
-    loading.apply_delta(MemoryTierDelta())
-    assert not loading.needs_refresh
-    loading.on_request_added("b")
-    loading.on_request_finished("a")
-    loading.on_request_added("c")
-    assert loading.is_current  # it has been working all the time
-    for name in ("b", "c", "b", "never came"):
-        loading.on_request_finished(name)
-    assert loading.is_current
-    loading.on_request_added("d")
-    assert loading.needs_refresh
-    assert not LoadingController(None).needs_refresh
-
-
-def test_only_a_request_that_was_left_waiting_is_read_ahead_and_only_while_none_is_fused():
-    loading, ahead = LoadingController(None), ReadAheadQueue(100 * NBYTES)
-    ahead.on_request_queued("a", spans(2))
-    assert ahead.take_keys(loading) == []  # it may have its turn with the next step
-    assert ahead.take_keys(loading) == KEYS[:2]
-    assert ahead.take_keys(loading) == []
-    ahead.on_request_started("a")
-    ahead.on_request_queued("b", spans(4)[1:])
-    assert [ahead.take_keys(loading) for _ in range(3)] == [[], [], []]  # the disk is for a
-    ahead.remove_request("a")
-    loading.apply_delta(MemoryTierDelta((KEYS[1],)))
-    assert ahead.take_keys(loading) == KEYS[2:4]
-
-
-def test_what_waits_only_for_the_workers_to_tell_is_not_read_ahead():
-    loading, ahead = LoadingController(MACHINE), ReadAheadQueue(100 * NBYTES)
-    ahead.on_request_queued("a", spans(2))
-    assert [ahead.take_keys(loading) for _ in range(3)] == [[], [], []]
-    loading.apply_delta(MemoryTierDelta())
-    assert [ahead.take_keys(loading) for _ in range(2)] == [[], KEYS[:2]]
-
-
-def test_what_is_read_ahead_fits_into_memory():
-    loading, ahead = LoadingController(None), ReadAheadQueue(4 * NBYTES)
-    every = spans(5)
-    for name, stored in (("large", every[:3]), ("first", every[:2]), ("second", every[2:4]), ("gone", every[4:])):
-        ahead.on_request_queued(name, stored)
-    ahead.remove_request("gone")
-    assert [ahead.take_keys(loading) for _ in range(8)] == [[], [], [], KEYS[:2], [], [], [], []]
-    ahead.remove_request("first")
-    assert ahead.take_keys(loading) == KEYS[2:4]
-    no_memory = ReadAheadQueue(0)
-    no_memory.on_request_queued("a", every)
-    assert [no_memory.take_keys(loading) for _ in range(3)] == [[], [], []]

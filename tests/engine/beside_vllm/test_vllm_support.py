@@ -15,7 +15,6 @@ from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     model_fingerprint,
     reject_kv_groups,
-    reject_shared_plans,
     reject_unsupported_attention,
     reject_unsupported_config,
     require_supported_version,
@@ -125,51 +124,12 @@ def test_attention_that_ours_cannot_follow_is_refused():
         reject_unsupported_attention(SimpleNamespace(**{**plain, "alibi_slopes": torch.ones(4)}))
 
 
-class OwnPlans:
-    """A metadata builder whose plans are its callers': a scratch buffer is shared, and no `build` writes there."""
+def test_a_backend_that_plans_all_calls_in_one_place_is_refused_with_the_flag():
+    class FlashInferImpl:
+        alibi_slopes = None
 
-    def __init__(self) -> None:
-        self.scratch = torch.full((64,), torch.nan)
-
-    def build(self, rows: Any) -> Any:
-        return SimpleNamespace(starts=torch.tensor(rows), scratch=self.scratch[: len(rows)], device=torch.device("cpu"))
-
-
-class OneWrapper:
-    """FlashInfer's way: one wrapper per builder, planned again by every `build`."""
-
-    def __init__(self) -> None:
-        self.wrapper = SimpleNamespace(indices=None, workspace=torch.zeros(8))
-
-    def build(self, rows: Any) -> Any:
-        self.wrapper.indices = torch.tensor(rows)
-        return SimpleNamespace(prefill=SimpleNamespace(wrapper=self.wrapper), num_rows=len(rows))
-
-
-class OneBuffer:
-    """FlashInfer's way with TensorRT-LLM: a view of one persistent index buffer; `wrap` may hide it."""
-
-    def __init__(self, wrap: Any = lambda view: view) -> None:
-        self.buffer, self.wrap = torch.zeros(64, dtype=torch.int64), wrap
-
-    def build(self, rows: Any) -> Any:
-        self.buffer[: len(rows)] = torch.tensor(rows)
-        return SimpleNamespace(indices=self.wrap(self.buffer[: len(rows)]))
-
-
-def plan_with(builder: Any) -> None:
-    reject_shared_plans(lambda rows: [builder.build(rows[:2]), builder.build(rows[2:])], type(builder).__name__)
-
-
-@pytest.mark.parametrize(
-    "builder",
-    [OneWrapper(), OneBuffer(), OneBuffer(lambda view: {"a": [view.numpy()]})],
-    ids=["wrapper", "buffer", "numpy"],
-)
-def test_a_backend_that_plans_all_calls_in_one_place_is_refused_with_the_flag(builder):
-    with pytest.raises(UnsupportedModelError, match=f"{type(builder).__name__}.*--attention-backend FLASH_ATTN"):
-        plan_with(builder)
-    plan_with(OwnPlans())
+    with pytest.raises(UnsupportedModelError, match=r"FlashInfer.*--attention-backend FLASH_ATTN"):
+        reject_unsupported_attention(FlashInferImpl())
 
 
 @pytest.mark.parametrize(("shape", "ratio"), [((10, 2, 64, 32), 1), ((20, 2, 32, 32), 2), ((2, 40, 2, 16, 32), 4)])

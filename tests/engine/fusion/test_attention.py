@@ -137,3 +137,19 @@ def test_scattered_rows_see_their_window_and_nothing_else_is_touched(rows, kv_he
         patch.setitem(attention.BLOCK_ROWS, "cpu", block_rows)
         found = attend_rows(queries.states[None], keys, values, queries.rows, SCALE, params)
     torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("start", [0, 10])
+def test_adjacent_rows_on_a_gpu_are_one_call_without_a_mask_and_its_result_is_equal(start, kv_heads, monkeypatch):
+    """A CPU stands in for the GPU: torch then makes the mask itself."""
+    monkeypatch.setitem(attention.BLOCK_ROWS, "cpu", 8)
+    queries, kv = draw(5, list(range(start, 35)), kv_heads)
+    keys, values = (states.clone()[None] for states in kv)
+    keys[:, :, 35:] = values[:, :, 35:] = torch.nan  # positions that no row reads
+    masked = attend_rows(queries.states[None], keys, values, queries.rows, SCALE)
+    monkeypatch.setattr(attention, "CAUSAL_KERNEL_DEVICES", {"cpu"})
+    monkeypatch.setattr(attention, "_mask", None)
+    found = attend_rows(queries.states[None], keys, values, queries.rows, SCALE)
+    torch.testing.assert_close(found, masked, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found[0], outputs(queries, kv), atol=1e-5, rtol=0)

@@ -26,9 +26,7 @@ from ragblend.engine.store import chunk_file, disk
 from ragblend.engine.store.chunk_file import DiskKV
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV
-from ragblend.engine.store.metadata import prefix_name
 from ragblend.errors import (
-    CorruptError,
     DamagedEntryError,
     NotFoundError,
     StoreFullError,
@@ -569,24 +567,6 @@ def test_gc_removes_damaged_files_and_leftovers(store):
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     with pytest.raises(UsageError, match="max_bytes is -1"):
         store.gc(-1)
-
-
-def test_a_prefix_is_kept_under_a_name_of_its_ids(tmp_path):
-    store, ids = DiskStore(tmp_path, fsync=False), tuple(range(5, 900))
-    store.put_prefix(ids)
-    assert DiskStore(tmp_path).read_prefix(prefix_name(ids)) == ids
-    with pytest.raises(NotFoundError, match="ragblend serve MODEL --store"):
-        store.read_prefix(prefix_name(ids[1:]))
-    (path,) = tmp_path.glob("prefixes/*.json")
-    whole = path.read_bytes()
-    path.with_stem(prefix_name(ids[1:])).write_bytes(whole)  # other ids than it is named after
-    path.write_bytes(whole.replace(b" 5,", b" 6,"))
-    for name in (prefix_name(ids), prefix_name(ids[1:])):
-        with pytest.raises(CorruptError, match="is damaged"):
-            store.read_prefix(name)
-    assert f"prefixes/{path.name}" in {result.key for result in store.verify_metadata()}
-    store.put_prefix(ids)
-    assert store.read_prefix(prefix_name(ids)) == ids
 
 
 def test_the_size_of_a_store_follows_what_others_write_and_outlives_its_folder(tmp_path):

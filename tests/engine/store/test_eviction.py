@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -135,6 +136,24 @@ def test_a_put_under_a_budget_looks_at_no_other_entry(tmp_path, looks):
         store.put(make_kv(seed, namespace=str(seed % 5)))
     assert store.counters.num_evicted == 400 - len(list(store.keys())) >= 360
     assert looks.headers == []
+
+
+def test_without_a_listing_an_entry_is_written_to_a_disk_where_it_fits_whatever_is_stored(tmp_path, looks, monkeypatch):
+    """Of a disk that is less than half full, "auto" leaves as much free as it holds."""
+    disk = SimpleNamespace(total=100 * MIB, free=80 * MIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    for capacity, used in (("auto", 49 * MIB), (60 * MIB, 59 * MIB)):
+        root = tmp_path / str(capacity)
+        DiskStore(root, fsync=False).put(make_kv(0))
+        store = DiskStore(root, fsync=False, capacity_bytes=capacity)
+        disk.free = disk.total - used
+        looks.listed.clear()
+        store.put(make_kv(1))
+        assert looks.listed == []
+        disk.free -= MIB
+        store.put(make_kv(2))
+        assert str(root / "kv") in looks.listed
+        assert store.last_known_nbytes() == store.nbytes() == sum(entry.nbytes for entry in store.entries())
 
 
 def test_two_processes_keep_a_budget_up_to_a_sixteenth(tmp_path):

@@ -208,7 +208,7 @@ def test_a_cluster_whose_node_dies_answers_from_its_replica(tmp_path):
 def test_a_redis_with_other_types_at_its_keys_says_what_is_there(redis_server):
     values = RedisValues(redis_server.url.replace("/0", "/5"), 5.0)
     values.put("there", b"bytes")
-    values._writer.lpush(PREFIX + "list", b"not ours")
+    values._client.lpush(PREFIX + "list", b"not ours")
     assert values.contains_many(["there", "list", "nowhere"]) == [True, False, False]
     values.close()
 

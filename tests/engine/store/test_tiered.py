@@ -55,37 +55,29 @@ def disk(tmp_path):
 @given(
     capacity=st.integers(0, 6),
     steps=st.lists(
-        st.tuples(st.sampled_from(["put", "put", "get", "delete", "contains", "pin", "unpin"]), st.integers(0, 5)),
+        st.tuples(st.sampled_from(["put", "put", "get", "delete", "contains"]), st.integers(0, 5)),
         max_size=40,
     ),
 )
-def test_memory_behaves_like_a_list_ordered_by_use_in_which_pins_stay(capacity, steps):
+def test_memory_behaves_like_a_list_ordered_by_use(capacity, steps):
     kvs = [make_kv(seed, tokens=1 + seed % 3) for seed in range(6)]
     unit = make_kv(tokens=1).nbytes
     store, num_evicted = MemoryStore(capacity * unit), 0
     model: list[int] = []  # least recently used first
-    pinned: set[int] = set()
     for step, number in steps:
         kv = kvs[number]
         held = number in model
         if step == "put":
             left = [other for other in model if other != number]
-            leaving = [other for other in left if other not in pinned]
-            while sum(kvs[other].nbytes for other in [*left, number]) > store.capacity_bytes and leaving:
-                left.remove(leaving.pop(0))
-            if sum(kvs[other].nbytes for other in [*left, number]) <= store.capacity_bytes:
+            while sum(kvs[other].nbytes for other in [*left, number]) > store.capacity_bytes and left:
+                left.pop(0)
+            if kv.nbytes <= store.capacity_bytes:
                 store.put(kv)
                 num_evicted += len(set(model) - {*left, number})
                 model = [*left, number]
             else:
-                with pytest.raises(StoreFullError, match=r"memory tier holds|unpin"):
+                with pytest.raises(StoreFullError, match="memory tier holds"):
                     store.put(kv)
-        elif step == "pin":
-            store.pin(str(number), [kv.header.key])
-            pinned.add(number)
-        elif step == "unpin":
-            assert store.unpin(str(number)) == (number in pinned)
-            pinned.discard(number)
         elif step == "get":
             assert (store.get(kv.header.key) is not None) == held
             if held:
@@ -556,16 +548,12 @@ def test_a_delete_reaches_the_local_tiers_and_says_that_the_remote_keeps_it(tier
     assert not tiers.disk.contains(kv.header.key)
 
 
-def test_a_chunk_pinned_out_of_memory_still_goes_below(tiers):
-    first, second = make_kv(1), make_kv(2)
-    tiers.memory.capacity_bytes = first.nbytes
-    tiers.store.put(first)
-    tiers.store.pin("doc", [first.header.key])
-    tiers.store.put(second)
-    assert not tiers.memory.contains(second.header.key)
-    assert_same(tiers.store.get(second.header.key), second)
-    assert tiers.store.unpin("doc")
-    assert not tiers.store.unpin("doc")
+def test_a_chunk_larger_than_memory_still_goes_below(tiers):
+    kv = make_kv()
+    tiers.memory.capacity_bytes = kv.nbytes - 1
+    tiers.store.put(kv)
+    assert not tiers.memory.contains(kv.header.key)
+    assert_same(tiers.store.get(kv.header.key), kv)
 
 
 # --- composition ---
@@ -579,17 +567,6 @@ def test_open_store_makes_the_tiers_that_are_asked_for(tmp_path):
     assert [type(tier) for tier in open_store(None, remote=url).tiers] == [MemoryStore, RemoteStore]
     with pytest.raises(UsageError, match="open_remote"):
         load_engine("demo", MemoryStore(10), remote=url)
-
-
-def test_pins_of_an_earlier_run_hold_in_memory_too(tmp_path):
-    kv = make_kv()
-    DiskStore(tmp_path).pin("doc", [kv.header.key])
-    memory = open_store(tmp_path).tiers[0]
-    assert isinstance(memory, MemoryStore)
-    memory.capacity_bytes = kv.nbytes
-    memory.put(kv)
-    TieredStore(memory, MemoryStore(10_000)).put(make_kv(2))
-    assert memory.contains(kv.header.key)
 
 
 class OwnStore(KVStore):
@@ -633,7 +610,6 @@ def test_a_store_of_ones_own_needs_the_abstract_methods_only(place, tiny_engine)
     for chunk in chunks:
         engine.precompute(chunk)
     assert {header.key for header in store.headers()} == set(own.keys())
-    engine.store.pin("a document", list(own.keys()))
     engine.prefetch(chunks)
     assert store.flush(10)
     prompt = Prompt(chunks, "what is that?")

@@ -200,8 +200,45 @@ def test_old_tombstones_go_here_and_there(remotes, tmp_path, monkeypatch):
     store.apply_deletions()
     assert len(remote.values.list_metadata()) == len(list(folder.iterdir())) == 1
     monkeypatch.setattr(tombstones, "TOMBSTONE_TTL_S", -1.0)
+    store = machine(tmp_path / "one", remote)  # the first poll lists all
     store.apply_deletions()
     assert (remote.values.list_metadata(), list(folder.iterdir())) == ([], [])
+
+
+def test_a_poll_lists_the_tombstones_since_the_one_before_and_once_a_minute_all(remotes, tmp_path, monkeypatch):
+    """So the cost of an addition does not depend on how many tombstones there are."""
+    remote, listed = remotes(), list[int]()
+    store, other = machine(tmp_path / "one", remote), machine(tmp_path / "two", remotes())
+    list_metadata = remote.values.list_metadata
+
+    def delete_by_a_clock_that_is_behind(number: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(tombstones, "_first_name", lambda time_s: f"{int((time_s - 3600) * 1e3):013d}")
+            other.delete_everywhere(keys_of(number))
+
+    def list_and_count(after: str = "") -> list[str]:
+        names = list_metadata(after)
+        listed.append(len(names))
+        return names
+
+    monkeypatch.setattr(remote.values, "list_metadata", list_and_count)
+    for number in (0, 1):
+        delete_by_a_clock_that_is_behind(number)
+    for kv in KVS:
+        store.put(kv)
+    assert store.flush(10)
+    store.apply_deletions()
+    store.apply_deletions()
+    other.delete_everywhere(keys_of(2))
+    store.apply_deletions()
+    assert (listed, on_disk(store)) == ([2, 0, 1], {*keys_of(3, 4, 5)})
+    delete_by_a_clock_that_is_behind(3)
+    store.apply_deletions()
+    assert (listed[-1], on_disk(store)) == (1, {*keys_of(3, 4, 5)})
+    minute_later_s = time.monotonic() + tombstones.LIST_ALL_INTERVAL_S
+    monkeypatch.setattr(time, "monotonic", lambda: minute_later_s)
+    store.apply_deletions()
+    assert (listed[-1], on_disk(store)) == (4, {*keys_of(4, 5)})
 
 
 def test_many_keys_are_one_tombstone_and_very_many_are_few(tmp_path, monkeypatch):

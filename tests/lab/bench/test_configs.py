@@ -22,7 +22,7 @@ OUTSIDE: list[dict[str, Any]] = [{"ratio": 2.0}, {"dtype": "int3"}]
 NO_MODE: list[dict[str, Any]] = [{"modes": ()}, {"modes": ("fuse",)}, {"rules": ("best",)}]
 BESIDE_A_SHAPE: dict[str, Any] = {"model": "demo", "shape": "llama-50m"}
 REFUSED: dict[type, list[dict[str, Any]]] = {
-    IngestConfig: [*UNKNOWN, {"num_chunks": 0}, {"repeats": 0}, {"num_known": -1}, {"contexts": ("both",)}],
+    IngestConfig: [*UNKNOWN, {"num_chunks": 0}, {"repeats": 0}, {"contexts": ("both",)}],
     LoadConfig: [
         *(*UNKNOWN, *OUTSIDE, {"rule": "best"}, {"slowdowns": (0.0,)}, {"repeats": 0}),
         *({"backend": "cuda"}, {"vllm_options": {"seed": 1}}),

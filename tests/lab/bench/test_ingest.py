@@ -1,4 +1,4 @@
-"""bench ingest: the real ingestion beside the stock forward, and a second run that computes nothing."""
+"""bench ingest: the real ingestion beside the stock forward."""
 
 from __future__ import annotations
 
@@ -7,43 +7,36 @@ from typing import Any
 
 import pytest
 
-from ragblend.lab.bench import ingest as module
 from ragblend.lab.bench.common.configs import IngestConfig
 from ragblend.lab.bench.ingest import BENCHMARK, run_ingest, table_lines
 
-SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "repeats": 2, "num_known": 30}
+SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "repeats": 2}
 RUN_KEYS = {"mode", "chunks", "tokens", "seconds", "tokens_per_s"}
 
 
-def test_both_ways_get_through_the_same_chunks_and_the_second_run_prefills_nothing():
+def test_both_ways_get_through_the_same_chunks():
     result = run_ingest(IngestConfig(**SMALL))
     prefill, ingest = result.runs
     assert [(run.mode, run.chunks, run.tokens) for run in result.runs] == [("prefill", 6, 144), ("ingest", 6, 144)]
     assert ingest.tokens_per_s == pytest.approx(144 / ingest.seconds)
     assert prefill.tokens_per_s == pytest.approx(144 / prefill.seconds)
     assert result.ingest_over_prefill > 0
-    first, second = result.known
-    assert first.chunks == second.chunks >= 30
-    assert (first.num_new_kv, first.num_known_kv) == (first.chunks, 0)
-    extra = first.num_prefilled_tokens - 30 * module.KNOWN_CHUNK_TOKENS
-    assert 0 <= extra < 32, "a short pass is filled up, so that a chunk has the same bits alone and among others"
-    assert (second.num_new_kv, second.num_known_kv, second.num_prefilled_tokens) == (0, second.chunks, 0)
-    assert len(table_lines(result)) == 7
+    assert len(table_lines(result)) == 5
 
 
 def test_the_json_object_has_the_keys_that_were_agreed():
     lines: list[str] = []
-    found = BENCHMARK.run(IngestConfig(**{**SMALL, "num_known": 0, "repeats": 1}), echo=lines.append)
+    found = BENCHMARK.run(IngestConfig(**{**SMALL, "repeats": 1}), echo=lines.append)
     speeds = [run["tokens_per_s"] for run in found["runs"]]
     assert found["ingest_over_prefill"] == pytest.approx(speeds[1] / speeds[0])
     assert json.loads(json.dumps(found)) == found
-    assert (found["schema_version"], found["command"], found["known"]) == (1, "bench ingest", [])
+    assert (found["schema_version"], found["command"]) == (2, "bench ingest")
     assert all(set(run) == RUN_KEYS for run in found["runs"])
     assert any(line.startswith("cpu") for line in lines)
 
 
 def test_contexts_are_ingested_in_turns_with_none():
-    result = run_ingest(IngestConfig(**{**SMALL, "num_known": 0, "contexts": ("similar",)}))
+    result = run_ingest(IngestConfig(**{**SMALL, "contexts": ("similar",)}))
     modes = ["prefill", "ingest", "ingest similar"]
     assert [run.mode for run in result.runs] == modes
     assert list(result.context_over_none) == ["similar"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import socket
 import sys
 import threading
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -17,7 +15,7 @@ from ui_site import QUESTION, of, open_for, parsed, running, settings_in
 from ragblend.cli.session import retrieve
 from ragblend.corpus.readers import child
 from ragblend.errors import UnsupportedModelError, UsageError
-from ragblend.lab.ui import app, job_queue, timeouts
+from ragblend.lab.ui import app, job_queue
 from ragblend.lab.ui.answers import QuestionRun, shared_beginning
 from ragblend.lab.ui.uploads import uploads_folder, validate_file_name
 from ragblend.prompt.types import Prompt
@@ -137,37 +135,6 @@ def test_the_page_states_that_the_scale_is_not_linear_and_uses_plain_words(site)
     subtitle = script.partition('$("about").textContent = `${model} ')[2].partition("\n")[0]
     assert subtitle.startswith("answers from")
     assert not any(word in subtitle for word in ("rule", "context", "retrieved"))
-
-
-# -- requests that never end
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [b"", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Part", b"GET /state HTTP/1.1\r\nHost: localhost\r\n\r\nGET /"],
-)
-def test_a_connection_without_a_whole_head_is_closed(site, monkeypatch, sent):
-    monkeypatch.setattr(timeouts, "HEAD_S", 0.2)
-    address = urlsplit(site.url)
-    opened = [socket.create_connection((address.hostname, address.port), timeout=5) for _ in range(10)]
-    for each in opened:
-        each.sendall(sent)
-    for each in opened:
-        with each:
-            received = b"".join(iter(lambda each=each: each.recv(1 << 16), b""))  # to the end, which the server makes
-            assert received.startswith(b"HTTP/1.1 200" if b"state" in sent else b"")
-
-
-@pytest.mark.parametrize("path", ["/ask", "/documents?name=slow.txt"])
-def test_a_body_that_stalls_is_answered_with_408(site, monkeypatch, path):
-    monkeypatch.setattr(timeouts, "BODY_S", 0.1)
-    address = urlsplit(site.url)
-    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nOrigin: {site.url}\r\nContent-Length: 100\r\n\r\n"
-    with socket.create_connection((address.hostname, address.port), timeout=5) as opened:
-        opened.sendall(head.encode() + b"{")
-        received = b"".join(iter(lambda: opened.recv(1 << 16), b""))
-    assert received.startswith(b"HTTP/1.1 408")
-    assert b"1 bytes have arrived" in received
 
 
 # -- documents

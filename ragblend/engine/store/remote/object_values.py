@@ -111,9 +111,9 @@ class ObjectValues:
         """Delete killed writers' temporary files from a local folder; return their number. Other backends have none."""
         return self._directory.remove_stale_files() if self._directory is not None else 0
 
-    def list_metadata(self) -> list[str]:
-        """Return the names of the metadata values. Lists their folder alone."""
-        return [name for name, _ in self._list(NOTES, ".json")]
+    def list_metadata(self, after: str = "") -> list[str]:
+        """Return the names of the metadata values that sort after `after`. A bucket does not list the earlier ones."""
+        return [name for name, _ in self._list(NOTES, ".json", self._note(after) if after else None)]
 
     def get_metadata(self, name: str) -> bytes | None:
         """Return a metadata value; None if there is none."""
@@ -167,10 +167,10 @@ class ObjectValues:
             return True
         return False
 
-    def _list(self, folder: str, suffix: str) -> Iterator[tuple[str, int]]:
-        """Yield file name without suffix, and bytes, of each object below `folder`."""
+    def _list(self, folder: str, suffix: str, after: str | None = None) -> Iterator[tuple[str, int]]:
+        """Yield file name without suffix, and bytes, of each object below `folder` whose path sorts after `after`."""
         until_s = monotonic() + WALK_TIMEOUT_S
-        batches = iter(obstore.list(self._writer, f"{self._prefix}{folder}", chunk_size=_LIST_BATCH))
+        batches = iter(obstore.list(self._writer, f"{self._prefix}{folder}", offset=after, chunk_size=_LIST_BATCH))
         while True:
             with self._errors(WRITE_TIMEOUT_S):
                 if (batch := next(batches, None)) is None:

@@ -35,6 +35,7 @@ except ImportError as error:
 
 PREFIX = "ragblend:kv:"
 NOTES = "ragblend:notes"  # a hash, so that its names are listed without a scan of the database
+NOTE_NAMES = "ragblend:note-names"  # the same names in a sorted set, which lists the latest ones
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
 _MAX_REPLY_BYTES = _MAX_VALUE_BYTES + (1 << 16)  # of one call: no list of ours is as long as a value may be
@@ -56,7 +57,7 @@ class RedisValues:
         self._timeout_s = timeout_s
         self._is_cluster = "+cluster://" in url
         self._server_url = url.replace("+cluster://", "://", 1)
-        self._opened: dict[float, Any] = {}  # clients by their time limit
+        self._opened: Any = None
         self._opening = threading.Lock()
         form = "redis+cluster://HOST:PORT" if self._is_cluster else "redis://HOST:PORT/DB"
         try:
@@ -73,7 +74,7 @@ class RedisValues:
         """Return the value; None if there is none, or a value of another type than a string."""
         with self._call(self._timeout_s):
             try:
-                return cast("bytes | None", self._reader.get(PREFIX + name))
+                return cast("bytes | None", self._client.get(PREFIX + name))
             except redis.ResponseError as error:
                 if not _is_wrong_type(error):
                     raise
@@ -82,7 +83,7 @@ class RedisValues:
     def put(self, name: str, data: bytes) -> None:
         """Set the value, in one step."""
         with self._call(WRITE_TIMEOUT_S):
-            self._writer.set(PREFIX + name, data)
+            self._client.set(PREFIX + name, data)
 
     def contains(self, name: str) -> bool:
         """Return True if there is a value."""
@@ -95,7 +96,7 @@ class RedisValues:
     def _lengths(self, keys: Sequence[bytes]) -> list[int | None]:
         """Return the size in bytes of each value, 0 if there is none, None for other types than strings."""
         with self._call(self._timeout_s):
-            pipeline = self._reader.pipeline(transaction=False)
+            pipeline = self._client.pipeline(transaction=False)
             for key in keys:
                 pipeline.strlen(key)
             found = pipeline.execute(raise_on_error=False)
@@ -107,13 +108,13 @@ class RedisValues:
     def delete(self, name: str) -> bool:
         """Delete the value; return True if there was one."""
         with self._call(self._timeout_s):
-            return bool(self._reader.delete(PREFIX + name))
+            return bool(self._client.delete(PREFIX + name))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Yield every name with the bytes of its value. Raises BackendUnreachableError if the scan does not end."""
         until_s = monotonic() + WALK_TIMEOUT_S
         with self._call(self._timeout_s):
-            found = self._reader.scan_iter(match=f"{PREFIX}*", count=_SCAN_BATCH)
+            found = self._client.scan_iter(match=f"{PREFIX}*", count=_SCAN_BATCH)
         while True:
             with self._call(until_s - monotonic()):
                 keys = list(islice(found, _SCAN_BATCH))
@@ -127,36 +128,39 @@ class RedisValues:
         """Return 0: a value appears in one step, so there is nothing to delete."""
         return 0
 
-    def list_metadata(self) -> list[str]:
-        """Return the names of the metadata values."""
+    def list_metadata(self, after: str = "") -> list[str]:
+        """Return the names of the metadata values that sort after `after`. Redis does not read the earlier ones."""
         with self._call(self._timeout_s):
-            return [name.decode("utf-8", "replace") for name in cast("list[bytes]", self._reader.hkeys(NOTES))]
+            found = self._client.zrangebylex(NOTE_NAMES, f"({after}", "+") if after else self._client.hkeys(NOTES)
+            return [name.decode("utf-8", "replace") for name in cast("list[bytes]", found)]
 
     def get_metadata(self, name: str) -> bytes | None:
         """Return a metadata value; None if there is none."""
         with self._call(self._timeout_s):
-            return cast("bytes | None", self._reader.hget(NOTES, name))
+            return cast("bytes | None", self._client.hget(NOTES, name))
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        """Write a metadata value in one step."""
+        """Write a metadata value in one step, and then its name for `list_metadata`."""
         with self._call(self._timeout_s):
-            self._writer.hset(NOTES, name, data)
+            self._client.hset(NOTES, name, data)
+            self._client.zadd(NOTE_NAMES, {name: 0})
 
     def delete_metadata(self, name: str) -> None:
         """Delete a metadata value, if there is one."""
         with self._call(self._timeout_s):
-            self._reader.hdel(NOTES, name)
+            self._client.hdel(NOTES, name)
+            self._client.zrem(NOTE_NAMES, name)
 
     def ping(self) -> None:
         """Make one round trip; in a cluster, to any node that holds chunks and answers."""
         with self._call(self._timeout_s):
             if not self._is_cluster:
-                self._reader.ping()
+                self._client.ping()
                 return
-            nodes = self._reader.get_primaries()
+            nodes = self._client.get_primaries()
             for left, node in enumerate(sample(nodes, len(nodes)), start=1 - len(nodes)):
                 try:
-                    self._reader.ping(target_nodes=node)
+                    self._client.ping(target_nodes=node)
                     return
                 except redis.RedisError:
                     if not left:
@@ -165,32 +169,25 @@ class RedisValues:
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""
         with self._opening:
-            clients, self._opened = list(self._opened.values()), {}
-        for client in clients:
+            client, self._opened = self._opened, None
+        if client is not None:
             with suppress(redis.RedisError):
                 client.close()
 
     @property
-    def _reader(self) -> Any:
-        return self._client(self._timeout_s)
-
-    @property
-    def _writer(self) -> Any:
-        return self._client(WRITE_TIMEOUT_S)
-
-    def _client(self, timeout_s: float) -> Any:
-        """Return the client whose calls take at most `timeout_s` seconds. A cluster's connects when it is made."""
+    def _client(self) -> Any:
+        """The client of all calls, whose time limits `_call` sets. A cluster's connects when it is made."""
         with self._opening:
-            if timeout_s not in self._opened:
-                self._opened[timeout_s] = self._open(timeout_s)
-            return self._opened[timeout_s]
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
 
-    def _open(self, timeout_s: float) -> Any:
+    def _open(self) -> Any:
         options: dict[str, Any] = {
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
-            "socket_connect_timeout": connect_timeout_s(timeout_s),
-            "socket_timeout": timeout_s,
+            "socket_connect_timeout": connect_timeout_s(self._timeout_s),
+            "socket_timeout": WRITE_TIMEOUT_S,
             "socket_read_size": 1 << 20,  # values are megabytes
         }
         if not self._is_cluster:

@@ -258,7 +258,9 @@ class LoadConfig(PromptConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig(BenchConfig):
     """Options of `bench ingest`: `num_chunks` chunks, prefilled and ingested in turns, without context and in each of
-    the `contexts`; and `num_known` chunks that are ingested twice."""
+    the `contexts`."""
+
+    schema_version: ClassVar[int] = 2
 
     shape: Annotated[str, _SHAPE] = DEFAULT_SHAPE
     num_chunks: Annotated[int, Option("--num-chunks", min=1, help="Chunks of each round.")] = 8
@@ -267,7 +269,6 @@ class IngestConfig(BenchConfig):
     contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Context policies: none, similar.")] = (
         "none",
     )
-    num_known: Annotated[int, Option("--num-known-chunks", min=0, help="Chunks to ingest twice. 0: none.")] = 10_000
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
 
     def resolve_options(self) -> None:
