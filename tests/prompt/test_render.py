@@ -57,7 +57,7 @@ def test_cutting_at_control_tokens_changes_no_id(name, messages, renderers):
     text = renderer._apply_template(turns)
     whole = renderer.backend.encode(text, add_special_tokens=False)
     found = renderer._encode_protected(text, "unused", [])
-    assert (found.text, found.ids, found.spans) == (text, whole.ids, whole.offsets)
+    assert (found.text, found.ids, found.offset_mapping) == (text, whole.ids, whole.offsets)
 
 
 @given(text=CONTENTS)
