@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -174,7 +175,10 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
     text += f"{plural(num_kv, 'KV cache')} removed"
     if num_other_kv:
         text += (
-            f"\n{num_other_kv} of these KV caches had been computed after a removed chunk, or by another model; the "
-            "next ingestion stores those of other documents again"
+            f"\n{num_other_kv} of these KV caches had been computed after a removed chunk, or by another model; "
+            "`ragblend precompute` stores those of other documents again"
         )
+    num_left = sum(Path(source).exists() for source in sources)
+    if num_left and not added:
+        text += f"\n{plural(num_left, 'removed file')} still on disk, which the next `ragblend ingest` adds again"
     print_result(facts, text, json_)

@@ -529,8 +529,10 @@ def test_remove_counts_the_kv_that_was_computed_after_a_removed_chunk(docs, run)
     assert (
         f"1 chunk and {whole - left} KV caches removed\n{num_others} of these KV caches had been computed after" in out
     )
+    assert "1 removed file still on disk, which the next `ragblend ingest` adds again" in out
+    assert run.facts("precompute", *PLACE)["num_new_kv"] == num_others
     (docs / "a.md").unlink()
-    assert run.facts(*ingest)["num_new_kv"] == num_others
+    assert run.facts(*ingest)["num_new_kv"] == 0
 
 
 def test_remove_counts_the_kv_that_was_computed_after_a_framework_s_removed_document(home, run, tmp_path):
@@ -546,6 +548,7 @@ def test_remove_counts_the_kv_that_was_computed_after_a_framework_s_removed_docu
 
 def test_remove_says_nothing_of_other_kv_where_only_the_chunk_s_own_was_stored(docs, run):
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--context", "none", *PLACE)[0] == 0
+    (docs / "a.md").unlink()
     assert run("remove", "docs/a.md", *PLACE)[1] == "docs/a.md: 1 document, 1 chunk and 1 KV cache removed\n"
 
 
