@@ -122,9 +122,9 @@ def create_history_aware_blend_chain(
 ) -> Runnable[Any, dict[str, Any]]:
     """Return `create_blend_chain` for conversations: input `{"input": question, "chat_history": [messages]}`.
 
-    If there is a history, `rephrase` turns input and history into the question to search for. The result has this
-    question as `search_query`. By default the llm does so with REPHRASE_PROMPT. For a model that is too small, pass
-    `rephrase=lambda x: x["input"]`.
+    `rephrase`: turns question and history into the question to search for, if there is a history. By default the llm
+    rephrases with REPHRASE_PROMPT. If the model is too small to rephrase, pass `rephrase=lambda x: x["input"]`. The
+    result has the question that was searched for as `search_query`.
     """
     chat = _chat(llm)
     # A question alone has no chunk, so a strict model would reject it.
@@ -243,7 +243,7 @@ def create_long_document_chain(
     combine_prompt: str = COMBINE_PROMPT,
     no_answer: str = NO_ANSWER,
 ) -> Runnable[Any, dict[str, Any]]:
-    """Return a chain that answers from a document longer than the context, by overlapping windows over it.
+    """Return a chain that reads a document longer than the context in overlapping windows, and answers from it.
 
     Invoke it with `{"input": question, "document": document}`, or with the document alone if `instruction` replaces
     the question ("Summarize the document."). A document is a text, a LangChain Document or a list of either. It is cut
@@ -258,11 +258,12 @@ def create_long_document_chain(
     "reduce" and "rerank" omit answers that contain `no_answer`; "" omits none. If the other answers are equal, nothing
     is combined. The prompts may have the fields {input}, {no_answer}, and {answer} or {answers}.
 
-    The result has `input`, `answer`, `windows` (a dictionary each, in order: `source`, `start`, `last_source`, `end`,
-    `answer`, `report`, and with "rerank" `score`), `tokens` (sums: `num_chunk_tokens`, of which `num_prefilled_tokens`
-    were not stored, `prompt_tokens`, `num_reused_tokens`, `num_recomputed_tokens`) and, if the last answer was
-    combined from others, its `report`. A stream yields the windows, then the answer. `llm` is a ChatBlend or BlendLLM,
-    bound or not, whose tokenizer counts the windows. Raises UsageError for another llm or `combine`.
+    The result has `input`, `answer`, `windows`, `tokens` and, if the last answer was combined from others, its
+    `report`. `windows`: a dictionary for each, in order, with `source`, `start`, `last_source`, `end`, `answer`,
+    `report`, and for "rerank" `score`. `tokens`: the sums `num_chunk_tokens`, `num_prefilled_tokens` (of chunks that
+    were not stored), `prompt_tokens`, `num_reused_tokens` and `num_recomputed_tokens`. A stream yields the windows,
+    then the answer. `llm`: a ChatBlend or BlendLLM, bound or not; its tokenizer counts the windows. Raises UsageError
+    for another llm or `combine`.
     """
     if combine not in ("reduce", "refine", "rerank"):
         raise UsageError(f"combine is {combine!r}; choose reduce, refine or rerank")
@@ -287,6 +288,8 @@ def blend_tool(
     name: str = "search_documents",
     description: str = "Search the documents. Returns the passages that may answer the question.",
 ) -> BaseTool:
-    """Return a retriever as a tool for `create_agent`. The ToolMessage's artifact is its documents, whose missing KV is
-    stored in the background."""
+    """Return a retriever as a tool for `create_agent`. The artifact of its ToolMessage is the retrieved documents.
+
+    In the background, ChatBlend stores the KV that these documents lack.
+    """
     return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")

@@ -44,11 +44,12 @@ _WORD = re.compile(r"[^\s。！？]+[。！？]*|[。！？]+")
 def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512) -> list[Chunk]:
     """Return chunks of at most `max_tokens` tokens, without overlap; a chunk is `document.text[start:end]`.
 
-    A chunk ends at the last paragraph in its second half, else sentence, else line, else at a word. Only a word that
-    exceeds the budget alone is cut inside. A chunk ends right after a heading, inside of a code block or inside of a
-    table row only if its last three quarters have no other place to end. Records (a CSV, a log) are cut from two fifths
-    of a chunk on, at the row that a hash of its content selects, so that an added row changes few chunks. Chunks lose
-    only outer whitespace. Their metadata is the document's and `num_tokens`.
+    A chunk ends after the last paragraph in its second half, else after the last sentence there, else after the last
+    line, else after a word. A word is cut only if it alone exceeds the budget. A chunk ends right after a heading,
+    inside of a code block or inside of a table row only if its last three quarters have no other place to end. A chunk
+    of records (a CSV, a log) ends in its last three fifths, before the row whose content has the lowest hash. An added
+    row therefore changes few chunks. Only whitespace between chunks is lost. A chunk has the document's metadata and
+    `num_tokens`.
 
     A chunk that continues a table begins with the table's header row, if that takes at most a quarter of the budget.
     It has `verbatim: False` in its metadata, and its text is the header row, a line break and
@@ -185,11 +186,11 @@ class _SplitPiece(NamedTuple):
 
 
 def adapt_splitter(splitter: Any) -> Splitter:
-    """Return a LangChain text splitter, LlamaIndex node parser or callable(Document) as a Splitter, by its methods.
+    """Return a LangChain text splitter, LlamaIndex node parser or callable(Document) as a Splitter.
 
-    Pieces are searched for in the document to recover their offsets. A piece that the splitter rewrote (normalized,
-    prefixed with a header) keeps its text; its `start` and `end` are the end of the piece before it, and its metadata
-    has `verbatim: False`. Raises UsageError for an object that is no splitter.
+    Each piece is searched for in the document, which gives its offsets. A piece that the splitter rewrote (normalized,
+    prefixed with a header) keeps its text; its `start` and `end` are the offset at which the search began, and its
+    metadata has `verbatim: False`. Raises UsageError for an object that is no splitter.
     """
     cut = _find_split_function(splitter)
     if cut is None:

@@ -282,7 +282,7 @@ def arguments_to_flags(message: str) -> str:
 
 @cache
 def setting_type(name: str) -> tuple[type, tuple[str, ...]]:
-    """Return the type of a setting's values, and the allowed names: of a string, all values; else words such as "auto".
+    """Return the type of a setting's values, and the words that it accepts: those of a choice, or words like "auto".
 
     >>> setting_type("chunk_size"), setting_type("ratio")
     ((<class 'int'>, ()), (<class 'float'>, ('auto',)))

@@ -47,7 +47,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
-        """Begin a transaction: DEFERRED to read one state several times, IMMEDIATE to write, one process at a time."""
+        """Begin a transaction. A DEFERRED one reads one state throughout; an IMMEDIATE one excludes other writers."""
 
     @abstractmethod
     def change_counter(self, connection: Connection) -> int:

@@ -65,7 +65,10 @@ def is_intact_chunk(row: Row[Any]) -> bool:
 def chunk_values(
     chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
 ) -> dict[str, object]:
-    """Return the values of a chunk's row, without the checksum."""
+    """Return the values of a chunk's row, without the checksum.
+
+    `document`: number of its document's row. `ordinal`: the chunk's position in the document, from 0.
+    """
     return {
         "id": row_id(chunk.id),
         "document": document,

@@ -52,8 +52,9 @@ class KnownChunks:
         self._clear()
 
     def add(self, texts: Iterable[str], find_ids: Callable[[str], Sequence[int]]) -> None:
-        """Add the chunks of these texts. `find_ids` returns the token ids of a text; it is called for unknown texts
-        only. A text without ids is not added.
+        """Add the chunks of these texts, except texts without token ids.
+
+        `find_ids`: returns the token ids of a text; called for unknown texts only.
         """
         new = self._registry.texts_without_ids(texts, *self._owner)
         self._registry.add_ids(((text, ids) for text in new if (ids := find_ids(text))), *self._owner)
@@ -119,7 +120,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry's file. A later call opens the path again; it may then name another file."""
+        """Close the registry's file. A later call opens the file that is then at the same path."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
@@ -183,8 +184,10 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
-    """Return the known chunks of a tokenizer and a namespace in `registry`. All users of the registry's file get one
-    object."""
+    """Return the known chunks of a tokenizer and a namespace in `registry`.
+
+    Calls with the same registry file, tokenizer and namespace return the same object.
+    """
     key = (registry.key or id(registry), tokenizer, namespace)
     with _OPEN_LOCK:
         known = _OPEN.get(key)

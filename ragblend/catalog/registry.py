@@ -57,7 +57,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """The variant of a framework's chunk that has the most similar chunks in its context; requested, or stored."""
+    """A framework's chunk whose KV is, or has to be, computed after the most similar chunks: its similar variant."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -363,7 +363,7 @@ class ChunkRegistry(Catalog):
         self._num_changes += 1
 
     def num_id_removals(self) -> int:
-        """Return how often token ids were removed since the registry was created, for any tokenizer and namespace."""
+        """Return the number of removals of token ids since the registry was created, in all namespaces."""
         rows = self._rows(_NUM_REMOVALS)
         return int(rows[0].value) if rows else 0
 
@@ -471,7 +471,7 @@ class ChunkRegistry(Catalog):
     # --- similar variants of framework chunks ---
 
     def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarContextVariant]]:
-        """Return (row number, variant) of the intact rows of an embedder with numbers above `number`, ascending."""
+        """Return (row number, variant) of an embedder's intact rows with numbers above `number`, in ascending order."""
         rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
         return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
 
@@ -511,7 +511,7 @@ class ChunkRegistry(Catalog):
             insert_rows(connection, VARIANTS, row_of.values())
 
     def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Record that the KV of all these variants is stored, or that it is not. `entries`: their keys."""
+        """Set `is_stored` in the records of the variants with the keys `entries`."""
         if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
             with self._write() as connection:
                 connection.execute(_SET_VARIANT_STORED, rows)

@@ -46,8 +46,8 @@ INDEX_MARK = "index:"
 class DocumentKey(NamedTuple):
     """Key of a document in the registry: its collection, its id, and the namespace that it belongs to.
 
-    Texts that were added without an id belong to one document of their collection, with the id "". So do all texts of
-    an index: the document's collection is the index's `ChunkIndex.collection`, and its namespace is "".
+    Texts that were added to a collection without an id belong to one document, with the id "". All texts of an index
+    also belong to one document: its collection is `ChunkIndex.collection`, and its id and its namespace are "".
     """
 
     collection: str = ""
@@ -198,7 +198,7 @@ TOKEN_IDS = _checked_table(
 
 
 class SentDocumentCounts(NamedTuple):
-    """Numbers for one stored document: chunks, tokens, entries stored before (known), new entries and their bytes."""
+    """Counts of one stored document. Known KV: entries that were stored before. New KV: entries that were added."""
 
     num_chunks: int = 0
     num_tokens: int = 0

@@ -98,8 +98,8 @@ class SentDocumentTable(Catalog):
     def next_waiting(self, limit: int, max_chars: int, taken: Collection[str] = ()) -> list[WaitingDocument]:
         """Return the documents to store next: documents of one collection, in the order in which they were sent.
 
-        limit: the largest number of documents. max_chars: the largest number of characters in all bodies; the first
-        document is returned even if its body has more. taken: names (`WaitingDocument.lease_name`) of documents to
+        `limit`: the largest number of documents. `max_chars`: the largest number of characters in all bodies; the first
+        document is returned even if its body has more. `taken`: names (`WaitingDocument.lease_name`) of documents to
         leave out.
         """
         waiting = select(_ROW.namespace, _ROW.collection, _ROW.id).where(_ROW.body.is_not(None)).order_by(_ROW.number)
@@ -165,9 +165,9 @@ class SentDocumentTable(Catalog):
         return num_removed
 
     def status_counts(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
-        """Return the number of stored, pending, failed and waiting documents and their summed counts, by collection.
+        """Return by collection the numbers of stored, pending, failed and waiting documents, and their summed counts.
 
-        collection, ingestion: None for all of them.
+        Waiting: pending, or stored and sent again. `collection`, `ingestion`: None for all of them.
         """
         sums: dict[str, ColumnElement[Any]] = {
             f"num_{status}": func.sum(case({status: 1}, value=_STATUS, else_=0)) for status in _STATUSES

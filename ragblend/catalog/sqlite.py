@@ -28,16 +28,16 @@ _PATH: ContextVar[Path | None] = ContextVar("path of the catalogue that is being
 
 
 class SqliteDialect(Dialect):
-    """The SQLite file `path`, or a database in memory if it is None."""
+    """The SQLite file `path`; None: a database in memory."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.name, self.key = str(path), path
 
     def connect_and_create_tables(self) -> Connection:
-        """Open the file, creating it if missing. The rows of earlier versions' files are copied into it.
+        """Open the file, or create it if it is missing. Copy the rows of earlier versions' files into it.
 
-        If the folder has no catalogue and cannot be written, they are copied into a database in memory.
+        If the folder has no catalogue and cannot be written, these rows are copied into a database in memory.
         """
         path = self.path
         is_writable = path is not None and _make_folder(path)

@@ -44,7 +44,7 @@ class FaissVectors:
         return found
 
     def to_bytes(self, index_id: bytes) -> bytes:
-        """Return the contents of a vectors file. index_id: 16 bytes."""
+        """Return the contents of a vectors file. `index_id`: 16 bytes."""
         data = bytes(faiss.serialize_index(self.faiss).tobytes()) + _TRAILER.pack(index_id, self.generation, b"")[:-32]
         return data + hashlib.sha256(data).digest()
 

@@ -42,7 +42,7 @@ _STOPPED_BY_CTRL_C = ("ui", "serve")  # Ctrl-C is the normal way to end these
 
 
 def interrupt_message(arguments: Sequence[str]) -> str:
-    """Return the line for a command's arguments: which results are kept, and the command that continues.
+    """Return the line to print on Ctrl-C in the command with these arguments: what is kept, and how to continue.
 
     >>> interrupt_message(["push"])
     'interrupted: what was sent so far is kept; the same command goes on from there: ragblend push'

@@ -75,8 +75,10 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
 
 
 def how_to_set_without_flag(argument: str, unflagged: Sequence[str]) -> str:
-    """Return a hint on how to set the setting that `argument` (such as "--fsync=no") names, for a command that has no
-    such flag: in the environment or in ragblend.toml. Return "" if it is none of the command's `unflagged` settings.
+    """Return a hint on how to set a setting without a flag: in the environment or in ragblend.toml.
+
+    `argument`: what the user wrote, such as "--fsync=no". `unflagged`: the settings that the command reads without a
+    flag. Returns "" if `argument` names none of them.
     """
     name = {flag_name(each): each for each in unflagged if flag_name(each)}.get(argument.partition("=")[0])
     return f"set RAGBLEND_{name.upper()}=..., or {name} in ragblend.toml" if name else ""

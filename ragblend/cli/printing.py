@@ -275,7 +275,7 @@ class ProgressLog:
 def progress_lines(
     notify: Callable[[str], None], every_s: float = PROGRESS_INTERVAL_S, title: str = "working"
 ) -> Iterator[ProgressLog]:
-    """Give a log of progress. Calls `notify` with its line every `every_s` seconds, also during a long step."""
+    """Yield a log of progress. `notify` gets the log's line every `every_s` seconds, also during a long step."""
     log, ended = ProgressLog(title), threading.Event()
 
     def repeat() -> None:
@@ -295,7 +295,7 @@ def progress_lines(
 def waiting_lines(title: str) -> Iterator[ProgressLog]:
     """Print a line on stderr from time to time during work that reports no stages. On a terminal, print nothing.
 
-    Call `begin` of the given log when another part of the work begins.
+    Yields the log of these lines. Call its `begin` when another part of the work begins.
     """
     if sys.stderr.isatty():
         yield ProgressLog(title)
@@ -306,9 +306,9 @@ def waiting_lines(title: str) -> Iterator[ProgressLog]:
 
 @contextmanager
 def progress_bars(title: str = "working") -> Iterator[Any]:
-    """Give a progress callback that draws bars with rate and time left on stderr.
+    """Yield a progress callback. It draws bars on stderr, with rate and time left.
 
-    If stderr is no terminal, it prints lines, which show `title` until the first stage reports.
+    If stderr is no terminal, lines are printed instead. They show `title` until the first stage reports.
     """
     if not sys.stderr.isatty():
         with progress_lines(print_notice, title=title) as log:

@@ -217,7 +217,7 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
 def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
     """Wait until the remote tier has every entry that is queued for sending, or stops answering.
 
-    The wait has no time limit, unlike the one of `Engine.close`, which waits only a few seconds.
+    The wait has no time limit. `Engine.close` waits only a few seconds.
     """
     for tier in engine.store.remote_tiers:
         total = tier.num_waiting

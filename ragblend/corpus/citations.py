@@ -24,9 +24,9 @@ _MAX_DEPTH = 6
 def add_pages_and_headings(document: Document, chunks: Iterable[Chunk]) -> list[Chunk]:
     """Return `chunks` of `document` with their pages and headings in their metadata.
 
-    `page` is the page of the chunk's first character, and `page_end` that of its last if it differs: a number, or a
-    label such as "iv". `headings` are those above the chunk's first character, outermost first, at most six of at most
-    200 characters; a heading that begins the chunk counts. A field that a splitter has set is kept.
+    `page`: page of the chunk's first character, a number or a label such as "iv". `page_end`: page of its last
+    character, if it is another page. `headings`: those above the chunk's first character and a heading that begins the
+    chunk, outermost first; at most six, each of at most 200 characters. A field that a splitter has set is kept.
     """
     if not document.marks:
         return list(chunks)
@@ -50,9 +50,9 @@ def add_pages_and_headings(document: Document, chunks: Iterable[Chunk]) -> list[
 
 
 def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
-    """Return a chunk's file with its record, its pages and the innermost heading above it, or the title.
+    """Return one line: a chunk's file and record, its pages, and the innermost heading above it.
 
-    A file below the working folder is named by its relative path.
+    If there is no heading, the title is named. A file below the working folder is named by its relative path.
 
     >>> describe_source("handbook.pdf", {"page": 12, "headings": ["Staff", "Leave"]})
     'handbook.pdf, p. 12, "Leave"'

@@ -48,8 +48,8 @@ _PEEK_BYTES = 8192  # read to detect pictures and other files without text
 class Document:
     """A text with a name. `source` is unique within a corpus; several sources may have equal texts.
 
-    The source of a file's document is the file's absolute path (`folder_scan.normal_path`), and `#record` or
-    `#record.passage`, counted from 0, if the file holds several.
+    The source of a file's document is the file's absolute path (`folder_scan.normal_path`). If the file holds several
+    documents, `#record` or `#record.passage` follows, counted from 0.
     """
 
     text: str
@@ -59,7 +59,7 @@ class Document:
 
     @property
     def content_hash(self) -> str:
-        """Return 32 hex digits, equal if text, metadata and marks are equal: unchanged documents are skipped."""
+        """Return 32 hex digits that change with text, metadata or marks. Ingestion skips unchanged documents."""
         metadata = json.dumps([dict(self.metadata), self.marks], sort_keys=True, default=str)
         return hashlib.blake2b(f"{metadata}\0{self.text}".encode(), digest_size=16).hexdigest()
 
@@ -82,18 +82,18 @@ class FileDocuments:
 
 
 class OpenedFile(NamedTuple):
-    """An opened file: the digest of its bytes (32 hex digits), and the function that reads its documents."""
+    """A file to ingest. `digest`: 32 hex digits of its bytes. `read`: returns its documents."""
 
     digest: str
     read: Callable[[], FileDocuments]
 
 
 def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> OpenedFile:
-    """Return a file to read. Of JSON lines and Parquet only some records are held in memory at a time.
+    """Return a file's digest and the function `read`, which reads its documents.
 
-    Raises FileNotFoundError, NotADocumentError and UnreadableDocumentError, also for a file larger than `max_file_mib`
-    (0: no limit). `read` raises the errors of `read_documents`; for JSON lines and Parquet the documents' iterator
-    raises them, and `failure` is complete after the last document.
+    Raises FileNotFoundError, NotADocumentError, and UnreadableDocumentError, also for a file larger than `max_file_mib`
+    (0: no limit). `read` raises the errors of `read_documents`. Of JSON lines and Parquet only some records are in
+    memory at a time: the iterator of the documents raises the errors, and `failure` is complete at its end.
     """
     stream = (
         stream_parquet
@@ -148,8 +148,8 @@ def read_documents(path: str, data: bytes, text_field: str = "") -> FileDocument
     """Return the documents of file `path`, whose bytes are `data`.
 
     `text_field`: field that holds the text of CSV, JSON and Parquet records; "" lets the reader choose. Raises
-    NotADocumentError if the file holds nothing to read, UnreadableDocumentError with the reason and what to do if it
-    should hold text and cannot be read.
+    NotADocumentError if the file holds nothing to read. Raises UnreadableDocumentError if it should hold text and
+    cannot be read; the message has the reason and the fix.
     """
     _check_name(path)
     if not data:
@@ -240,11 +240,11 @@ def has_visible_text(text: str) -> bool:
 
 
 def reader_version(path: str, text_field: str = "") -> str:
-    """Return the settings that determine a file's text, apart from its bytes: version of the readers, and `text_field`.
+    """Return what determines a file's text in addition to its bytes: the version of the readers, and `text_field`.
 
-    Versions of the parsers are left out: with another release the text of 0 of 38 pages (selectolax) and of 5 of 93
-    files (PDFium) changed, and every upgrade would make ragblend read every file again. READERS_VERSION is raised when
-    the golden digests of tests/corpus/readers/test_reader_goldens.py change, also through a parser.
+    Versions of the parsers are left out, because every upgrade would make ragblend read every file again. Another
+    release changed the text of 0 of 38 pages (selectolax) and of 5 of 93 files (PDFium). READERS_VERSION is raised if a
+    reader or a parser changes the golden digests of tests/corpus/readers/test_reader_goldens.py.
     """
     version = str(READERS_VERSION)
     return f"{version}:{text_field}" if text_field and _suffix(path) in RECORD_READERS else version

@@ -295,7 +295,7 @@ class HashingEmbedder:
         self.name = "hashing"
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """Return the texts' vectors, [n, dim] float32 unit rows. A text without words gets that of its characters."""
+        """Return the texts' vectors, [n, dim] float32 unit rows. A text without words is hashed as one word."""
         vectors = np.zeros((len(texts), self.dim), np.float32)
         for vector, text in zip(vectors, texts, strict=True):
             check_unicode(text, "a text to embed")
@@ -334,7 +334,7 @@ def embed_question(embedder: Embedder, text: str) -> FloatArray:
 
 
 def embedder_version(embedder: Embedder | str) -> int:
-    """Return the version of an embedder's vectors, or of the embedder with that name; loads no model."""
+    """Return the version of the vectors of an embedder, given as an object or by its name. Loads no model."""
     if isinstance(embedder, str):
         named_only = embedder == "hashing" or embedder.startswith(LANGCHAIN_PREFIX)
         return 1 if named_only else SentenceTransformerEmbedder.version
@@ -344,8 +344,8 @@ def embedder_version(embedder: Embedder | str) -> int:
 def load_embedder(name: str | Path) -> Embedder:
     """Return the embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
 
-    Raises NotFoundError now ('minilm' without its package) or at the first text (a missing model), and UsageError for
-    the name of a LangChain embedding, which can only be passed as an object: its name does not contain its settings.
+    Raises NotFoundError for 'minilm' without its package. For a missing model it is raised at the first text.
+    Raises UsageError for the name of a LangChain embedding: its name does not contain its settings, so pass the object.
     """
     if str(name) == "minilm":
         return MiniLMEmbedder()

@@ -77,7 +77,7 @@ class FolderScan:
     def has_left_out(self, path: str, top: str) -> bool:
         """Return True if the scan left out the file `path`, although it scanned one of the file's parent folders.
 
-        Only the folder `top` and folders below it count.
+        Of the scanned folders, only `top` and those below it count.
         """
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
@@ -96,13 +96,12 @@ class FolderScan:
 
 
 def scan_folders(paths: Iterable[str | Path], glob: str = "*", excluded: Iterable[str | Path] = ()) -> FolderScan:
-    """Return the files among `paths`, and the files in the folders among `paths`; those of each folder in order of
-    their names.
+    """Return the files among `paths`, and the files of the folders among `paths`, each folder's ordered by name.
 
-    Folders are walked recursively. Left out are hidden files, `node_modules`, what `.gitignore` files name (those of
-    the folder, of folders below it, and of folders above it in the same git repository), ragblend's own data, and the
-    folders `excluded`. Links to folders are not followed. A link to a file is read under its own name, unless the file
-    itself is read too; a link to a file outside of `paths` is not read. `glob` filters the files of folders like
+    Folders are walked recursively. The scan leaves out hidden files, `node_modules`, ragblend's own data, the folders
+    `excluded`, and what `.gitignore` files name: those of the folder, of folders below it, and of folders above it in
+    the same git repository. Links to folders are not followed. A link to a file is read under its own name, unless the
+    file itself is read too; a link to a file outside of `paths` is not read. `glob` filters the files of folders like
     `Path.rglob`. A named file is always read. Raises NotFoundError for a path that does not exist, UsageError for a
     pattern that can match nothing.
     """
@@ -174,7 +173,7 @@ def _as_listed(path: str) -> str:
 def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     """Return those of `sources` that `name` means: a source, a file with all its records, or the files below a folder.
 
-    sources: (source, file) each. `name` may be what `stats` shows, a path relative to the working folder, an absolute
+    `sources`: (source, file) each. `name` may be what `stats` shows, a path relative to the working folder, an absolute
     path or a file:// URI, in either Unicode normal form. The files need not exist any more. Raises UsageError for an
     empty name.
     """

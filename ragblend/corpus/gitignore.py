@@ -17,13 +17,13 @@ _GITIGNORE_BYTES = 1 << 20
 
 
 class GitignoreRules(NamedTuple):
-    """The rules of `.gitignore` files for paths below their folders. The innermost come last and take precedence."""
+    """The rules of `.gitignore` files for paths below their folders. Those of inner folders come last and win."""
 
     rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 
     @staticmethod
     def from_parents(top: str) -> GitignoreRules:
-        """Return the rules from the folders above `top` in its git repository; none if they leave out `top` itself."""
+        """Return the rules from the folders above `top` in its git repository; no rules if one ignores `top`."""
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):
             parent = os.path.dirname(folder)

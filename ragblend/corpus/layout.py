@@ -179,8 +179,8 @@ def find_row_ends_between(text: str, start: int, first_end: int, last_end: int) 
 
     Rows are paragraphs (of a CSV file), else lines (of a table or a log) without blank lines between them. Two rows are
     similar if their first words have the same form, such as digits in the same places. A row's end is returned only if
-    the row and the next one are similar. The rows are uniform if at least three in four of them are similar to the
-    next row. They are counted from `start` over three times the distance from `start` to `last_end`.
+    the row and the next one are similar. The rows are uniform if there are at least four, and three in four
+    of them are similar to the next row. This test reads three times the text from `start` to `last_end`.
     """
     size = last_end - start
     piece = text[start : last_end + 2 * size]

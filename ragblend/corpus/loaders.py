@@ -42,8 +42,8 @@ Documents are those of ragblend, LangChain and LlamaIndex. An exception is repor
 class FileReader:
     """Opens the files of an ingestion, with these settings.
 
-    max_file_mib: larger files are not read; 0: no limit. text_field: field that holds the text of CSV, JSON and Parquet
-    records; "" lets the reader choose. loader: function that reads every file instead of this package's readers.
+    `max_file_mib`: larger files are not read; 0: no limit. `text_field`: field that holds the text of CSV, JSON and
+    Parquet records; "" lets the reader choose. `loader`: function that reads every file in place of ragblend's readers.
     """
 
     max_file_mib: float = MAX_FILE_MIB

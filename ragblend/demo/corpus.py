@@ -59,7 +59,7 @@ class Corpus:
         return Corpus(records, tuple(asked for asked in self.questions if asked.gold and _contains_answer(text, asked)))
 
     def gold_chunks(self, question: Question) -> tuple[int, ...]:
-        """Return the numbers, over all records' chunks in order, of those that answer `question`."""
+        """Return the numbers of the chunks that answer `question`. The chunks of all records are numbered in order."""
         found, number = set(), 0
         for record in self.records:
             for chunk in record.chunks:

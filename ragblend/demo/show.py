@@ -135,8 +135,10 @@ def pick_evenly(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def summarize_modes(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return, for each mode, the numbers of right answers and of questions, both also of the reference questions alone,
-    and the median TTFT in seconds."""
+    """Return for each mode the number of right answers, the number of questions, and the median TTFT in seconds.
+
+    The two numbers are also given for the reference questions alone.
+    """
     prepared = [row for row in rows if row["answer"]]
     references = [row for row in prepared if row["kind"] in REFERENCE_KINDS]
     return {

@@ -38,7 +38,7 @@ LEAST_QUOTE = 64
 
 
 def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
-    """Return the position after the last user turn of a prompt: the start of `tail_ids`, if the prompt ends with them.
+    """Return the end of a prompt's last user turn: the start of `tail_ids` if the prompt ends with them, or its length.
 
     >>> last_turn_end([5, 6, 7, 1, 2], [1, 2]), last_turn_end([5, 6, 7], [1, 2])
     (3, 3)
@@ -189,7 +189,7 @@ class LocalEngine(EngineBase, ABC):
 
     `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; with "inline", its KV
     is used for this request only and not stored. `context`: the store's context policy (see `keys`); None: the policy
-    that its disk tier has stored, or the default for a model of `num_layers`.
+    that the store has recorded, or if none, the default for a model of `num_layers`.
     """
 
     def __init__(
@@ -262,8 +262,8 @@ class LocalEngine(EngineBase, ABC):
     def likely_keys(self, chunks: Sequence[Part]) -> list[str]:
         """Return the cache keys that a prompt of these chunks is likely to use.
 
-        These are the keys of the first chunk computed alone, and of every chunk in the variant of the store's context
-        policy. If the store has recorded no policy, the keys of all chunks computed alone are included.
+        These are the key of the first chunk, computed alone, and the keys of all chunks under the store's context
+        policy. If the store has recorded no policy, the keys of all chunks, computed alone, are added.
         """
         named = [as_chunk(chunk) for chunk in chunks]
         first = [replace(chunk, context="none") for chunk in (named[:1] if self._knows_context else named)]

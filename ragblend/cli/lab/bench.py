@@ -77,7 +77,10 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def add_benchmark_command(config: type[BenchConfig], help: str, *more: Parameter) -> None:
-    """Add a benchmark's command. It runs `BENCHMARK` of `ragblend.lab.bench.NAME`, or of its module in `_MODULES`."""
+    """Add a benchmark's command. Its NAME is that of the class `config`: "load" for LoadConfig.
+
+    The command runs `BENCHMARK` of the module `ragblend.lab.bench.NAME`, or of the module that `_MODULES` has for NAME.
+    """
     name = config.__name__.removesuffix("Config").lower()
 
     def command(*, json_: bool, plot: str | None = None, **values: Any) -> None:

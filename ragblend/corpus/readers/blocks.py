@@ -41,8 +41,7 @@ class TextBlocks:
             self.add(f"{'#' * level} {words}")
 
     def mark_heading(self, words: str, level: int) -> None:
-        """Set a heading mark at the next block, which is the heading itself, or the first block below a heading whose
-        words are not in the text."""
+        """Mark the next block as a heading, or as the first block below a heading whose words are not in the text."""
         self._place_pages(self._next_offset())
         self.marks.append(Mark(self._next_offset(), "heading", words, level))
 
@@ -100,7 +99,7 @@ def check_table_depth(num_open: int) -> None:
 
 
 def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """Return the blocks of a table, given as rows of cells of paragraphs: one block with a line per row.
+    """Return the blocks of a table: one block with a line per row. `rows[i][j]` has the paragraphs of a cell.
 
     A table of one column only frames text, so it gives one block per paragraph.
 

@@ -62,8 +62,9 @@ def find_codec(label: str) -> str:
 
 
 def rank_charsets(data: bytes) -> list[str]:
-    """Return the names of the Python codecs that `data`, which is not UTF-8, may be encoded with, likeliest first. Only
-    a sample of `data` is examined.
+    """Return the names of the Python codecs that `data` may be encoded with, likeliest first.
+
+    `data` is not UTF-8. Only a sample of it is examined.
 
     >>> rank_charsets("Die Größe ist gültig für 5 €".encode("cp1252"))[0]
     'cp1252'

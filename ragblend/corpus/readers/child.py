@@ -76,7 +76,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def main(suffix: str, memory_bytes: str) -> int:
-    """Read stdin with the reader of `suffix`. Return 0, also for an error with a reason, or 3 if memory ran out."""
+    """Read stdin with the reader of `suffix`. Return 3 if memory ran out, else 0, also for a rejected file."""
     _limit_memory(int(memory_bytes))
     try:
         deque(READERS[suffix](sys.stdin.buffer.read()), maxlen=0)

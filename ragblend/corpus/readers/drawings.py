@@ -20,7 +20,7 @@ _DATE_CODE = re.compile(r"yy|d[-/. ]m|m[-/. ]d", re.IGNORECASE)
 def read_drawing(container: ZipContainer, relationships: dict[str, Relationship], reference: Element) -> str:
     """Return the text of the chart or SmartArt that an element refers to; "" if its part is missing or damaged.
 
-    Removes its relationship from `relationships`, so that each text is read once.
+    Removes the relationship of the chart or SmartArt from `relationships`, so that each text is read once.
     """
     part = relationships.pop(attribute(reference, "dm" if local_name(reference) == "relIds" else "id"), None)
     if part is None:

@@ -24,8 +24,7 @@ _MIN_PROSE_WORDS, _MIN_PROSE_SHARE = 4, 0.2
 
 
 class RecordText(NamedTuple):
-    """The text of a record and its metadata. The last field is True if some values of the record are in neither of
-    them."""
+    """The text of a record and its metadata. `is_cut`: some values of the record are in neither of them."""
 
     text: str
     metadata: dict[str, Any]

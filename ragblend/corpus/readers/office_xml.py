@@ -48,7 +48,7 @@ def local_name(element: Element) -> str:
 
 
 def attribute(element: Element, name: str, default: str = "") -> str:
-    """Return the attribute with this local name, in any namespace: transitional and strict files differ."""
+    """Return the attribute with this local name. Its namespace differs between transitional and strict Office files."""
     if (value := element.get(name)) is not None:
         return value
     for key, value in element.items():

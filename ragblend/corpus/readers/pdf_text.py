@@ -65,7 +65,7 @@ def normalize_characters(text: str) -> str:
 
 
 def is_garbage(text: str) -> bool:
-    """Return True if `text` is not words: more than 5 % control, private or unassigned characters, or names of glyphs.
+    """Return True if `text` is not words: over 5 % control, private or unassigned characters, or 30 % glyph names.
 
     Such a character between spaces does not count, because it is a bracket of a formula or a note of music.
 

@@ -50,9 +50,9 @@ _NOTE_TYPES = {
 
 
 class PdfPageContents(NamedTuple):
-    """A page: its text, form fields as (name, value), texts of notes, and True if it shows a picture.
+    """A page. `fields`: its form fields as (name, value). `notes`: texts of its notes.
 
-    `has_picture` is False for a page with text. `is_damaged`: PDFium cannot read the page.
+    `has_picture`: it shows a picture and has no text. `is_damaged`: PDFium cannot read it.
     """
 
     text: str = ""

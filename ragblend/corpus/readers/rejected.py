@@ -61,7 +61,7 @@ _DOCUMENT_PARTS = (b"[Content_Types].xml", b"mimetypeapplication/")
 
 
 def not_a_document_reason(name: str, head: bytes, has_reader: bool) -> str:
-    """Return why a file is not a document, by its name and first bytes; "" for text, and for a name with a reader.
+    """Return why a file is not a document; "" if its first bytes `head` are text, or a reader has its name's ending.
 
     >>> not_a_document_reason("a.gif", b"", False), not_a_document_reason("a", b"GIF89a\\0", False)[:16]
     ('is a picture; if it shows text, run OCR on it: tesseract FILE FILE', 'is a binary file')
@@ -108,8 +108,10 @@ def raise_unreadable(reason: str, data: bytes) -> ParsedRecords:
 
 
 def read_keynote(data: bytes) -> ParsedRecords:
-    """Raise UnreadableDocumentError for a Keynote document, with the formats to export it to; NotADocumentError for
-    other files called `.key`, such as private keys."""
+    """Raise UnreadableDocumentError for a Keynote document, with the formats to export it to.
+
+    Raises NotADocumentError for other files called `.key`, such as private keys.
+    """
     if data.startswith(ZIP_MAGIC):
         raise UnreadableDocumentError(
             "is a Keynote presentation, which is not read; export it from Keynote as PowerPoint or PDF"

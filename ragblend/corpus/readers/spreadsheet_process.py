@@ -21,7 +21,7 @@ class TooLargeError(Exception):
 
 
 def main() -> None:
-    """Write {"sheets": [[name, lines], ...]}, or {"error": class, "message": text}."""
+    """Read a workbook from stdin. Write {"sheets": [[name, lines], ...]} or {"error": class, "message": text}."""
     _limit_memory()
     try:
         answer: dict[str, Any] = {"sheets": _read_sheets(sys.stdin.buffer.read())}

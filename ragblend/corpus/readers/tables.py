@@ -122,9 +122,8 @@ def parse_table(text: str, text_field: str = "") -> Table:
     """Return the table in `text`; finds its delimiter and its header in time linear in the text.
 
     A first line `sep=;` names the delimiter. Without this line, the delimiter is the one that splits most of the first
-    rows, above all the header, into equally many values. Lines above the header, such as an account's name and period,
-    are the preamble. If the first row has numbers where the rows below have numbers, it is data, and no column has a
-    name.
+    rows into the same number of values. Lines above the header, such as an account's name and period, are the preamble.
+    If the first row has numbers where the rows below have numbers, it is data, and no column has a name.
     """
     text_names = {*TEXT_FIELDS, text_field} - {""}
     text = unify_line_breaks(text.removeprefix("\ufeff"))

@@ -44,7 +44,7 @@ class Styles:
         self._resolved: dict[str, Style] = {}
 
     def find(self, style_id: str) -> Style:
-        """Return the style with this id; that of body text if there is none."""
+        """Return the style with this id; if there is none, the style of body text."""
         if style_id not in self._resolved:
             self._resolved[style_id] = self._resolve(style_id)
         return self._resolved[style_id]
