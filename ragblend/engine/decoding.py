@@ -81,8 +81,9 @@ _PLAIN = (None,) * 6
 class Sampler:
     """Sampler of one answer. It has its own random state, so requests do not influence each other.
 
-    A repetition penalty counts the tokens `prompt_ids` and those of the answer. With `options.logprobs`, `logprobs` has
-    per token its id, its log-probability and the ids and log-probabilities of the likeliest tokens.
+    A repetition penalty counts the tokens `prompt_ids` and those of the answer. With `options.logprobs`, the list
+    `logprobs` has one item per token of the answer: its id, its log-probability, and the likeliest tokens as pairs (id,
+    log-probability).
     """
 
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:

@@ -40,7 +40,7 @@ class Conversation:
     """KV of one conversation so far. The caller passes it with the next turn, which does not prefill the earlier turns
     again.
 
-    The KV of blended chunks in it is approximate, but is the KV from which the earlier answers were decoded. It is
+    For blended chunks it has the approximate KV from which the earlier answers were decoded. A conversation's KV is
     never stored.
     """
 
@@ -56,7 +56,7 @@ class EngineKeywords(GenerationKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt with its settings: `options` as requested; mode, rule and ratio are those that are used."""
+    """One prompt with its settings. `options`, `mode` and `rule` are as requested; `ratio` may be a default."""
 
     prompt: MatchedPrompt
     mode: Mode
@@ -97,7 +97,7 @@ OnEnd = Callable[[PrefillResult, Generation], None]
 class RunningAnswer:
     """An answer in progress inside the engine loop. The caller holds its GenerationStream.
 
-    `advance` runs the answer up to its next decode step. Its texts are put into `pieces`, followed by None.
+    `advance` runs the answer up to its next decode step. It puts the answer's texts into `pieces`, and None at the end.
     """
 
     def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
@@ -309,7 +309,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
 
 
 class Backfiller:
-    """Precomputes chunks that a prompt contained and the store did not have, in the background, by `worker`.
+    """Precomputes, in the background on `worker`, chunks of prompts that the store did not have.
 
     It computes one chunk at a time, so a request waits for at most one of them.
     """
@@ -321,7 +321,7 @@ class Backfiller:
         self._lock = threading.Lock()
 
     def add(self, run: ChunkRun) -> None:
-        """Queue the chunk of a run for precomputing. A closed engine and an ending interpreter do not precompute it."""
+        """Queue the chunk of a run for precomputing. Do nothing if the engine is closed or the interpreter ends."""
         with self._lock:
             self._pending = [future for future in self._pending if not future.done()]
             try:

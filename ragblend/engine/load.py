@@ -63,8 +63,8 @@ def load_engine(
     """Return an engine: a model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded. The
-    pair's model then uses ragblend's attention function; in your own calls of the model, that function calls the
-    model's previous one. None is the model that the store's latest ingestion used, or the server's.
+    pair's model gets ragblend's attention function; in your own calls of the model, that function calls the one that
+    was set before. None is the model that the store's latest ingestion used; over HTTP, the server's.
     `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's engine arguments; or "http://HOST:PORT", a server
@@ -75,11 +75,12 @@ def load_engine(
 
     `options` are LoadOptions. ModelOptions load the model: dtype or torch_dtype, device or device_map,
     attn_implementation, revision, cache_dir, local_files_only, trust_remote_code, adapter, model_kwargs. TierOptions
-    are the budgets, remote and dtype of `open_store`; a KVStore that is passed has its own.
+    are those of `open_store`: budgets, remote and dtype of the directory's store. A KVStore that is passed has its own.
 
     `system` is the system text after which chunks are precomputed; None is the stored one, "" none. `context` is the
-    store's context policy (see `store.keys`); None is the stored one, so pass it for KV in a remote tier that another
-    process fills. Raises StoreMismatchError if all KV in the directory is of other models, unless `new_model` is True.
+    context policy (see `store.keys`); None is the one that the store's folder has recorded. A remote tier records none,
+    so pass `context` for KV that another process puts there. Raises StoreMismatchError if all KV in the directory is of
+    other models, unless `new_model` is True.
 
     `shadow`: share of the requests answered from fused KV for which full prefill also runs, after the answer.
     `engine.shadow` counts how often both agree; each report's `shadow` has the comparison.
@@ -139,10 +140,12 @@ def load_engine(
 
 
 def load_document_engine(model: str | None, store: str, **options: Any) -> DocumentEngine:
-    """Return an engine that pins and removes the documents of the folder `store`; its arguments are `load_engine`'s.
+    """Return an engine that pins and removes the documents of the folder `store`.
 
-    It loads no weights where the model's fingerprint is known without them and the store has KV of it, else it is
-    `load_engine`'s engine. The fingerprint of a GGUF file, an adapter or quantised weights depends on their loading.
+    `options` are arguments of `load_engine`; dtype, device, trust_remote_code and backend must be among them.
+
+    No weights are loaded if the model's fingerprint is known without them and the store has KV of the model. Otherwise
+    the engine is `load_engine`'s: the fingerprint of a GGUF, an adapter or quantised weights depends on loading them.
     """
     from ragblend.engine.base import WeightlessEngine
     from ragblend.engine.store.disk import DiskStore

@@ -32,9 +32,9 @@ NO_MATCH = (
 
 
 class NoReuseWarnings:
-    """Logs a warning if prompts reuse nothing: one for each cause, until a prompt reuses a chunk for the first time.
+    """Logs why prompts reuse nothing, one warning for each cause. Thread-safe.
 
-    Thread-safe.
+    Ends when a prompt reuses a chunk, or when NUM_PROMPTS_BEFORE_WARNING prompts have reused nothing.
     """
 
     def __init__(self, engine: EngineBase) -> None:
@@ -45,10 +45,10 @@ class NoReuseWarnings:
         self.is_settled = False  # a chunk was reused, or all warnings were logged: later prompts are not examined
 
     def record_lookup(self, num_tokens: int, hits: Sequence[bool], *prefixes: tuple[int, ...]) -> None:
-        """Record that a prompt of `num_tokens` tokens was looked up, and log a warning if nothing was reused.
+        """Record the lookup of a prompt of `num_tokens` tokens. If it reused nothing, log the cause, once per cause.
 
-        Call this for modes with reuse only. `hits` has for each chunk of the prompt True if the chunk was stored.
-        `prefixes` are the ids that the prompt begins with; chunks may be stored after them.
+        Call this for modes with reuse only. `hits`: for each chunk of the prompt, True if it was stored. `prefixes`:
+        ids at the beginning of the prompt. A stored chunk can be reused if it was computed after one of these.
         """
         if any(hits):
             self.is_settled = True

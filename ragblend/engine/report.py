@@ -109,7 +109,7 @@ def new_chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
 
 
 def merge_runs_by_chunk(report: BlendReport, prompt: MatchedPrompt) -> None:
-    """Replace the reports of runs in `report.chunks` by one per chunk, which sums up the chunk's runs in the prompt."""
+    """Replace the reports of runs (parts of chunks) in `report.chunks` by one report per chunk, with summed counts."""
     joined = []
     for parts in prompt.runs_by_chunk:
         runs = [report.chunks[part] for part in parts]

@@ -71,10 +71,10 @@ class Shadow:
             self._pending.append(self._executor.submit(self._work, compare, report))
 
     def sample_vllm_answer(self, stream_full: Callable[[], Stream], answer: Generation) -> None:
-        """If this request of vLLM is sampled, compare its finished `answer`, which must be greedy and complete, with
-        full prefill's. `stream_full` requests the answer to the same prompt by full prefill.
+        """Decide at random whether to compare vLLM's finished `answer` with full prefill's, and if so, compare them.
 
-        Other answers cannot be compared, because vLLM returns tokens without their distribution.
+        `stream_full` requests the answer to the same prompt by full prefill. `answer` must be greedy and complete:
+        vLLM returns tokens without their distribution, so other answers cannot be compared.
         """
 
         def compare() -> ShadowReport:

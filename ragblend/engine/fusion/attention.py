@@ -136,7 +136,8 @@ PLAIN = AttentionExtras()
 class ProbeQueries(NamedTuple):
     """The question's queries at one layer.
 
-    `states` [Hq, Q, D] are rotated to the positions `rows` [Q]. `scale` is the factor on the product of query and key.
+    `states` [Hq, Q, D] (Hq query heads, Q tokens) are rotated to the positions `rows` [Q]. `scale` is the factor on the
+    product of query and key.
     """
 
     states: Tensor

@@ -59,15 +59,15 @@ def fuse(
     layers: LayerSource,
     ends_s: list[float] | None = None,
 ) -> FuseResult:
-    """Fill `fused` with the prompt's KV and return the last token's logits.
+    """Fill `fused` with the prompt's KV. Return the last token's logits, and what was recomputed at which cost.
 
-    Fresh tokens (question, everything without stored KV) run through every layer. Of the tokens with stored KV, all
-    candidates run up to the first check layer. There the rule selects a share of the candidates, and only the selected
-    ones run through the later layers; each later check layer selects fewer of them. A rule with a query probe first
-    runs the fresh tokens through the layers up to its last probe layer, over the stored KV, and selects tokens before
-    this pass begins. In each layer, computed rows replace stored ones, and each computed token attends to all tokens at
-    or before its position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of
-    kept candidates is added to their KV before attention.
+    Fresh tokens (question, everything without stored KV) run through every layer. Candidates are the tokens whose
+    stored KV may be replaced. They run up to the first check layer. There the rule selects a share of them, and only
+    the selected ones run through the later layers; each later check layer selects fewer of them. A rule with a query
+    probe selects earlier: it runs the fresh tokens over the stored KV, up to its last probe layer, and selects tokens.
+    Then fresh and selected tokens run through every layer. In each layer, computed rows replace stored ones, and each
+    computed token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift correction
+    (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
 
     If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """
@@ -379,7 +379,7 @@ def relative_deviation(
 
 @torch.inference_mode()
 def run_to_completion(model: LayerwiseModel, steps: Steps[_T]) -> _T:
-    """Run steps to their end, each LayerCall by `model`, and return their result."""
+    """Run `steps` to their end and return their result. `model` runs each LayerCall that they yield."""
     output: Tensor | None = None
     while True:
         try:

@@ -64,8 +64,8 @@ class HostToDeviceCopier:
         return _as_layers(copies, layers)
 
     def allocate(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors on the device like `sources`, in one block of memory. The copying stream may write to it
-        without waiting for the computing stream.
+        """Return tensors on the device like `sources`, in one block of memory. The copying stream may write to this
+        block without waiting for the computing stream.
         """
         starts = list(accumulate(map(aligned_nbytes, sources), initial=0))
         with torch.cuda.stream(self.copying):

@@ -120,9 +120,10 @@ class LayerLoader:
     `together`: place all chunks of a layer in one call, and write adjacent chunks as one. That needs one more copy and
     far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise `place` is called per chunk.
 
-    `first_layer` returns the pre-RoPE keys and values of layer 0 [H, T, D] for token ids [T], which determine them. If
-    it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1. The reader
-    still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving waits for that.
+    `first_layer(token_ids)` computes the pre-RoPE keys and values of layer 0 [H, T, D], which depend on the token ids
+    alone. If it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1.
+    The reader still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving the
+    context waits for that.
 
     `key_rotation`: the model, whose methods undo the rotation of keys and add drift to them. `read_stored` and
     `apply_drift` require `key_rotation`, and a destination whose keys and values can be read.
@@ -244,7 +245,7 @@ class LayerLoader:
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
         """Add `shares` [T, M] times `drift` [H, M, D] to the layer's values and to its keys before rotation.
 
-        If `drift` is None, do nothing.
+        T: tokens of the prompt. M: landmarks of the DriftCorrection. If `drift` is None, do nothing.
         """
         if drift is None:
             return
@@ -258,7 +259,7 @@ class LayerLoader:
         buffer.values(layer)[:, :count] += (shares @ drift.values).to(buffer.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Return the load and fuse events of each layer. `ends_s`: when its fusing ended, in `perf_counter` seconds."""
+        """Return the load and fuse events of each layer. `ends_s`: when each was fused, in `perf_counter` seconds."""
         spans = zip(self._released_s, ends_s, strict=True)
         return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
 

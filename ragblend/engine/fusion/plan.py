@@ -153,7 +153,7 @@ class FuseResult:
     select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
 
     def add_first_layer_cost(self, num_rows: float, plan: FusePlan) -> None:
-        """Add the cost of running `num_rows` rows through layer 0 only. It does not grow with the number of layers."""
+        """Add the cost of running `num_rows` rows through layer 0 only, which does not grow with a model's depth."""
         self.rows_per_layer[0] += num_rows
         if plan.checks[0].layer == 0:
             self.fixed_cost += num_rows
@@ -177,13 +177,13 @@ def record_fusion(
 ) -> None:
     """Write into `report` the reused and recomputed tokens, per chunk and in all, and the rule's measurements.
 
-    The report's chunks, initially misses, begin at `starts`; `stored` has those whose stored KV was used, by start,
-    with its prefix and the policy of its context.
-    `num_known`: number of rows at the start of the prompt that an earlier request had computed and left in memory.
+    `report.chunks` are all misses before this call. `starts`: the first position of each of these chunks in the prompt.
+    `stored`: the chunks whose stored KV was used, by first position: the placement, how the prefix of this KV matched,
+    and the policy of its ingestion context. `num_known`: number of rows at the start of the prompt that an earlier
+    request had computed and left in memory.
 
-    `attention_*` are from `question_attention_shares`. `mean_deviation`: mean of `relative_deviation` over the
-    recomputed tokens at the first check layer: the distance of their stored keys and values from the recomputed ones. A
-    measurement that the rule did not make stays None.
+    `report.attention_*` are from `question_attention_shares`. `report.mean_deviation` is the mean, over the recomputed
+    tokens, of the `relative_deviation` that the first check layer measured. What the rule did not measure stays None.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
@@ -219,9 +219,10 @@ def record_fusion(
 def question_attention_shares(plan: FusePlan, fused: FuseResult) -> QuestionAttentionShares | None:
     """Return the shares of the question's attention over the prompt's tokens; None if the rule runs no query probe.
 
-    The attention is the mean over the question's tokens, heads and probe layers, over stale KV, before any recompute.
-    Stale: kept tokens, whose stored KV was computed without the chunks before them. Recomputed: replaced ones. Exact:
-    all others, that is the prefix, the chunk stored after it, and all tokens computed in this prompt.
+    The attention is measured over the stored KV, before any recompute: the mean over the question's tokens, heads and
+    probe layers. `stale`: kept tokens, whose stored KV was computed without the chunks before them. `recomputed`: chunk
+    tokens whose stored KV was replaced. `exact`: all others, that is the prefix, the chunk stored after it, and all
+    tokens computed in this prompt.
     """
     if fused.attention is None:
         return None
@@ -259,8 +260,9 @@ def project_charged_budget(
     """Project the charged budget of a rule from this model to one of `target_num_layers`, and return it.
 
     In a shallow model the check is most of the cost, so budgets are compared at one depth. Layers before the check
-    layer keep their cost. Each later layer costs the mean of this model's later layers. `fixed_cost`: the part of
-    `rows_per_layer` for measuring at the check layer, which does not grow with depth.
+    layer keep their cost. The check layer and each layer after it cost the mean of those layers in this model.
+    `fixed_cost`: the part of `rows_per_layer` for measuring at the check layer. It does not grow with depth, so it is
+    left out of the mean and added once.
 
     >>> round(project_charged_budget(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225

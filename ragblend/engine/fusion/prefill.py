@@ -42,7 +42,7 @@ class PrefillItem(NamedTuple):
 
 
 def prefill_chunk(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
-    """Run one chunk after `prefix` (its rows [0, P) valid) and return the chunk's slice: pre-RoPE keys, values.
+    """Run one chunk after `prefix`, of which the first P rows are valid. Return the chunk's pre-RoPE keys, and values.
 
     Rows of `prefix` beyond P are overwritten; its P valid rows do not change.
     """

@@ -29,9 +29,9 @@ class PromptKVBuffer(Protocol):
 
 
 class FreshRowsCallback(NamedTuple):
-    """A function for the layer to call, and the rows whose keys and values it receives.
+    """Function that a layer calls with the fresh keys and values of some of its rows, and the indices of these rows.
 
-    The layer calls it after computing the keys and values of its rows, and before writing them to the PromptKVBuffer.
+    The layer calls it after computing the keys and values, and before writing them to the PromptKVBuffer.
     """
 
     row_indices: Tensor  # indices into the rows that are run
@@ -54,8 +54,9 @@ class LayerSource(Protocol):
 class DriftCorrectableLayerSource(LayerSource, Protocol):
     """LayerSource whose placed chunks can be corrected for drift.
 
-    If a placed chunk is stale, `fuse` calls `apply_drift` once for every layer except the first: after it
-    has waited for the layer, and before it writes recomputed rows of placed chunks into that layer.
+    A placed chunk is stale if its KV was computed without the tokens that precede it in the prompt. If the plan
+    corrects drift and a placed chunk is stale, `fuse` calls `apply_drift` once for every layer except the first: after
+    it has waited for the layer, and before it writes recomputed rows of placed chunks into that layer.
     """
 
     # Returns pre-RoPE keys, values [H, R, D] at positions [R] of a layer that was waited for and is not corrected yet.
@@ -66,10 +67,11 @@ class DriftCorrectableLayerSource(LayerSource, Protocol):
 
 
 class QueryProbeHook(Protocol):
-    """Function for a layer to call once, with the rotated queries of the probe's rows and the rotated keys.
+    """Function that a layer calls once, with the rotated queries of the probe's rows and the rotated keys.
 
-    `keys` is [H, rows[-1] + 1, D]. The function may keep a reference to the queries, but not to the keys. If the layer
-    also passes `values`, the function returns the attention output [Hq, Q, D] of the rows; else None.
+    `keys` [H, queries.rows[-1] + 1, D] end with that of the last query. The function may keep a reference to the
+    queries, but not to the keys. If the layer also passes `values`, the function returns the attention output
+    [Hq, Q, D] of the queries; else None.
     """
 
     def __call__(self, queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None: ...

@@ -83,9 +83,9 @@ def ask_scores(inputs: RuleInputs) -> Tensor:
     """Return a score per candidate: its share of the question's attention (ProphetKV, arXiv 2602.02579).
 
     The share is the mean over probe layers, heads and the question's tokens. The first and last token of each placed
-    part get 1 more, so they are recomputed first, for two reasons. The first token of a text that was computed alone
-    attracts attention (EPIC, arXiv 2410.15332, recomputes a few of them). Drift correction needs a recomputed token in
-    each part.
+    part of a chunk get 1 more, so they are recomputed first, for two reasons. The first token of a text that was
+    computed alone attracts attention (EPIC, arXiv 2410.15332, recomputes a few of them). Drift correction needs a
+    recomputed token in each part.
     """
     assert inputs.attention is not None
     assert inputs.is_edge is not None
@@ -176,9 +176,9 @@ def find_rule(name: str, num_layers: int = DEEP_MODEL_LAYERS) -> SelectionRule:
 
 
 def default_check_layer(global_layers: Sequence[int]) -> int:
-    """Return the check layer of a model in which `global_layers` have no attention window: the first of them after 0.
+    """Return the check layer: the first layer after layer 0 in `global_layers`, which have no attention window; else 1.
 
-    Before it, tokens attend only to their window, so their keys and values deviate little.
+    In the layers before it, tokens attend only to their window, so their keys and values deviate little.
 
     >>> default_check_layer((5, 11, 17)), default_check_layer((0, 1, 2)), default_check_layer(())
     (5, 1, 1)
@@ -189,7 +189,7 @@ def default_check_layer(global_layers: Sequence[int]) -> int:
 def schedule_check_layers(
     rule: SelectionRule, ratio: float, num_layers: int, check_layer: int = CHECK_LAYER
 ) -> tuple[CheckLayer, ...]:
-    """Return the layers at which `rule` reduces the computed tokens, each with the share of chunk tokens it keeps.
+    """Return the layers at which `rule` selects tokens, each with the share of chunk tokens computed from there on.
 
     Raises UsageError for a layer that the model does not have.
     """
@@ -226,9 +226,8 @@ def is_probe_worthwhile(
 ) -> bool:
     """Return True if the query probe of `num_fresh` tokens costs few enough token-layers.
 
-    It may cost as much as recomputing `ratio` plus PROBE_MARGIN of the chunk tokens. For the same cost, NO_PROBE_RULE
-    recomputes PROBE_MARGIN more of the tokens, and is still less close to full prefill. Long questions over short
-    chunks exceed this limit.
+    The limit is the cost of recomputing `ratio` + PROBE_MARGIN of the chunk tokens. NO_PROBE_RULE is less close to full
+    prefill even if it recomputes that share. Long questions over short chunks exceed the limit.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
@@ -299,7 +298,7 @@ _JITTER = 1e-6
 class DriftCorrection(NamedTuple):
     """Regression that estimates the KV change of all T tokens from the measured change of N recomputed ones.
 
-    It does so with M landmarks, a part of the recomputed tokens.
+    Landmarks are M of the recomputed tokens. Each estimate is a weighted sum of the drift's M rows, one per landmark.
     """
 
     rows: Tensor  # positions [N] of the recomputed tokens, ascending
@@ -307,8 +306,10 @@ class DriftCorrection(NamedTuple):
     shares: Tensor  # [T, M] float32, factors on the M rows of `drift`; 0 for tokens that are not corrected
 
     def estimate_drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
-        """Return the drift [H, M, D] float32 of pre-RoPE keys and values, from the `fresh` and `stored` KV [H, N, D] of
-        the recomputed tokens. `shares` @ drift are the changes to add to the stored KV of all T tokens.
+        """Return the drift [H, M, D] float32 of pre-RoPE keys and values, one row for each of the M landmarks.
+
+        `fresh`, `stored`: KV [H, N, D] of the recomputed tokens. `shares` @ drift are the changes to add to the stored
+        KV of all T tokens.
         """
         moved = []
         for new, old in zip(fresh, stored, strict=True):
@@ -342,7 +343,7 @@ def fit_drift_correction(
 ) -> DriftCorrection:
     """Return the regression over N candidates at the positions `rows` [N], ascending, of a prompt of T tokens.
 
-    values: the candidates' stored values [H, N, D] at `similarity_layer`. Candidates are as similar as their values.
+    values: the candidates' stored values [H, N, D] at `similarity_layer`, by which their similarity is measured.
     chunks: index [N] of each candidate's chunk. is_recomputed: [N] bool, True for at least one. shares: [T] factor on
     the estimated change of each position, 0 for positions that are not corrected. `mean_over_ranks` averages a vector
     over the ranks, if each has some of the heads.

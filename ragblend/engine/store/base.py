@@ -114,10 +114,9 @@ class KVStore(ABC):
         """
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> Mapping[str, ChunkKV]:
-        """Fetch entries that no local tier has from the remote tiers, in parallel. Return the entries that arrived, by
-        key.
+        """Fetch from the remote tiers, in parallel, only what no local tier has. Return what has arrived, by key.
 
-        until_s: the deadline on the monotonic clock; None for `timeout_s` seconds from now.
+        until_s: the deadline on the monotonic clock; None for the remote tiers' time limit from now.
         """
         return {}
 
@@ -220,7 +219,7 @@ class KVStore(ABC):
         """
 
     def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the local tiers from which a remote tier reads the entries to send that are queued by key alone."""
+        """Set the local tiers. A remote tier reads from them the entries that it has queued by key alone."""
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for background writes; return False if they did not finish within `timeout_s` seconds."""

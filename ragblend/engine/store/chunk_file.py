@@ -358,8 +358,8 @@ class SharedFile:
 
     @property
     def can_stay_open(self) -> bool:
-        """True if at least half of the process's file descriptors are free. The number of this one shows it, because
-        the kernel hands out the lowest free number.
+        """True if at least half of the process's file descriptors are free. This descriptor's number shows that,
+        because the kernel hands out the lowest free number.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2

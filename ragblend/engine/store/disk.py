@@ -67,7 +67,7 @@ class StoreEntry(NamedTuple):
 class GcResult(NamedTuple):
     """What `gc` deleted, or would delete in a dry run.
 
-    `evicted`: keys of the deleted entries. `num_quarantined`, `num_temp_files`: numbers of deleted files of both kinds.
+    `evicted`: keys of the deleted entries. `num_quarantined`, `num_temp_files`: numbers of deleted files of each kind.
     `freed_bytes`: size of all deleted files. `kept_bytes`: size of the remaining entries.
     """
 
@@ -251,7 +251,7 @@ class DiskStore(StoreMetadata, KVStore):
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
         """Return the current byte budget of the entries; None for no limit. It is never below the bytes already stored.
 
-        held_bytes: `nbytes`, if the caller knows it.
+        held_bytes: the result of `nbytes`, if the caller has it.
         """
         if self.capacity_bytes != "auto":
             return self.capacity_bytes

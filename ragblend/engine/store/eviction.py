@@ -80,7 +80,7 @@ class DiskEvictor:
 
     @contextmanager
     def reserve(self, key: str, nbytes: int) -> Iterator[None]:
-        """Evict entries until the new one fits, then let the caller write it. Raises StoreFullError."""
+        """Context manager: evict entries until the new one fits; the caller writes it inside. Raises StoreFullError."""
         if self._capacity is None or (self._looked_s is None and self.certainly_fits(nbytes)):
             yield
             return
@@ -120,8 +120,8 @@ class DiskEvictor:
         """Return the size in bytes of all entries, damaged ones included.
 
         Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
-        lists_again: False with a budget returns the table's bytes, without what other processes changed since the last
-        listing.
+        `lists_again` False, with a budget: list nothing if a table exists, and return the table's bytes. The table
+        lacks what other processes changed since the last listing.
         """
         with self._put_lock:
             if lists_again or self._capacity is None or self._looked_s is None:

@@ -71,7 +71,7 @@ def chunk_key(
 
 
 def key_from_header(header: KVHeader) -> str:
-    """Return the key of the entry with this header. Raises ValueError if its context is not the end of its prefix.
+    """Return the key of the entry with this header. Raises ValueError if its context is longer than its prefix.
 
     >>> key_from_header(KVHeader("", "model", (1, 5, 6), (7,), 1, "float32", context=(2,))) == chunk_key(
     ...     "model", [1], [7], context=SIMILAR

@@ -197,7 +197,7 @@ class TensorSpec(NamedTuple):
 def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
 
-    keys, values: shapes of a layer's last two tensors: [H, T, D] if stored as computed, [H, T - S, D] if quantized.
+    keys, values: shapes of a layer's last two tensors: [H, T, D], or [H, T - S, D] if quantized (see QuantizedLayer).
     """
     heads, dim, value_heads, value_dim = keys[0], keys[-1], values[0], values[-1]
     dtype, num_tokens = DTYPES[header.dtype], header.num_tokens

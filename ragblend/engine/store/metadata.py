@@ -61,7 +61,7 @@ class StoreMetadata:
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Exempt a document's entries, stored now or later, from eviction until `unpin`, across restarts and processes.
 
-        Replaces an earlier pin of the document. Raises StoreNotWritableError if it cannot be written.
+        Replaces an earlier pin of the document. Raises StoreNotWritableError if the pin cannot be written.
         """
         self._write_metadata(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
 
@@ -154,7 +154,7 @@ class StoreMetadata:
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[EntryCheck]:
-        """Yield problems of the store's metadata: models, calibrations, machines, pins, context. `key`: the file.
+        """Yield problems of metadata: models, calibrations, machines, pins, context. An EntryCheck's `key` is the file.
 
         Answers depend on the metadata: a calibration sets the recompute ratio. `problem_of` returns what is wrong with
         the content of an intact file, "" for nothing.

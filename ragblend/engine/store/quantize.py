@@ -50,9 +50,9 @@ class QuantizedLayer(NamedTuple):
 def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | None:
     """Return codes and scales of pre-RoPE `keys` and `values` [H, T, D]; None if they cannot be stored in eight bits.
 
-    A dequantized int8 element differs by at most half its scale, an fp8 element by at most 1/16 of itself or 1/1024 of
-    its scale, the larger of both; rounding to the tensor's dtype comes on top. The scale is the largest magnitude over
-    the channel (K) or token (V), divided by 127 or 448. None is returned for T <= NUM_FIRST, infinities or NaNs.
+    A dequantized int8 element differs by at most half its scale, an fp8 element by at most the larger of 1/16 of itself
+    and 1/1024 of its scale. Rounding to the tensor's dtype adds to this. The scale is the largest magnitude of the
+    channel (K) or token (V), divided by 127 or 448. None is returned for T <= NUM_FIRST, infinities or NaNs.
     """
     if keys.shape[1] <= NUM_FIRST:
         return None

@@ -76,7 +76,7 @@ class StoreKey:
         return hmac.compare_digest(self.sign(namespace, message).encode(), signature.encode())
 
     def sign_metadata(self, kind: str, facts: Mapping[str, Any]) -> str:
-        """Return the signature, 64 hex digits, of a JSON object of a kind."""
+        """Return the signature, 64 hex digits, of the JSON object `facts`, which is of this `kind`."""
         return _mac(self._derived("note", kind), json.dumps(dict(facts), sort_keys=True).encode())
 
     def _derived(self, purpose: str, name: str = "") -> bytes:

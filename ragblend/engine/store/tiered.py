@@ -228,7 +228,7 @@ class TieredStore(KVStore):
 
     @contextmanager
     def recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
-        """Record the time of an entry's write, done inside the block, so that no older tombstone deletes the entry.
+        """Context manager: the caller writes an entry inside. Records the start of the write for the tombstones.
 
         is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
         """
@@ -336,8 +336,8 @@ class TieredStore(KVStore):
         return removed
 
     def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
-        """Delete entries from every tier of this store, and write tombstones, after which other processes and machines
-        delete them from theirs. See KVStore for `whole_namespace` and the result.
+        """Delete entries from every tier of this store. Then write tombstones, records by which other processes and
+        machines delete the entries from their tiers. See KVStore for `whole_namespace` and the result.
 
         A tombstone is written after the deletion, so that a store which has applied it cannot fetch such an entry.
         """

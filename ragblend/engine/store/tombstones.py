@@ -55,7 +55,7 @@ class _Write(NamedTuple):
 
 
 class Tombstones:
-    """The tombstones in `remote`, a tier of `store`: writes new ones, and applies those of others to the store."""
+    """The tombstones (records of deletions) in `remote`, a tier of `store`: writes new ones, and applies others'."""
 
     def __init__(self, store: TieredStore, remote: RemoteStore) -> None:
         self._store, self._remote, self._disk = store, remote, store.disk_tier
@@ -91,7 +91,7 @@ class Tombstones:
 
     def watch(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
         """Poll at once and every POLL_INTERVAL_S seconds in a thread. Wait up to `timeout_s` seconds for the first
-        poll, which applies the tombstones of before the store was opened.
+        poll. It applies the tombstones that were written before the store was opened.
 
         skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """

@@ -26,7 +26,7 @@ weights from four rows on, which is worth its time from about 16 rows on."""
 
 
 class SequenceRows(NamedTuple):
-    """One prompt's rows: their span in the batch and in the prompt."""
+    """One prompt's rows in a batch: their span in the batch, and their span in the prompt."""
 
     span: slice
     prompt_span: slice
@@ -35,7 +35,7 @@ class SequenceRows(NamedTuple):
 
 
 def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.device) -> tuple[SequenceRows, ...]:
-    """Return the next `counts[i]` rows of each prompt in `fused`, consecutive in the batch."""
+    """Return the rows of each prompt: `counts[i]` rows after those of `fused[i]`. The batch has them in this order."""
     places, begin = [], 0
     for count, each in zip(counts, fused, strict=True):
         there = slice(each.length, each.length + count)

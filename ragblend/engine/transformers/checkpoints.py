@@ -157,7 +157,7 @@ def _demo_checkpoint() -> Path:
 
 
 def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | None = None) -> str:
-    """Return the fingerprint of the checkpoint at `path` that computes in `dtype`.
+    """Return the fingerprint of a model: the checkpoint at `path`, run in `dtype`.
 
     It covers weight bytes, architecture, RoPE, and the model's own code, if any. `overrides`: config fields with other
     values than in the file.

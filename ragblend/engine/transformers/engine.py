@@ -102,9 +102,9 @@ class TransformersEngine(BlendingEngine):
         """Precompute chunks, and yield the bytes stored for each. Short chunks share a pass; KV is written during the
         next pass.
 
-        Chunks with an ingestion context come last, after the chunks that it consists of. The KV is bit-identical to
-        that of `precompute` if a row of a matrix product does not depend on the number of rows, as in float32 on the
-        CPUs tested. Otherwise it differs by rounding.
+        Chunks with an ingestion context are computed and yielded after all others. The KV is bit-identical to that of
+        `precompute` if a row of a matrix product does not depend on the number of rows, as in float32 on the CPUs
+        tested. Otherwise it differs by rounding.
         """
         self.add_known_chunks(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
@@ -196,7 +196,7 @@ class TransformersEngine(BlendingEngine):
     def stream(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
         """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
 
-        Options are checked before the first piece. Closing the stream frees the engine; closing the engine ends it.
+        Options are checked before the first piece. Closing the stream, or the engine, ends the answer.
         """
         request = self.request(prompt, **options)
         if not self._shadow.share or request.mode not in ("blend", "reuse"):

@@ -32,10 +32,10 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 
 
 class AttentionFamily:
-    """How a family of models computes keys and values. This class: separate projections, and a norm of keys if there is
-    one.
+    """How a family of models computes keys and values.
 
-    The subclasses describe other families.
+    This class describes models with separate projections, and with or without a norm of keys. Its subclasses describe
+    other families.
     """
 
     key_module = "k_proj"  # the module whose output `keys_from_module_output` turns into pre-RoPE keys
@@ -60,8 +60,8 @@ class AttentionFamily:
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the modules that compute the keys and values that are stored. Their parameters are an estimate of the
-        cost."""
+        """Return the modules that compute the keys and values that are stored. Their number of parameters estimates
+        the cost of computing these."""
         return [attention.k_proj, attention.v_proj]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ class LatentAttention(AttentionFamily):
         return all(hasattr(attention, part) for part in parts) and not hasattr(attention, "indexer")
 
     def kv_shape(self, attention: Any) -> tuple[int, int, int]:
-        """Return one head: the rotated part as keys, the latent as values."""
+        """Return the shape of one head, with the rotated part as keys and the latent as values."""
         return 1, self.rotary_dim, self.rank
 
     def stored_kv_projections(self, attention: Any) -> list[nn.Module]:

@@ -139,7 +139,7 @@ class RemoteStore(KVStore):
         return self.get_local(key, token_ids, self.fetch_many([key]))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry if it was `fetched`."""
+        """Return the entry from `fetched`; None if it is not there or has other ids. Contacts no other machine."""
         kv = fetched.get(key)
         if kv is not None and not kv.header.has_ids(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from the requested ones", key, self.values.url)
@@ -245,7 +245,7 @@ class RemoteStore(KVStore):
     def put(self, kv: ChunkKV) -> None:
         """Queue a chunk for sending, and return at once.
 
-        If the queue is full, only the key is queued, and the tensors are read from a local tier when their turn comes.
+        If the queue is full, only the key is queued. At its turn, the tensors are read from a local tier.
         Without such a tier (`set_upload_source_tiers`), the chunk is dropped and counted.
         """
         held = load_into_memory(kv)
