@@ -122,7 +122,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
 
         Answers are objects of the Pydantic class, else dicts. `method`: "json_schema" constrains the answer to the
         schema, "function_calling" makes the model call a tool with that schema, "json_mode" allows any JSON object.
-        Only "function_calling" changes the prompt, which it adds the tool to, so describe the fields in the prompt.
+        Only "function_calling" adds the schema to the prompt; with the others, describe the fields in the prompt.
         `include_raw=True` returns {"raw": AIMessage, "parsed": ..., "parsing_error": ...}. An answer that reaches
         max_tokens is no valid JSON.
         """

@@ -41,7 +41,7 @@ def one_of(*names: str) -> Validator:
 
 
 def at_least(least: float, meaning: str = "") -> Validator:
-    """Return a validator that accepts numbers from `least` on.
+    """Return a validator that accepts numbers of at least `least`.
 
     `meaning` says, for the error message, what the value `least` does: "no limit".
     """
@@ -50,7 +50,7 @@ def at_least(least: float, meaning: str = "") -> Validator:
 
 
 def int_at_least(least: int, meaning: str = "") -> Validator:
-    """Return a validator that accepts whole numbers from `least` on. `meaning` as in `at_least`."""
+    """Return a validator that accepts whole numbers of at least `least`. `meaning` as in `at_least`."""
     low = f"{least} ({meaning})" if meaning else f"{least}"
     return Validator(lambda value: type(value) is int and value >= least, f"a whole number, {low} or more")
 
@@ -111,7 +111,7 @@ def check_options(options: _Dataclass) -> None:
 
 
 def reject_unknown_names(options: type[T]) -> type[T]:
-    """Return the dataclass `options`, whose constructor raises UsageError for an unknown name, with the nearest one."""
+    """Make the constructor of the dataclass `options` raise UsageError for an unknown name. Return the dataclass."""
     made: Any = options
     construct, known = made.__init__, made.__dataclass_fields__
 

@@ -256,13 +256,13 @@ class LoadOptions(TierOptions):
 @reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one of them.
+    """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one string.
 
     `recompute_ratio` (blend): share of chunk tokens to recompute. "auto" and None are the store's calibrated ratio,
     else the default. On a profiled machine the ratio is raised as far as recomputing takes no longer than loading, and
     full prefill is used if it is faster. Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that
-    mass. Penalties and bias also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and
-    temperature.
+    total probability. Penalties and bias also apply to greedy answers. `logprobs` are the model's own, before
+    penalties, bias and temperature.
     """
 
     mode: Mode = option("blend", "blend, full, prefix or reuse.", one_of("blend", "full", "prefix", "reuse"))

@@ -87,13 +87,13 @@ def ingest(
     paths stay, and so do files that `glob` excludes or that cannot be read. See `folder_scan.scan_folders` for the
     files of a folder that are read.
 
-    chunk_size: most tokens per chunk, by the engine's tokenizer; None is the index's. `splitter` replaces the default
+    chunk_size: most tokens of a chunk, by the engine's tokenizer; None is the index's. `splitter` replaces the default
     splitter (`chunker.adapt_splitter` accepts LangChain's and LlamaIndex's). If either changed, documents are cut
     again, and `notify` is called with a message.
 
     context: the store's context policy, see `engine.store.keys`. None is the stored one, and in a new store the default
     for the model: "similar" from 12 layers on, else "none". "similar" stores a second variant of each chunk, which
-    doubles the store. Raises UsageError for another policy than the stored one, which `precompute_index` changes.
+    doubles the store. Raises UsageError for another policy than the stored one; `precompute_index` can change it.
 
     text_field: field with the text of records in CSV, JSON and Parquet files; a dotted path names a field of nested
     objects. With "", the reader finds it. loader: a function from a path to documents of ragblend, LangChain or
@@ -174,7 +174,7 @@ def precompute_chunks(
     is rounded, and KV in eight bits is prefilled again, because rounding cannot be undone. The size of the new KV is
     passed to `notify` and checked against the disk before any prefill.
 
-    `index` returns the chunks after which similar variants are computed; without an index they raise UsageError.
+    `index` finds the texts after which similar variants are computed. Without it, similar variants raise UsageError.
     `register_texts` registers the chunks' texts; by default they are registered for the index. `prefill` computes the
     KV, in this process by default.
     """
@@ -314,12 +314,12 @@ def precompute_documents(
     this one (`RayWorkers`). `prefill`: the function that prefills in this process.
 
     A document that the engine cannot prefill (longer than the model's context, or not Unicode) does not stop the
-    others: it is logged, and in `report.failures` with its id and source. A document without visible text is in
+    others: it is logged, and listed in `report.failures` with its id and source. A document without visible text is in
     `report.skipped`.
 
     In a store with the context policy "similar" (the default for models of 12 layers or more), a second variant of each
-    chunk is stored after the most similar chunks of all documents added this way. Similarity is by the vectors of
-    `embedder`; None is MiniLM if the extra `demo` is installed, else hashed words.
+    chunk is stored. It is computed after the most similar chunks of all documents added this way, by the vectors of
+    `embedder`; `embedder` None is MiniLM if the extra `demo` is installed, else hashed words.
     """
     start_s = perf_counter()
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)

@@ -86,7 +86,7 @@ def is_secret(name: str) -> bool:
 
 
 def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for display: values of secret options are hidden, URLs are cut.
+    """Return options for display: values of secret options are hidden, URLs redacted (`redact_url`).
 
     >>> hide_secrets({"hf_token": "abc", "remote": "redis://:abc@cache", "memory_gib": 2})
     {'hf_token': '***', 'remote': 'redis://***@cache', 'memory_gib': 2}
@@ -103,7 +103,7 @@ def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def redact_command(words: list[str]) -> list[str]:
-    """Return a command for display: values of secret flags are hidden, URLs are cut.
+    """Return a command for display: values of secret flags are hidden, URLs redacted (`redact_url`).
 
     >>> redact_command(["vllm", "--api-key", "abc", "--hf-token=abc", "--port", "80"])
     ['vllm', '--api-key', '***', '--hf-token=***', '--port', '80']

@@ -189,7 +189,7 @@ class BlendVectorStore(VectorStore):
         return self.add_documents(documents, **kwargs, **({"ids": ids} if ids else {}))
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Store and precompute documents, each in place of an older one with its id. Return their ids.
+        """Store and precompute documents, and return their ids. A document replaces an older one with the same id.
 
         ids: used instead of the documents' own ids. A document that the model cannot prefill is stored, and a warning
         is logged; see `precompute_documents`. Raises UsageError if the numbers of ids and documents differ; nothing is

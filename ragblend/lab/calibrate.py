@@ -96,9 +96,10 @@ def calibrate(
     save: bool = True,
     progress: Progress = ignore_progress,
 ) -> CalibrationRun:
-    """Measure `rules` at `ratios` on `num_questions` of `questions`, fit, and save the fit in the engine's store.
+    """Measure `rules` at `ratios` on `num_questions` of `questions`; fit a ratio per rule. Return the CalibrationRun.
 
-    Prompts have the engine's system text. `num_held_out` other questions then evaluate the calibration. Raises
+    `save`: save the calibration in the engine's store. `num_held_out`: number of other questions that evaluate it. `k`,
+    `neighbours` and `order` are those of `index.search`. Prompts have the engine's system text. Raises
     UsageError for too few questions for the target, for an engine without logits (vLLM), and for a store without a
     directory.
     """
@@ -140,7 +141,7 @@ def calibrate(
 
 
 def read_questions(text: str) -> list[str]:
-    """Return the questions in a text: a question or a JSON object with a "question" per line. Raises UsageError."""
+    """Return the questions of a text, one per line: plain, or as JSON objects with "question". Raises UsageError."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not lines[0].startswith("{"):
         return lines
@@ -224,8 +225,8 @@ def measure_curves(
     ratios: Sequence[float],
     on_progress: Progress,
 ) -> dict[str, Curve]:
-    """Return the curve of each rule: the agreement with full prefill by ratio, of prompts that are blended as a
-    calibrated engine blends them."""
+    """Return the curve of each rule: for each ratio, how far blended prompts agree with full prefill. Prompts are
+    blended as a calibrated engine blends them."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     for number, prompt in enumerate(prompts):
@@ -291,7 +292,7 @@ def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:
 
 
 def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_LAYER) -> RuleFit:
-    """Return the fit of `rule`: the smallest ratio from which on all ratios meet `target`; 1 if no smaller one does."""
+    """Return the fit of `rule`: the smallest ratio that meets `target` together with all larger ones, else 1."""
     meets = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
     place = meets.index(True) if True in meets else len(curve) - 1
     return RuleFit(rule, check_layer, curve[place].ratio, meets[place], curve)

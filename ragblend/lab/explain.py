@@ -33,7 +33,7 @@ reused: stored KV that was kept."""
 
 @dataclass(frozen=True, slots=True)
 class ExplainedToken:
-    """One token of the prompt. Deviations are means of `fuse.relative_deviation` over the layers; 0 is equal."""
+    """One token of the prompt. Deviations are means of `fuse.relative_deviation` over the layers; 0: KV is equal."""
 
     id: int
     text: str  # "" if a later token completes the character
@@ -135,7 +135,7 @@ class Comparison:
         self._stored: tuple[set[int], list[float]] | None = None  # numbers of stored chunks, deviation of every token
 
     def stream(self, mode: Mode, recompute_ratio: RatioChoice = None) -> GenerationStream:
-        """Return the stream of an answer in `mode`. `recompute_ratio` replaces the ratio of the options for blending.
+        """Return the stream of an answer in `mode`. In mode "blend", `recompute_ratio` replaces the options' ratio.
 
         Comparisons use the latest answer of each mode.
         """

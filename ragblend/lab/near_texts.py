@@ -20,10 +20,10 @@ _WORD = re.compile(rf"[{_HAN_AND_KANA}]|[^\W_{_HAN_AND_KANA}]+")
 
 
 class NearText(NamedTuple):
-    """A stored text that the prompt contains in part: NUM_WORDS or more of its words in a row.
+    """A stored `text` of which the prompt contains NUM_WORDS or more words in a row.
 
-    `share`: the share of its words in the prompt. `difference`: the first difference; "" if the prompt has the text
-    unchanged.
+    `share`: the share of the text's words that the prompt contains. `difference`: the first difference; "" if the
+    prompt has the text unchanged.
     """
 
     text: str

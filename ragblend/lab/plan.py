@@ -149,8 +149,9 @@ def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSp
 
 
 def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
-    """Return the storage in `NAME:GB_PER_S:USD_PER_GB_MONTH`; without a speed, the one measured for the tier NAME.
-    Raises UsageError.
+    """Return the storage that `text` describes: `NAME:GB_PER_S:USD_PER_GB_MONTH`. Raises UsageError for another form.
+
+    If GB_PER_S is empty, the speed is that of the tier NAME in `measured`, in bytes per second.
 
     >>> parse_storage("ssd:2.5:0.08", {}), parse_storage("disk::0.1", {"disk": 5e8}).bytes_per_s
     (Storage(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)

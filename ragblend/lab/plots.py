@@ -67,7 +67,7 @@ def _title(facts: Facts) -> str:
 
 
 def format_hardware(hardware: Facts) -> str:
-    """Return the GPU, or the CPU and its threads."""
+    """Return the name of the GPU, or that of the CPU and the number of threads."""
     return hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
 
 
@@ -75,7 +75,7 @@ def format_hardware(hardware: Facts) -> str:
 
 
 def plot_ttft(facts: Facts, path: Path) -> None:
-    """Write a bar per run of `bench ttft`: median TTFT, whiskers from fastest to slowest, the speedup in words."""
+    """Write a bar per run of `bench ttft`: median TTFT, whiskers from fastest to slowest, the speedup as text."""
     runs = facts["runs"]
     with figure_file(path, 8, 1.2 + 0.55 * len(runs), _title(facts)) as figure:
         axes = figure.add_subplot()
@@ -121,7 +121,7 @@ def plot_throughput(facts: Facts, path: Path) -> None:
 
 
 def plot_load(facts: Facts, path: Path) -> None:
-    """Write the plot of `bench load`: times of loading and of fusing every layer, and TTFT over T_load."""
+    """Write the plots of `bench load`: when each layer is loaded and fused, and TTFT (y) over the loading time (x)."""
     title = f"{_title(facts)}, {facts['runs'][0]['rule']} at {facts['config']['ratio']:.0%}"
     with figure_file(path, 15, 5, title) as figure:
         chosen = _timelines_to_show(facts)
@@ -154,7 +154,7 @@ def _plot_timeline(axes: Any, timeline: Facts) -> None:
 
 
 def _plot_over_load(axes: Any, facts: Facts) -> None:
-    """Draw TTFT over that from memory, over T_load / T_recompute, with the pipeline and without."""
+    """Draw TTFT / TTFT from memory (y) over T_load / T_recompute (x), with the pipeline and without."""
     ratio = facts["config"]["ratio"]
     runs = sorted(facts["runs"], key=lambda run: float(run["load_over_recompute"]))
     lines = {
@@ -176,7 +176,7 @@ def _plot_over_load(axes: Any, facts: Facts) -> None:
 
 
 class Panel(NamedTuple):
-    """One plot of runs. `place` and `name` are the names of the runs' fields on its x axis and its y axis."""
+    """One plot of runs. `place` names the field of a run that is on the x axis, `name` the one on the y axis."""
 
     place: str
     name: str
@@ -194,7 +194,7 @@ _PLACES = {"charged_budget_32": "charged budget at 32 layers", "ttft_s": "time t
 
 
 def plot_quality(facts: Facts, path: Path, panels: Sequence[Panel] = QUALITY_PANELS) -> None:
-    """Write panels of `bench quality`, all questions, a line per rule, bars for 95 % intervals."""
+    """Write the `panels` of `bench quality` over all questions: a line per rule, with bars for 95 % intervals."""
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
     known = [panel for panel in panels if any(run[panel.name] is not None for run in runs)]  # ROUGE-L needs its package
     title = f"{_title(facts)}, {facts['config']['data']}, {runs[0]['num_questions']} questions"

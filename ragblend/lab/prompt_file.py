@@ -63,7 +63,7 @@ def _from_json(body: Any) -> Prompt:
 
 
 class MissedReuse(NamedTuple):
-    """A stored text of which the prompt contains a `share` of the words, and the reason why it is not reused whole."""
+    """A stored text not reused whole, and the reason. `share`: share of the text's words that the prompt contains."""
 
     document: str  # "" for an index's text and for one without a document
     text: str
@@ -72,7 +72,7 @@ class MissedReuse(NamedTuple):
 
 
 def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[MissedReuse]:
-    """Return the stored texts that the prompt contains, in whole or in large part, and does not reuse whole.
+    """Return the stored texts that the prompt contains in whole or in large part, but that are not reused whole.
 
     If the prompt contains none, return the nearest text; see `find_near_texts`. Reads every text of the store. Texts of
     other namespaces and tokenizers are included.

@@ -49,7 +49,7 @@ def given_or_own_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -
 
 
 def normalize_ids(ids: Sequence[Any]) -> list[str]:
-    """Return ids as strings: integers as their digits, None as "". Raises UsageError for one string and other types."""
+    """Return ids as strings: integers as their digits, None as "". Raises UsageError for other ids or one string."""
     if isinstance(ids, str):
         raise UsageError(f"ids is one string, {ids!r}; pass a list of ids: [{ids!r}]")
     other = next((name for name in ids if not isinstance(name, str | int | uuid.UUID | None)), None)

@@ -44,7 +44,7 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 class LongDocumentChain:
     """Answers from a document longer than the context. `create_long_document_chain` explains it and its fields.
 
-    `chat` is a ChatBlend, bound or not.
+    `chat` is a ChatBlend, with bound options or without.
     """
 
     chat: Runnable[Any, Any]
@@ -64,8 +64,8 @@ class LongDocumentChain:
             _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
     def build(self) -> Runnable[Any, dict[str, Any]]:
-        """Return the chain. It answers from each window (a group of documents that fits the prompt), makes the final
-        answer from these answers, and then the result.
+        """Return the chain. It answers from each window (adjacent chunks that fit into a prompt), makes the final
+        answer from these answers, and returns it with the other fields of the result.
         """
         return (
             RunnableLambda(self._read, self._aread)
@@ -340,11 +340,11 @@ def make_windows(
     overlap_tokens: int | None = None,
     chunk_tokens: int | None = None,
 ) -> list[DocumentWindow]:
-    """Return windows of at most `budget` prompt tokens over documents, which are given as (text, source).
+    """Return windows over the documents `texts`, pairs of (text, source). No window has more than `budget` tokens.
 
-    window_tokens: tokens of a window; default `budget`. overlap_tokens: least number of tokens that a window shares
-    with the previous one; default a tenth. chunk_tokens: largest tokens of a chunk. Raises UsageError for sizes that
-    do not fit each other.
+    `window_tokens`: size of a window; default `budget`. `overlap_tokens`: least number of tokens that a window shares
+    with the previous one; default a tenth of a window. `chunk_tokens`: size of the largest chunk. Raises UsageError if
+    the overlap and a chunk do not fit into a window.
     """
     size = budget if window_tokens is None else window_tokens
     if not 0 < size <= budget:
@@ -397,7 +397,7 @@ def window_spans(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[
 
 
 def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
-    """Return the tokens of chunks that fit into a prompt with `text` and an answer. Raises UsageError for none."""
+    """Return how many tokens of chunks fit into the context with `text` and the answer. Raises UsageError for none."""
     num_other = len(engine.renderer.render(Prompt(["."], text, system)))
     budget = engine.context_length - num_other - answer_tokens
     if budget < 1:

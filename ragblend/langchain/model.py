@@ -255,7 +255,7 @@ class _RolesPromptValue(ChatPromptValue):
 
 
 def keep_roles(prompt: PromptValue) -> PromptValue:
-    """Return a chat prompt as a value whose `to_string` result has the messages with their roles; any other prompt
+    """Return a chat prompt as a value whose `to_string` keeps the messages with their roles. Return any other prompt
     unchanged.
     """
     if isinstance(prompt, ChatPromptValue) and not isinstance(prompt, _RolesPromptValue):

@@ -70,8 +70,8 @@ __all__ = [
 class BlendSynthesizer(BaseSynthesizer):
     """One answer from all nodes in one prompt: the nodes as chunks, then the question, in the model's own layout.
 
-    The report is in `response.metadata["ragblend"]`, for a stream once it has ended. Nodes enter as their plain text;
-    `metadata_mode` puts metadata before it, which is prefilled with every prompt.
+    The report is in `response.metadata["ragblend"]`, for a stream once it has ended. Nodes enter as their plain text.
+    `metadata_mode` puts metadata before this text; the metadata are prefilled in every prompt.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ async def _atokens(responses: ChatResponseAsyncGen, facts: dict[str, Any] | None
 
 
 class BlendQueryEngine(RetrieverQueryEngine):
-    """A RetrieverQueryEngine whose default synthesizer is BlendSynthesizer: query, aquery, streaming, source nodes."""
+    """A RetrieverQueryEngine with BlendSynthesizer by default. Supports query, aquery, streaming and source nodes."""
 
     @classmethod
     def from_args(
@@ -328,8 +328,8 @@ _COLLECTION = "llamaindex"  # of documents whose caller names none
 class BlendIngestion(TransformComponent):
     """Last step of an IngestionPipeline: precomputes the KV of its nodes, and returns them unchanged.
 
-    Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the stored one with its id:
-    KV and texts that only the stored one had are deleted. Nodes of an unchanged document are added to the stored ones,
+    Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the stored one with its id;
+    KV and texts that no document has any more are deleted. Nodes of an unchanged document are added to the stored ones,
     also if they come in a later batch or from another splitter. A pipeline does not report deletions; `delete_ref_doc`
     deletes a document and its KV. Pipelines over different documents with equal ids need a `collection` each. Nodes
     that cannot be prefilled are logged with their id, and returned like the others.

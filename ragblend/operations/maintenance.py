@@ -51,7 +51,7 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify` and of a repair. Dictionaries have the reason for each damaged or missing entry or file."""
+    """Result of `verify` and of a repair. The dictionaries contain the reason by key or path of what is damaged."""
 
     checked: int = 0  # entries
     damaged: dict[str, str] = field(default_factory=dict)  # entries, by key
@@ -67,7 +67,7 @@ class VerifyReport:
 
     @property
     def has_problems(self) -> bool:
-        """True if an entry or a file is damaged or missing."""
+        """True if an entry or a file is damaged or missing, or the index has a problem."""
         found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
         return any(found)
 
@@ -287,9 +287,9 @@ def collect_garbage(
     `max_bytes`.
 
     Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
-    KV with such a chunk in its context, their registered texts, and pins of documents that are not indexed. Documents
-    that are ingested during the run keep their entries. A dry run removes nothing. Raises RagblendError if the index's
-    tokenizer cannot be loaded.
+    KV with such a chunk in its context, registered texts of such chunks, and pins of documents that are not
+    indexed. Documents that are ingested during the run keep their entries. A dry run removes nothing. Raises
+    RagblendError if the index's tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if not orphans:
@@ -386,8 +386,8 @@ def push_store(
 ) -> PushReport:
     """Send every entry that the remote tier does not have. After an interruption, call it again.
 
-    Entries are dropped once the remote tier's breaker has opened. Raises BackendUnreachableError if the remote tier
-    does not answer at the start.
+    If the remote tier fails repeatedly, its circuit breaker opens, and the remaining entries are not sent. Raises
+    BackendUnreachableError if the remote tier does not answer at the start.
     """
     status = remote.status()
     if not status.reachable:

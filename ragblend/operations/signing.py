@@ -96,7 +96,7 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
 
 
 def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str], *, kv_dir: str | None = None) -> int:
-    """Delete the entries with these keys from a remote tier, and send the directory's copies. Return their number."""
+    """Delete the `damaged` entries of a remote tier, and send the directory's copies. Return the number sent."""
     disk, sent = DiskStore(store, create=False, kv_dir=kv_dir), 0
     for key in damaged:
         remote.delete(key)

@@ -87,7 +87,7 @@ class Renderer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return 16 hex digits, equal if the tokenizers are equal and both or neither have a chat template.
+        """Return 16 hex digits that depend only on the tokenizer and on whether there is a chat template.
 
         The hashed text contains former names of this class, so that existing indexes stay valid.
         """
@@ -99,10 +99,9 @@ class Renderer:
     def render(self, prompt: Prompt) -> list[int]:
         """Return the ids of a prompt, up to where the model's answer begins.
 
-        They are those of `tokenizer.apply_chat_template`, for plain text those of `tokenizer(text)`. If the template
-        has no support for tools, the system message describes them. If the template rejects the turns, adjacent turns
-        of one role are merged; if it rejects those, too, the system prompt moves to the start of the first user turn.
-        Raises UsageError if the template rejects all of these.
+        The ids equal those of `tokenizer.apply_chat_template`, or for plain text those of `tokenizer(text)`. If the
+        template does not support tools, the system message describes them. If the template rejects the turns, other
+        arrangements are rendered (`turn_arrangements`). Raises UsageError if the template rejects all of them.
         """
         if not prompt.is_chat:
             return self.encode_with_special_tokens(prompt.messages[0].content)
@@ -142,7 +141,7 @@ class Renderer:
     # --- chunks ---
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Return the ids of `text`, without outer whitespace, in a user's message with more text after it.
+        """Return the ids that `text`, without outer whitespace, has inside a user's message.
 
         Tokens that also encode characters of the template or of the separator are left out. A space that the template
         writes before the text is included, because most tokenizers make one token of a space and a word.
@@ -277,7 +276,7 @@ class Renderer:
 
     @cached_property
     def call_format_in_text(self) -> CallFormat:
-        """Return `call_format` without its control tokens, which an answer's text leaves out."""
+        """Return `call_format` as calls read in an answer's decoded text: without control tokens."""
 
         def show(text: str) -> str:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.split_control_tokens(text))

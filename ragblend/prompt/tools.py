@@ -49,7 +49,7 @@ class CallFormat:
     closing: str = ""
 
     def without_control_tokens(self, strip: Callable[[str], str]) -> CallFormat:
-        """Return the format as it appears in an answer's text. `strip` removes control tokens from a text."""
+        """Return the format as calls read in an answer's decoded text. `strip` removes control tokens from a text."""
         parts = {name: strip(getattr(self, name)) for name in ("begin", "middle", "end", "opening", "closing")}
         return replace(self, **parts, delimiter=None if self.delimiter is None else strip(self.delimiter))
 
@@ -64,10 +64,10 @@ HERMES = CallFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_ca
 
 
 def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Sequence[str]) -> CallFormat | None:
-    """Return the call format of a template, from its text of one call and of two calls of the tools `names`, whose
-    arguments are the `slots`.
+    """Return the call format of a template; None if its calls have no such format.
 
-    Returns None if the texts do not have that form. `two` None: the template rejects two calls.
+    `one`, `two`: the template's text of one call, and of two calls; `two` is None if the template rejects two calls.
+    `names`: the tools in the calls. `slots`: their arguments, as placeholders.
 
     >>> one = "[CALLS] [{'name': 'add', 'args': X}]"
     >>> two = "[CALLS] [{'name': 'add', 'args': X}, {'name': 'sub', 'args': Y}]"
@@ -286,8 +286,8 @@ class CallPiece(NamedTuple):
 
 
 class CallReader:
-    """Reader of the text and calls in a streamed answer. `form`: the format of calls as an answer's text has it, in
-    which control tokens are missing.
+    """Reader of the text and calls in a streamed answer. `form`: the format of calls in decoded text, which has no
+    control tokens (`Renderer.call_format_in_text`).
 
     >>> reader = CallReader(HERMES)
     >>> pieces = ['Well.\\n<tool_call>\\n{"name": "add", "argu', 'ments": {"a": "}"}}\\n</tool_call>']

@@ -26,8 +26,8 @@ class Chunk:
     """Reusable piece of a document: the unit of retrieval and of stored KV.
 
     `text` is `document[start:end]` of the document named by `source`, character for character, unless its metadata have
-    `verbatim: False`. `context` and `context_texts` are for precomputing: with "similar", the KV is computed with the
-    `context_texts`, the texts of other chunks, before the chunk; with None and "none", with the prefix alone before it.
+    `verbatim: False`. `context` says what precedes the chunk when its KV is precomputed. "similar": the prefix and the
+    `context_texts`, which are texts of other chunks; "none" and None: the prefix alone.
     """
 
     text: str
@@ -122,8 +122,8 @@ class Prompt:
     ) -> Prompt:
         """Return a prompt of turns in order; each a Message or `(role, content)`: a string, a Chunk or a list of both.
 
-        The chunks of the prompt are the Chunks in the contents, and `chunks`, chunks whose texts the messages contain
-        already. Raises UsageError without content or for an unknown role.
+        `chunks`: chunks whose texts the messages contain as strings; the Chunks in the contents are added to them.
+        Raises UsageError without content or for an unknown role.
         """
         turns: list[Message] = []
         named = [as_chunk(chunk) for chunk in chunks]
@@ -261,8 +261,8 @@ class PromptSegment(NamedTuple):
 class MatchedPrompt:
     """Token ids of a prompt, and the runs of chunks in them in the order of the prompt.
 
-    `prefix_ids`: the ids from the start of the prompt to the place where a chunk right after the system message would
-    begin. Stored chunks may have been computed with these ids before them. () without such ids.
+    `prefix_ids`: the ids before the first user message's text, or the special tokens before a plain text; () for none.
+    Stored chunks may have been computed with these ids before them.
     """
 
     token_ids: list[int]

@@ -179,7 +179,7 @@ class ServerResources:
 
     @cached_property
     def renderer(self) -> Renderer:
-        """Renderer with the model's own tokenizer, which is also that of clients."""
+        """Renderer with the model's own tokenizer, the one that clients use."""
         options = vllm_model_options(self._model)
         path = find_model(self._model.model, options=options)
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
@@ -201,7 +201,7 @@ def correct_cached_tokens(engine_client: Any) -> None:
     """Change vLLM's `engine_client` in place, so that `cached_tokens` in a complete response is the number of reused
     tokens.
 
-    vLLM itself counts all tokens that the connector filled, recomputed ones included. It sends the number if it runs
+    vLLM itself counts all tokens that the connector filled, recomputed ones included. It sends this count if it runs
     with --enable-prompt-tokens-details. In streams, vLLM's own count stays, because vLLM sends it before the report
     arrives.
     """
@@ -269,7 +269,7 @@ def _has_report(event: str) -> bool:
 
 
 async def report_from_workers(serving: Any, request_id: str) -> dict[str, Any]:
-    """Request a report from the workers, and return it as `kv_transfer_params`; {} without a report or a response."""
+    """Return the report that the workers have on a request, as `kv_transfer_params`; {} if none of them returns one."""
     try:
         reports = await _call_all_workers(serving.engine_client, "ragblend_report", request_id)
     except Exception as error:  # the answer is complete without it

@@ -71,7 +71,7 @@ class _BusyError(BackendUnreachableError):
 
 
 class DocumentIngester:
-    """Stores the documents that clients sent to the servers sharing the store folder `root` or the `catalog`.
+    """Stores the documents that clients send to this server, or to another with the same folder `root` or `catalog`.
 
     `start` begins to store them in a thread. `make_engine` returns the engine for a namespace. `describe` returns an
     error's message for clients.
@@ -122,8 +122,8 @@ class DocumentIngester:
         """Remove a collection's documents with these `ids`, or all of them for None.
 
         Also delete the KV that no other document of the namespace needs. Return the numbers of removed documents and of
-        deleted entries. Raises BackendUnreachableError if another process is storing documents for long, or a remote
-        tier is unreachable.
+        deleted entries. Raises BackendUnreachableError if another process stores documents for too long, or a
+        remote tier is unreachable.
         """
         with self._lock:
             self._num_removing += 1

@@ -115,8 +115,8 @@ class AcceptedDocuments(BaseModel):
 
 
 class StoredCounts(BaseModel):
-    """Numbers of stored chunks and of their tokens. Of their entries, `num_known_kv` were stored before this ingestion,
-    and it stored `num_new_kv` with `new_kv_bytes`."""
+    """Numbers of stored chunks and of their tokens. `num_known_kv`: number of the chunks' entries that were stored
+    before the ingestion. `num_new_kv`: number of entries that it stored. `new_kv_bytes`: size of these."""
 
     num_chunks: int
     num_tokens: int
@@ -126,8 +126,8 @@ class StoredCounts(BaseModel):
 
 
 class DocumentCounts(StoredCounts):
-    """Numbers of stored, pending and failed documents, and of waiting ones, whose text is still to be stored: the
-    pending documents, and stored documents that were sent again.
+    """Numbers of stored, pending and failed documents. `num_waiting`: documents with a text that is not stored yet,
+    which are the pending ones and stored ones that were sent again.
     """
 
     num_stored: int

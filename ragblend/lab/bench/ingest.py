@@ -140,7 +140,7 @@ COLUMNS = (
 
 
 def table_lines(result: IngestResult) -> list[str]:
-    """Return the table and the ratios."""
+    """Return the table, then lines with the ratios of the times of ingestion."""
     config = result.config
     lines = [
         f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens; "

@@ -49,7 +49,7 @@ _HEAD_START_S = 0.05  # until the sending threads are ready
 
 
 class TimedAnswer(NamedTuple):
-    """One request: its arrival, and the seconds from there to its first and to its last token."""
+    """One answered request. `ttft_s`, `total_s`: seconds from its arrival to its first and last token."""
 
     arrival_s: float
     ttft_s: float
@@ -79,8 +79,8 @@ class ThroughputRun:
 class ServingCapacity:
     """The rates that a mode serves with a mean TTFT within the bound, in requests per second.
 
-    A measurement ends before the queue is long, so TTFT may be within the bound at a rate of arrivals that the mode
-    cannot sustain. Modes are therefore compared by the served rate.
+    Compare modes by the served rate, not by the rate of arrivals: a measurement ends before the queue is long, so TTFT
+    may be within the bound although the mode serves fewer requests than arrive.
     """
 
     mode: Mode
@@ -292,7 +292,7 @@ class RatePoint(NamedTuple):
 
 
 class HighestRate(NamedTuple):
-    """`max_rate`, `rate_at_bound` and `at_least` of ServingCapacity."""
+    """Result of `highest_rate`: the fields `max_rate`, `rate_at_bound` and `at_least` of ServingCapacity."""
 
     measured: float | None
     at_bound: float | None

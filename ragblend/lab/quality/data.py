@@ -45,8 +45,8 @@ _PASSAGE = re.compile(r"^\s*Passage \d+:\s*$|^Passage \d+:", re.MULTILINE)
 class QaCase(NamedTuple):
     """A question, and the passages from which the chunks of its prompt are chosen.
 
-    `order` is how they are chosen: "score" takes the chunks nearest to the question, nearest first; "document" takes
-    the first chunks; "given" takes the passages as they are.
+    `order`: how the chunks are chosen. "score" takes the chunks nearest to the question, nearest first; "document"
+    takes the first chunks of the passages; "given" takes each passage as one chunk.
     """
 
     question: str
@@ -58,7 +58,7 @@ class QaCase(NamedTuple):
 
 
 def get_dataset_split(question: str) -> str:
-    """Return the part of the data that a question belongs to: "selection" or "reported". A hash of its text decides."""
+    """Return the part of the data that a question belongs to: "selection" or "reported", by the hash of its text."""
     digit = blake2b(question.encode(), digest_size=8).digest()[0] % 10
     return "selection" if digit < SELECTION_TENTHS else "reported"
 
@@ -72,7 +72,7 @@ def load_cases(config: QualityConfig) -> list[QaCase]:
 
 
 def find_data(name: str) -> Path:
-    """Return the questions' path: a data set in the working folder or beside the package, or a given file."""
+    """Return the path of the questions `name`: a file, or a data set of the checkout. Raises NotFoundError."""
     if name not in NAMED_DATASETS:
         return expand_user_path(name, "--data")
     place = Path("data/questions") / NAMED_DATASETS[name]
@@ -167,7 +167,7 @@ def _is_in_split(question: str, part: str | None) -> bool:
 
 
 def stored_chunks(prompt: Prompt, context: str, similar_passages: SimilarPassages | None) -> list[Part]:
-    """Return the chunk variants that a store with this context policy holds of the prompt's chunks."""
+    """Return the variants of the prompt's chunks that a store with the context policy `context` holds."""
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
         return [Chunk(text, context="none") for text in texts]

@@ -26,7 +26,7 @@ from ragblend.prompt.types import MatchedPrompt
 
 
 class Configuration(NamedTuple):
-    """A mode of the engine with its options. `rule` is "none" except for blend; `context`: the chunks' policy."""
+    """A mode with its options. `rule`: "none" in other modes than "blend"; `context`: the store's context policy."""
 
     mode: Mode
     rule: str
@@ -73,7 +73,7 @@ def generate_answer(engine: TransformersEngine, request: EngineRequest, configur
 def answer_and_score(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
 ) -> tuple[Answer, Tensor]:
-    """Return this configuration's answer, and `full`'s `token_log_probs` over this configuration's KV."""
+    """Return this configuration's answer, and the `token_log_probs` of the answer `full` over the same KV."""
     prefilled, ttft_s = timed_prefill(engine, request, configuration)
     seen = token_log_probs(engine, request.prompt, prefilled.fused, full.token_ids)
     # If every token of that answer is the most likely one, greedy decoding returns the same answer.
@@ -118,14 +118,14 @@ def token_log_probs(
 
 
 class FidelityScore(NamedTuple):
-    """Distance of a scored answer from full prefill's. `kl`: KL(full || this), nats, mean over its tokens."""
+    """Distance of a configuration from full prefill. `kl`: KL(full || this), nats, mean over full prefill's answer."""
 
     kl: float
     agreement: float  # share of the answer's tokens whose most likely token is the same
 
 
 def score_fidelity(found: Tensor, full: Tensor) -> FidelityScore:
-    """Return the distance between two scores [A, vocabulary] of the same answer."""
+    """Return the distance between two log-probabilities [A, vocabulary] of the same answer of A tokens."""
     divergences = (full.exp() * (full - found)).sum(-1).clamp_min(0)
     return FidelityScore(float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean()))
 

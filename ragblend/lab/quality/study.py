@@ -106,7 +106,7 @@ class QualityResult(BenchResult):
 
 
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
-    """Return the configurations of each question. Full prefill is always included, for comparison."""
+    """Return the configurations in which every question is answered: full prefill, then those that `config` names."""
     names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
     chosen = [each for each in (PREFIX, REUSE) if each.mode in config.modes]
     if "blend" in config.modes:
@@ -163,7 +163,7 @@ def measure_prompt(
     answer_tokens: int,
     stored: Mapping[ContextPolicy, Sequence[Part]],
 ) -> tuple[dict[Configuration, QualityRecord], int]:
-    """Return the records of one prompt in every configuration, and its number of tokens.
+    """Return the record of `prompt` in each configuration, and the number of the prompt's tokens.
 
     stored: the chunk variants in the store, by context policy.
     """
@@ -221,7 +221,7 @@ class FullPrefillReference(NamedTuple):
 def answer_in_full(
     engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int
 ) -> FullPrefillReference:
-    """Prefill `prompt` in full, answer it, and score the answer."""
+    """Return the answer to `prompt` by full prefill, with its scores."""
     # A seed for each prompt, for rules that draw tokens at random.
     seed = zlib.crc32(repr(prompt.messages).encode())
     request = engine.request(prompt, mode="full", max_tokens=answer_tokens, seed=seed)
@@ -256,7 +256,7 @@ def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -
 
 
 def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a run per kind of question and configuration, "all" first: means, intervals, paired differences."""
+    """Return the means, intervals and paired differences per kind of question ("all" first) and configuration."""
     groups = {"all": list(range(len(kinds)))}
     if len(set(kinds)) > 1:
         groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
@@ -310,9 +310,9 @@ def _in_first_context(
 def compute_gap_recovered(
     full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]
 ) -> float | None:
-    """Return the share of the gap between the losses of full reuse and full prefill that is recovered (PGR).
+    """Return the share of the gap `reuse - full` that a configuration with the losses `found` closes (PGR).
 
-    None unless full prefill is certainly better: the 95 % interval of the paired difference lies above 0.
+    The arguments are losses by question. None unless the 95 % interval of the gap is above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
     >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)

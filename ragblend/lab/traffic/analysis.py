@@ -31,7 +31,7 @@ CACHED_TEXTS = 1 << 16  # texts whose token ids are cached, because conversation
 
 
 class AnalysisConfig(NamedTuple):
-    """Options of blending, the profile of a machine, and the KV bytes per token of its model."""
+    """Options of blending, a machine's profile, and the bytes of KV that the model has per token."""
 
     blend: BlendSettings = BlendSettings()
     profile: MachineProfile | None = None

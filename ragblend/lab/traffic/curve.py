@@ -24,7 +24,7 @@ SNAP = 8
 
 
 class ChunkUses(NamedTuple):
-    """Chunks, and which requests use each of them. The request that stores a chunk, its first, counts as a use."""
+    """Chunks, and the requests that use each chunk. The first of them stores the chunk; it counts as a use."""
 
     starts: Numbers  # of each chunk, in all new text
     sizes: Numbers  # of each chunk, in tokens
@@ -66,7 +66,7 @@ def count_chunk_uses(passages: RepeatedPassages) -> ChunkUses:
 
 
 def merge_adjacent_chunks(uses: ChunkUses, begins: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return chunks as (start, end, number of requests), with adjacent chunks merged that the same requests use.
+    """Merge adjacent chunks that the same requests use. Return the chunks as (start, end, number of requests).
 
     `begins`: offsets at which a chunk is not merged with the one before it.
     """
@@ -82,7 +82,7 @@ def merge_adjacent_chunks(uses: ChunkUses, begins: Sequence[int]) -> list[tuple[
 
 
 def lru_hit_tokens(uses: ChunkUses, capacity_tokens: float) -> int:
-    """Return the number of tokens that a store of `capacity_tokens`, which evicts the least recently used, finds."""
+    """Return the number of tokens that all requests find in an LRU store of `capacity_tokens`."""
     sizes, stored = uses.sizes.tolist(), OrderedDict[int, None]()
     total = hits = 0
     for chunk in uses.chunks.tolist():

@@ -79,7 +79,7 @@ def _checked(path: Path) -> str:
 
 
 def parse_request(body: Any) -> LoggedRequest | None:
-    """Return the request that an OpenAI body is; None where it has neither messages nor a prompt.
+    """Return the request in an OpenAI body; None if the body has neither messages nor a prompt.
 
     Raises TypeError, AttributeError or ValueError for a field of another type.
 

@@ -25,9 +25,9 @@ MAX_PASSAGE = 1 << 16
 
 
 class PrefixCache:
-    """Simulates prefix caching: it knows which prompts came before, and how much of a new one they make reusable.
+    """Simulates prefix caching: counts the tokens at a prompt's start that are cached from earlier prompts.
 
-    Whole blocks are reused, from the first token on. The cache holds at most `capacity` blocks (67 million tokens by
+    Only whole blocks are cached. The cache holds at most `capacity` blocks (67 million tokens by
     default, more than GPUs hold). Beyond that, it drops the older half.
     """
 
@@ -56,7 +56,7 @@ class PrefixCache:
 
 
 class RepeatedPassages:
-    """Text that a prompt contained for the first time, joined into passages, and where later prompts repeat it."""
+    """Passages, and where later prompts repeat them. A passage is text that no earlier prompt contained."""
 
     def __init__(self) -> None:
         self._texts: list[Ids] = []
@@ -73,9 +73,9 @@ class RepeatedPassages:
         return ids[start - self.starts[first] : end - self.starts[first]]
 
     def count_reusable_and_add(self, request: int, ids: Ids, prefix: int, namespace: str = "") -> int:
-        """Return how many tokens of a prompt a store of all earlier prompts' texts could provide. Then add the prompt.
+        """Add a prompt. Return the number of its tokens that a store with all earlier prompts could provide.
 
-        `ids` are the prompt's tokens, of which the first `prefix` are not counted. request: the number of the request.
+        `ids`: the prompt's tokens; the first `prefix` of them are not counted. `request`: the number of the request.
         Only prompts of the same `namespace` are compared.
         """
         index = self._indexes.setdefault(namespace, TokenIndex(self._texts.__getitem__))

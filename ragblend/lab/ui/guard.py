@@ -58,8 +58,8 @@ class OriginGuard:
 
 
 def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -> str:
-    """Return why a request is rejected; "" if it is accepted. `names`: accepted host names, in addition to all
-    addresses.
+    """Return why a request is rejected; "" if it is accepted. `names`: accepted host names. IP addresses
+    are always accepted.
 
     >>> names = {"localhost"}
     >>> [rejection_reason("GET", {"host": host}, names) for host in ("localhost:8765", "[::1]:8765")]

@@ -102,7 +102,7 @@ class Upload:
         self._data.write(data)
 
     def commit(self) -> None:
-        """Write the complete file to the folder. Raises UnreadableDocumentError if reading it kills a child process."""
+        """Write the complete file to the folder. Raises UnreadableDocumentError if `check_reading` rejects the file."""
         check_reading(self._data, self._size, self._path.suffix)
         folder = Directory(self._path.parent, fsync=False, full_hint="Make room and drop the file again")
         folder.remove_stale_files()

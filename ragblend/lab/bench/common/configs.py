@@ -115,7 +115,7 @@ class ModeAndRule(NamedTuple):
 
 
 def expand_cases(modes: Sequence[Mode], rules: Sequence[str]) -> tuple[ModeAndRule, ...]:
-    """Return each mode once, and blend once per rule."""
+    """Return a case for each mode; for the mode "blend", a case for each rule."""
     cases: list[ModeAndRule] = []
     for mode in modes:
         cases += [ModeAndRule(mode, rule) for rule in (rules if mode == "blend" else ["none"])]
@@ -175,7 +175,7 @@ class TtftConfig(PromptConfig):
 
     @property
     def cases(self) -> tuple[ModeAndRule, ...]:
-        """The modes to run, blend once per rule."""
+        """The cases to run: one for each mode; for the mode "blend", one for each rule."""
         return expand_cases(self.modes, self.rules)
 
 
@@ -206,7 +206,7 @@ class ThroughputConfig(PromptConfig):
     memory_gib: float = 2.0  # of the memory tier
 
     def resolve_options(self) -> None:
-        """Set the default shape. Raise UsageError for more chunks than are stored, and rates or a bound not above 0."""
+        """Set the default shape. Raise UsageError if `num_chunks` exceeds `pool`, or a rate or bound is not above 0."""
         _apply_default_shape(self, "llama-50m")
         if self.pool < self.num_chunks:
             raise UsageError(
@@ -257,8 +257,8 @@ class LoadConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig(BenchConfig):
-    """Options of `bench ingest`: `num_chunks` chunks, prefilled and ingested in turns, without context and in each of
-    the `contexts`."""
+    """Options of `bench ingest`. Each round prefills `num_chunks` chunks, then ingests them without context, and
+    with each context policy of `contexts`."""
 
     schema_version: ClassVar[int] = 2
 

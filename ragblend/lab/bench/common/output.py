@@ -101,5 +101,5 @@ def format_table(columns: Sequence[Column], runs: Iterable[object]) -> list[str]
 
 
 def median_fields(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
-    """Return the medians of these fields of reports."""
+    """Return the median of each field in `names` over the `reports`, by name."""
     return {name: float(statistics.median(getattr(report, name) for report in reports)) for name in names}

@@ -135,7 +135,7 @@ def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, s
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts over the same chunks. Each prompt has all or some of them in random order, and its own question."""
+    """Chunks and prompts. Each prompt has all or some of the chunks in random order, and its own question."""
 
     chunks: tuple[Chunk, ...]
     prompts: tuple[Prompt, ...]
@@ -150,10 +150,10 @@ def make_prompts(
     seed: int = 0,
     pool: int | None = None,
 ) -> PromptSet:
-    """Return prompts that each contain `num_chunks` chunks in random order, drawn from `pool` chunks. By default there
-    are `num_chunks` chunks, and every prompt contains all of them.
+    """Return chunks and `num_prompts` prompts. Each prompt has `num_chunks` chunks in random order and a question.
 
-    `chunk_tokens` and `question_tokens` are the lengths of each chunk and each question.
+    `chunk_tokens` and `question_tokens`: the length of each chunk and question. `pool`: the number of different chunks,
+    from which each prompt draws; by default `num_chunks`, so that every prompt has the same chunks.
     """
     draw = random.Random(seed)
     chunks = [Chunk(_words(draw, chunk_tokens, vocab_size), source=f"chunk {i}") for i in range(pool or num_chunks)]
