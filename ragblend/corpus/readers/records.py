@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import unicodedata
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from itertools import islice
@@ -82,6 +83,16 @@ def _parse_json(text: str) -> Any:
     return json.loads(text, parse_int=number)
 
 
+def _as_number(digits: str) -> tuple[int, str]:
+    """Return a sort key for decimal digits of any script and number.
+
+    >>> sorted(["10", "9", "009", "1" * 5000], key=_as_number)[:3]
+    ['9', '009', '10']
+    """
+    plain = "".join(str(unicodedata.decimal(digit)) for digit in digits).lstrip("0")
+    return len(plain), plain
+
+
 def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a JSON value from each line."""
     decoded = decode_text(data)
@@ -143,11 +154,17 @@ def _parse_item(value: Any, number: int, place: str, text_field: str) -> ParsedR
 
 
 def _has_known_shape(value: dict[str, Any]) -> bool:
-    return any(name in value for name in TEXT_FIELDS) or isinstance(value.get("ctxs"), list)
+    return any(name in value for name in TEXT_FIELDS) or isinstance(value.get("ctxs"), list) or bool(_passages(value))
+
+
+def _passages(value: dict[str, Any]) -> list[str]:
+    """Return the names of numbered passages, in the order of their numbers."""
+    return sorted((name for name in value if name.isdecimal() and isinstance(value[name], str)), key=_as_number)
 
 
 def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator[ParsedRecord]:
-    """Yield the documents of one JSON value: a string, list or object, or {ctxs: [...]} (MuSiQue).
+    """Yield the documents of one JSON value: a string, list or object, {ctxs: [...]} (MuSiQue) or {"0": ..., ...}
+    (CacheBlend).
 
     `text_field`: the field of an object that holds the text; "" leaves the choice to `read_record`.
     """
@@ -167,6 +184,9 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
                 yield from _parse_record(passage, f"{key}{joint}{number}", ".", "")
             except NotADocumentError as error:
                 raise UnreadableDocumentError(f"has a passage {number + 1} that {error}") from error
+    elif not any(name in value for name in TEXT_FIELDS) and (passages := _passages(value)):
+        for name in passages:
+            yield ParsedRecord(f"{key}{joint}{name}", value[name], {})
     else:
         found = read_record(value)
         yield ParsedRecord(key, found.text, found.metadata, notes=found.notes)

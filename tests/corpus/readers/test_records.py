@@ -57,6 +57,8 @@ def only(value: Any, text_field: str = "") -> ParsedRecord:
         ("a.json", '["x", "", "y"]', [("a.json#0", "x", {}), ("a.json#2", "y", {})]),
         ("a.json", '{"text": "x", "title": "T"}', [("a.json", "x", {"title": "T"})]),
         ("a.json", '{"page_content": "x", "metadata": {"p": 1}}', [("a.json", "x", {"p": 1})]),
+        ("a.json", '{"0": "x", "10": "z", "2": "y", "query": "q", "chunk_num": 3}',
+         [("a.json#0", "x", {}), ("a.json#2", "y", {}), ("a.json#10", "z", {})]),
         ("a.json", '[{"question": "q", "answers": ["a"], "ctxs": [{"title": "T", "text": "x"}, {"text": "y"}]}]',
          [("a.json#0.0", "x", {"title": "T"}), ("a.json#0.1", "y", {})]),
         ("a.jsonl", '{"content": "x\u2028y", "n": 1}\n\n"z"\n',
@@ -146,7 +148,7 @@ def test_an_object_of_settings_is_no_document_and_one_with_sentences_or_records_
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(categories=["L", "Zs", "N"])),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["a", "text", "ctxs"]), inner),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["a", "text", "ctxs", "7"]), inner),
     max_leaves=12,
 )
 
