@@ -63,7 +63,7 @@ _MAX_PROBE_DISTANCE = 0.1  # between unit vectors: MiniLM in bfloat16 is .008 fr
 
 
 class SearchHit(NamedTuple):
-    """A chunk that a search found. `score`: cosine. `rank`: 0 for the best hit. Neighbours have those of their hit."""
+    """A chunk that a search found. `score`: cosine. `rank`: 0 is best. A neighbour has its hit's score and rank."""
 
     chunk: Chunk
     score: float
@@ -214,7 +214,7 @@ class ChunkIndex(IndexedDocuments):
 
     @property
     def collection(self) -> str:
-        """Collection under which a store's registry has the texts of this index; "" for an old index without an id."""
+        """Name of the collection with this index's texts in a store's registry; "" for an old index without an id."""
         made_with = self.read_metadata().get("id", "")
         return f"index:{made_with}" if made_with else ""
 
@@ -222,7 +222,7 @@ class ChunkIndex(IndexedDocuments):
     def registry_for(self, store: Any) -> Iterator[ChunkRegistry]:
         """Yield the registry of a KVStore.
 
-        If index and store share a catalogue, it is the index's registry, so a transaction of the index includes it.
+        If index and store share a catalogue, this is `self.registry`: transactions of the index then cover it, too.
         """
         if catalog_location(store) == self.registry.key:
             yield self.registry
@@ -380,9 +380,9 @@ class ChunkIndex(IndexedDocuments):
         return [hit for _, hit in placed]
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool] = lambda text: True) -> list[str]:
-        """Return up to `count` texts nearest to `text` for which `is_allowed` returns True, nearest first.
+        """Return the allowed texts nearest to `text`, at most `count`, nearest first. See `SimilarChunkFinder`.
 
-        They are compared by stored vectors, without `text` itself and without duplicates. An unknown text has none.
+        Compares stored vectors. `text` itself and duplicates are left out. Returns [] if the index lacks `text`.
         """
         own = self.stored_vectors([text]).get(text_key(text.strip()))
         if own is None or not np.any(vector := np.frombuffer(own, "<f4")):

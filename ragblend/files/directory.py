@@ -40,8 +40,8 @@ _HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 class Directory:
     """Writes files in `root` and below. Without `fsync`, a power failure may lose or damage the latest files.
 
-    The owner may read and write the files, and so may the group if it may write to `root`. A failed write raises
-    StoreFullError on a full disk, else StoreNotWritableError. full_hint: what to do on a full disk, for the error.
+    The owner may read and write the files. A group that may write to `root` may do so, too. A failed write raises
+    StoreFullError on a full disk, else StoreNotWritableError. `full_hint`: the advice in StoreFullError.
     """
 
     def __init__(self, root: Path, *, fsync: bool, full_hint: str = "", create: bool = True) -> None:
@@ -123,7 +123,7 @@ def make_write_error(
 ) -> RagblendError:
     """Return the error to raise for `path`, which needs `nbytes` and cannot be written.
 
-    options: the settings that choose another place, for the error.
+    `full_hint`: the advice for a full disk. `options`: the settings that choose another place, named in other errors.
     """
     if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
@@ -159,9 +159,9 @@ def disk_full_reason(error: OSError) -> str:
 
 
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
-    """Return why a file of `nbytes` bytes in `folder` cannot become larger; "" if it can. Writes a test file.
+    """Return the full-disk reason why a file of `nbytes` bytes in `folder` cannot grow; "" if there is none.
 
-    Some libraries report a full disk as an I/O error; this function finds out.
+    Writes a temporary file to find out. Call it after a library's I/O error, which may mean a full disk.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class ChunkNotReusedError(RagblendError):
-    """Raised with `strict=True` if a named chunk is not in the prompt, or if its KV is not in the store."""
+    """Raised with `strict=True` if a prompt has no known chunk, lacks a named one, or has one without stored KV."""
 
 
 def check_chunks(engine: Engine, prompt: Prompt) -> None:
-    """Raise ChunkNotReusedError if the prompt contains no known chunk, or one without stored KV."""
+    """Raise ChunkNotReusedError if `prompt` has no known chunk, lacks a named one, or has one without stored KV."""
     for chunk in prompt.chunks:
         if not any(chunk.text.strip() in message.content for message in prompt.messages):
             raise ChunkNotReusedError(

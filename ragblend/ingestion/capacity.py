@@ -18,10 +18,10 @@ def stored_kv_bytes(engine: Engine) -> int:
 
 
 def describe_capacity(disk: DiskStore, nbytes: int) -> str:
-    """Return a text with the free capacity, and the evictions that `nbytes` of new KV will cause.
+    """Return a message: the free disk space, and whether `nbytes` bytes of new KV will cause evictions.
 
-    Raises StoreFullError if the disk has less than `nbytes` free, or if `nbytes` is above the automatic limit, which
-    applies if none is configured.
+    Raises StoreFullError if `nbytes` is above the free space, or above the automatic limit, which applies if no limit
+    is configured.
     """
     free = shutil.disk_usage(disk.kv_dir if disk.kv_dir.is_dir() else disk.root).free
     if nbytes > free:

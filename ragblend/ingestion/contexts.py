@@ -24,11 +24,11 @@ NUM_SIMILAR = 2
 
 
 class SimilarChunkFinder(Protocol):
-    """Finds the most similar chunks of a chunk. Implementations: ChunkIndex, RegisteredChunkFinder."""
+    """Finds the chunks that are most similar to a chunk. Implementations: ChunkIndex, RegisteredChunkFinder."""
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """Return up to `count` texts nearest to `text` for which `is_allowed` returns True, nearest first, without
-        `text` itself and without duplicates.
+        """Return the texts nearest to `text`, at most `count`, nearest first. `is_allowed` must return True for each
+        of them. `text` itself and duplicates are left out.
         """
 
     def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
@@ -54,10 +54,9 @@ def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> N
 
 
 def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """Return the variants of `chunks` to store: the chunks themselves and, for the policy "similar", a similar variant
-    each.
+    """Return the variants of `chunks` to store: each chunk itself and, for the policy "similar", its similar variant.
 
-    The similar variants have no `context_texts` yet; `attach_similar_texts` adds them.
+    The similar variants have no `context_texts` yet; `attach_similar_texts` adds these texts.
     """
     found: list[Chunk] = []
     for chunk in chunks:
@@ -73,11 +72,11 @@ def all_variants(text: str) -> list[Chunk]:
 
 
 def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> list[Chunk]:
-    """Return `chunks`, with the similar texts attached to each similar variant.
+    """Return `chunks`, and set `context_texts` in each similar variant that has none.
 
-    These are the nearest texts, by the index's vectors, among `chunks` and the chunks stored in the engine's namespace.
-    A similar variant is left out if it has no similar text, or none that fits into the model's context with it. Raises
-    UsageError for a similar variant if `index` is None.
+    `index` finds these texts: the nearest ones among `chunks` and the chunks stored in the engine's namespace. A
+    variant is left out if there is no such text, or if not even one fits into the model's context with the chunk.
+    Raises UsageError if a variant needs texts and `index` is None.
     """
     given = {chunk.text.strip() for chunk in chunks}
     known: dict[str, bool] = {}
@@ -106,7 +105,7 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
 
 
 def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
-    """Delete the variants of `chunks` whose context contains a text that was removed since. Return their number.
+    """Delete those variants in `chunks` that have a removed text in their context. Return the number deleted.
 
     Call it after storing the variants. Another process may have removed a text while the variants were computed. That
     process could not delete the variants, because they were not stored yet.

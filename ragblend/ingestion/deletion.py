@@ -31,7 +31,7 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 
 
 def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, str]:
-    """Delete the KV, registry rows and pins of texts that the index's documents have lost.
+    """Delete the KV, registry rows and pins of texts that were removed from the index.
 
     Texts that a framework's document also has are kept, and so are texts that were added again. Return the number of
     deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay recorded,
@@ -133,10 +133,10 @@ def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: Ch
 def keys_to_delete(
     texts: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry, *, everywhere: bool = False
 ) -> dict[str, str]:
-    """Return the keys of the texts' KV in the order of deletion, each with the text because of which it is deleted.
+    """Return the keys of the KV of `texts`, in the order of deletion. Each value is the text that causes it.
 
-    everywhere: also the KV of other models and prefixes in the engine's namespace, and KV that was computed with these
-    texts as context, as far as this machine has recorded it.
+    `everywhere`: add the keys of other models and prefixes in the engine's namespace, and of KV that was computed with
+    one of `texts` in its context. Such keys are found only if this machine has recorded them.
     """
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}

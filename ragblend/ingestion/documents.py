@@ -27,9 +27,9 @@ from ragblend.prompt.types import Chunk
 class Removal(NamedTuple):
     """Numbers of chunks and of KV entries that were deleted.
 
-    `num_other_kv`: the deleted entries of other chunks that had a deleted chunk in their context, which the next
-    ingestion stores again, and the deleted entries of other models. It is 0 in the call that finishes a killed removal,
-    and for a server.
+    `num_other_kv` counts two kinds of deleted entries: those of other models, and those of other chunks that had a
+    deleted chunk in their context. The next ingestion stores the second kind again. The number is 0 for a server, and
+    in the call that finishes a killed removal.
     """
 
     num_chunks: int
@@ -78,9 +78,9 @@ def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: 
 def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) -> list[DocumentKey]:
     """Return the documents with this id or COLLECTION/ID, or else all documents of this collection.
 
-    Searched are the documents of the namespace that `precompute_documents`, a vector store or a client of a server
-    added, not those of ingested folders. Returns [] for an unknown name. Raises UsageError for an id in several
-    collections.
+    Searches the documents that `precompute_documents`, a vector store or a client of a server added in `namespace`.
+    Documents of ingested folders are not among them. Returns [] for an unknown name. Raises UsageError for an id in
+    several collections.
     """
     with closing(open_registry(store, create=False)) as registry:
         known = [each for each in registry.documents() if each.id and each.namespace == namespace]
@@ -148,14 +148,14 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: Chun
 
 
 class PinCounts(NamedTuple):
-    """Numbers of the chunks of a pinned document: of all, and of those that are stored."""
+    """`num_chunks`: number of a pinned document's chunks. `num_stored`: number of those that are stored."""
 
     num_chunks: int
     num_stored: int
 
 
 def pin_document(source: str, engine: DocumentEngine, index: ChunkIndex) -> PinCounts:
-    """Exempt a document's KV on disk from eviction, also after restarts. Raises NotFoundError for an unknown one."""
+    """Exempt a document's KV on disk from eviction, also after restarts. Raises NotFoundError for an unknown source."""
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")

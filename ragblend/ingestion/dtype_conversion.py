@@ -21,7 +21,7 @@ def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore |
     """Return how many of the `known` chunks are stored in another dtype than the store's `kv_dtype`. Reads headers on
     `disk`.
 
-    Returns 0 without a disk tier, and for the default "auto", with which any dtype is kept.
+    Returns 0 without a disk tier, and for the `kv_dtype` "auto" (the default), which keeps any dtype.
     """
     kv_dtype = engine.store.kv_dtype
     if kv_dtype == "auto" or disk is None:

@@ -59,8 +59,8 @@ def resolve_chunker(
 ) -> ChunkerConfig:
     """Return the chunker for the next ingestion, and record it in the index. Call `notify` if it changed.
 
-    The chunker is `splitter`, else the default splitter. That cuts chunks of `chunk_size` tokens; None is the index's
-    size.
+    Without `splitter`, the chunker is the default splitter, which cuts chunks of `chunk_size` tokens. `chunk_size`
+    None: the size recorded in the index.
     """
     made = index.manifest
     if not made.num_documents:

@@ -42,7 +42,7 @@ class RegisteredChunkFinder:
         self._vectors = _VECTORS.setdefault(engine, {}).setdefault(self._name, _Vectors(self._name))
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Embed the chunks without a vector, and record that their similar variants are requested."""
+        """Record that similar variants of `chunks` are requested, each with the chunk's vector. Embeds new chunks."""
         entries = {self._entry(text): text for text in dict.fromkeys(chunk.text for chunk in chunks) if text.strip()}
         if new := [pair for pair in entries.items() if not self.registry.is_variant_recorded(pair[0], self._name)]:
             rows = self._embedder.embed([text for _, text in new]).astype("<f4")
@@ -72,7 +72,7 @@ class RegisteredChunkFinder:
             store.delete_everywhere(stored)
 
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
-        """Record in the registry that similar variants are stored: those among `chunks` whose KV the store has.
+        """Record in the registry which similar variants in `chunks` are stored: all whose KV is in the store.
 
         The records of other variants do not change.
         """

@@ -265,8 +265,10 @@ class _SyncPass:
 
 
 def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
-    """Count the indexed files outside of `scan` that no longer exist and had the same bytes as a new file. The keys are
-    the paths that were ingested. A moved folder has such files: its documents are in the index twice.
+    """Return the number of moved files for each ingested path that had some.
+
+    A moved file is an indexed file outside of `scan` that no longer exists and had the same bytes as a new file. Its
+    documents are in the index twice.
     """
     lost: dict[str, int] = {}
     for record in index.files().values() if result.new_versions else ():

@@ -243,15 +243,15 @@ class LatentAttention(AttentionFamily):
         return _split_pairs(keys) if self.in_pairs else keys
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
-        """Return what a layer passes to its cache in the stored form: the rotary part as keys, the latent as values."""
+        """Return the stored form of `cached`, the KV for a layer's cache: rotary part as keys, latent as values."""
         return LayerKV(cached.values, cached.keys)
 
     def from_stored(self, stored: LayerKV) -> LayerKV:
-        """Return stored KV in the form that a layer reads from its cache; the inverse of `to_stored`."""
+        """Return `stored` in the form that a layer reads from its cache. Inverse of `to_stored`."""
         return LayerKV(stored.values, stored.keys)
 
     def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
-        """Return the rotated keys and the values [heads, T, D] for attention, expanded by the layer's own module."""
+        """Return rotated keys and values [heads, T, D] of `stored`, T tokens. The layer's own module expands them."""
         keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(stored)))
         return LayerKV(keys[0], values[0])
 
@@ -271,11 +271,11 @@ class InterleavedLatentAttention(LatentAttention):
         return super().fits(attention) and attention.config.model_type == "deepseek_v2"
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
-        """Return the stored form, with the two dimensions of each rotated pair half the width apart."""
+        """Return the stored form: the two dimensions of a rotated pair are half the width apart."""
         return LayerKV(_split_pairs(cached.values), cached.keys)
 
     def from_stored(self, stored: LayerKV) -> LayerKV:
-        """Return the form that a layer reads, with the two dimensions of each rotated pair adjacent."""
+        """Return the form that a layer reads: the two dimensions of a rotated pair are adjacent."""
         return LayerKV(stored.values, torch.stack(stored.keys.chunk(2, dim=-1), dim=-1).flatten(-2))
 
 
@@ -333,15 +333,15 @@ def kv_source_layers(layers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """Return a config's RoPE settings by layer type (Gemma 3); under "" if all layers share them."""
+    """Return a config's RoPE settings by layer type (Gemma 3). If all layers share them, the only key is ""."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     by_type = {kind: dict(each) for kind, each in found.items() if isinstance(each, Mapping)}
     return by_type or {"": found}
 
 
 def context_length(config: Any) -> int:
-    """Return the longest prompt plus answer, in tokens, for which all keys can be placed. Raises
-    UnsupportedModelError."""
+    """Return the largest number of tokens, prompt plus answer, for which all keys can be placed. Raises
+    UnsupportedModelError for an unsupported RoPE type."""
     longest = config.max_position_embeddings
     return min(max_placeable_tokens(each, longest) for each in rope_parameters(config).values())
 

@@ -23,9 +23,9 @@ _HEAD_BYTES = 1 << 26  # metadata and the table of tensors precede the tensors
 
 
 class GgufReference(NamedTuple):
-    """Reference to a GGUF file: its name `file`, and its `place`.
+    """Reference to a GGUF file. `file`: its name. `place`: the directory or Hugging Face repository that has it.
 
-    The place is a directory or a Hugging Face repository; "" if `file` is the path of a local file.
+    If `file` is the path of a local file, `place` is "".
     """
 
     place: str
@@ -53,7 +53,7 @@ def parse_gguf_reference(model: str) -> GgufReference | None:
 
 
 def require_gguf() -> None:
-    """Raise ImportError, with the install command, if the packages are missing with which transformers reads a GGUF."""
+    """Raise ImportError, with the install command, if a package is missing that transformers needs to read a GGUF."""
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise ImportError(f"a GGUF needs {' and '.join(missing)}: pip install 'ragblend[gguf]'")

@@ -121,7 +121,10 @@ class _RotaryTables:
 
 
 class TransformersLayers:
-    """LayerwiseModel over a transformers causal LM. Raises UnsupportedModelError for layers it cannot fuse exactly."""
+    """LayerwiseModel over a transformers causal LM. Raises UnsupportedModelError for layers it cannot fuse exactly.
+
+    In shapes: R rows (tokens), H KV heads, D head size.
+    """
 
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
@@ -185,7 +188,7 @@ class TransformersLayers:
             )
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
-        """Return pre-RoPE keys (after QK-norm) and values, [H, R, D], from norm and projections, without attention."""
+        """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. Its attention does not run."""
         block = self._layers[layer]
         hidden = hidden[:, : self.config.hidden_size]
         keys, values = self._family.keys_and_values(block.self_attn, block.input_layernorm(hidden))
@@ -197,7 +200,7 @@ class TransformersLayers:
         return rotate(keys, rotary.cos, rotary.sin)
 
     def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
-        """Return the pre-RoPE keys [H, R, D] of `keys` that `place_keys` has rotated to `rows` [R]."""
+        """Undo `place_keys`: return the pre-RoPE form [H, R, D] of `keys` at positions `rows` [R]."""
         rotary = self._rotary_of(rows, self._kinds[layer])
         return rotate(keys, *rotary.inverse)
 
@@ -209,9 +212,9 @@ class TransformersLayers:
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshRowsCallback | None = None
     ) -> Tensor:
-        """Return [R, hidden size] of one decoder layer over the tokens at `rows`; their K/V replace those rows of
-        `fused`. If `layer` is the last one that makes KV, the layers after it, which attend to the KV of earlier
-        layers, are run, too.
+        """Run one decoder layer over the tokens at `rows`, and return its output [R, hidden size]. The tokens' K/V
+        replace those rows of `fused`. If `layer` is the last one that makes KV, also run the layers after it. They
+        attend to the KV of earlier layers.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
@@ -265,8 +268,8 @@ class TransformersLayers:
     ) -> tuple[Tensor, LayerKV]:
         """Return one layer's output [R, hidden size] over packed chunks, and their pre-RoPE keys and values [H, R, D].
 
-        `hidden` is [R, hidden size], of which each of `spans` is one chunk. `rows` [R] are positions after `prefix`;
-        they start again in every chunk. Each chunk attends to the prefix and to itself. `prefix` is not changed.
+        Each of `spans` is one chunk in `hidden` [R, hidden size]. `rows` [R] are positions after `prefix`, and start
+        again in every chunk. Each chunk attends to the prefix and to itself. `prefix` is not changed.
         """
         length, cache = prefix.length, _PackedCache(self._latent)
         prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
@@ -277,10 +280,10 @@ class TransformersLayers:
         return hidden, LayerKV(keys, cache.values)
 
     def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
-        """Run the next tokens of several prompts, one or more of each, through all layers. Return logits [B,
-        vocabulary].
+        """Run the next tokens of B prompts, one or more of each, through all layers. Return the logits [B, vocabulary]
+        of each prompt's last token.
 
-        Their K/V are written after the `length` rows of each prompt's `fused`; the lengths are not changed.
+        The tokens' K/V are written after the `length` rows of each prompt's `fused`; the lengths are not changed.
         """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
         batch = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
@@ -334,7 +337,7 @@ class TransformersLayers:
 
     @contextmanager
     def self_check_mode(self, window: int) -> Iterator[None]:
-        """Change the model inside the block, so that the self-check's short prompt shows all deviations of a long one.
+        """Change the model inside the block, so that errors of long prompts also occur in the self-check's short one.
 
         Layers with an attention window use one of `window` tokens. In half precision, every token uses all experts,
         because a rounding difference that changes the choice of experts would be amplified.

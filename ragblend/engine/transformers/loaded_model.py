@@ -43,7 +43,7 @@ def validate_loaded_model(model: object) -> tuple[Any, Any]:
 def adopt_loaded_model(pair: tuple[Any, Any], options: ModelOptions) -> LoadedModel:
     """Return the LoadedModel of a model that is loaded already, with its device and dtype unchanged.
 
-    Raises UsageError for options of loading, and for a model whose layers are on several devices.
+    Raises UsageError if `options` has a value that is no default, or if the model's layers are on several devices.
     """
     model, tokenizer = unwrap_peft_model(pair[0]), pair[1]
     name = loaded_model_name(pair)
@@ -64,10 +64,10 @@ def loaded_model_name(pair: tuple[Any, Any]) -> str:
 
 
 def loaded_model_fingerprint(model: Any) -> str:
-    """Return the fingerprint of a model in memory: of its weights, byte by byte, its config, dtype and active adapters.
+    """Return the fingerprint of a model in memory. It covers weights (each byte), config, dtype and active adapters.
 
-    If weights and config still equal those of the directory that it was loaded from, it is that directory's
-    fingerprint, so that both share KV.
+    If weights and config still equal those in the directory that the model was loaded from, the result is the
+    directory's fingerprint, so that both share KV.
     """
     model = unwrap_peft_model(model)
     own = architecture(model.config.to_diff_dict())

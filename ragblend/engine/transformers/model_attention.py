@@ -27,7 +27,7 @@ ATTENTION = "ragblend"
 
 
 class PackedSpans(NamedTuple):
-    """Spans of chunks packed into one sequence. Each attends to the same prefix and to itself only."""
+    """Chunks packed into one sequence. Each chunk attends to the same prefix and to itself only."""
 
     prefix: LayerKV  # [H, P, D], keys rotated
     spans: tuple[slice, ...]  # rows of each chunk, consecutive
@@ -62,8 +62,8 @@ def attend_eager(
 ) -> Tensor:
     """Return the attention [B, R, Hq, D] by the model's own eager code, for models that no kernel supports.
 
-    Rows are processed in parts, because the probabilities of all rows would take gigabytes. seen: [B, 1, R, T] bool, or
-    the additive mask that transformers makes for an eager model (0: visible); None is causal.
+    Rows are processed in parts, because the probabilities of all rows would take gigabytes. `seen`: True for each key
+    that a row sees, [B, 1, R, T], or transformers' additive mask for an eager model (0: visible); None: causal.
     """
     attend = sys.modules[type(module).__module__].eager_attention_forward
     num_rows, num_keys = query.shape[2], key.shape[2]

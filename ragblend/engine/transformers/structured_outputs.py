@@ -1,6 +1,6 @@
 """Constrained decoding by llguidance: an answer follows a JSON schema, a regular expression or a grammar.
 
-`GrammarCompiler.compile` validates the request, and `CompiledGrammar.guide` returns a constraint for one answer. The
+`GrammarCompiler.compile` validates a request, and `CompiledGrammar.new_guide` returns a constraint for one answer. The
 constraint masks the logits before a token is chosen. It also returns forced tokens, which need no decode step. Depends
 on tokenizers and logits, not on prompts, tools or KV.
 """
@@ -34,9 +34,9 @@ _INSTALL = "structured_outputs, tools and schemas need llguidance here: pip inst
 
 
 class GrammarCompiler:
-    """Compiles `structured_outputs` for one model: a tokenizer, `vocab_size` logits, `stop_ids` that end an answer.
+    """Compiles `structured_outputs` for one model. Safe to share between threads.
 
-    Safe to share between threads.
+    `renderer` has the model's tokenizer. `vocab_size`: number of logits. `stop_ids`: tokens that end an answer.
     """
 
     def __init__(self, renderer: Renderer, vocab_size: int, stop_ids: Iterable[int]) -> None:
@@ -47,7 +47,7 @@ class GrammarCompiler:
         self._refused: Refused = lru_cache(MAX_CACHED_MASKS)(_refused)
 
     def compile(self, request: Mapping[str, Any]) -> CompiledGrammar:
-        """Return the grammar of `structured_outputs`. Raises UsageError for an invalid schema, expression or grammar.
+        """Return the grammar of `request`, a request's `structured_outputs`. Raises UsageError if it is invalid.
 
         Raises ImportError with the command to install llguidance if it is missing.
         """
@@ -172,9 +172,9 @@ class TokenGuide:
         self._matcher, self._refused = matcher, refused
 
     def mask_logits(self, logits: Tensor) -> Tensor:
-        """Return `logits` [vocabulary] with those of tokens that may not follow at minus infinity.
+        """Return a copy of `logits` [vocabulary] that is minus infinity for each token that may not follow.
 
-        These include the rows of a padded vocabulary beyond the tokenizer's tokens.
+        It is minus infinity, too, for padding of the vocabulary beyond the tokenizer's tokens.
         """
         bits = self._matcher.compute_bitmask()
         self._check()

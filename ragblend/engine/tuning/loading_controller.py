@@ -32,9 +32,9 @@ LINEAR: Curve = ((0.0, 0.0), (1.0, 1.0))
 class MachineProfile:
     """Measured prefill times of one model on one machine, and read speeds of its tiers.
 
-    `prefill_s`: (tokens, seconds of full prefill). `shares`: (ratio, time to blend at that ratio from memory as a share
-    of full prefill's). `bytes_per_s`: read speed of each tier, checksums included. Both curves are made monotone,
-    because noise can make a longer prompt or a higher ratio seem faster.
+    `prefill_s`: (tokens, seconds of full prefill). `shares`: (ratio, share), where share is the time to blend from
+    memory at that ratio, divided by the time of full prefill. `bytes_per_s`: read speed of each tier, checksums
+    included. Both curves are made monotone, because noise can make a longer prompt or a higher ratio seem faster.
     """
 
     fingerprint: str  # of the model, dtype included
@@ -66,14 +66,14 @@ class MachineProfile:
     def prompt_compute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
         """Return the seconds to compute a prompt of `num_tokens` tokens, without loading.
 
-        Of its `num_stored` stored tokens, the share `ratio` is recomputed; the other tokens are computed in full. None:
-        all tokens are stored.
+        Of the `num_stored` stored tokens, the share `ratio` is recomputed. All other tokens are computed.
+        `num_stored` None: all tokens are stored.
         """
         stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
         return self.full_prefill_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
 
     def load_s(self, bytes_per_s: float, num_tokens: float) -> float:
-        """Return T_load: seconds to read the KV of `num_tokens` at that speed."""
+        """Return T_load: the seconds to read the KV of `num_tokens` tokens at `bytes_per_s`."""
         return num_tokens * self.bytes_per_token / bytes_per_s
 
     @property
@@ -85,16 +85,16 @@ class MachineProfile:
         return int(self.hardware.get("ranks") or 1) == 1
 
     def blend_s(self, load_s: float, compute_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds to load KV and compute a prompt, given the seconds of both.
+        """Return the total seconds of a prompt that takes `load_s` to load and `compute_s` to compute.
 
-        They overlap if the machine can (`overlaps`). They do not for a rule with `probes_before_selection`, which waits
-        for most layers before it recomputes.
+        Loading and computing overlap if `overlaps` is True. They never do for a rule with `probes_before_selection`,
+        which waits for most layers before it recomputes.
         """
         hides = self.overlaps and not probes_before_selection
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds of computing that add nothing to `load_s`, because other layers are being loaded."""
+        """Return how many seconds of computing can run during `load_s`, so that they do not lengthen the request."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
@@ -198,7 +198,7 @@ def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
 
 
 def exposed_load_s(load_s: float, num_layers: int) -> float:
-    """Return the seconds of loading during which nothing can be computed: those of the first layer that is read.
+    """Return the seconds of loading during which nothing can be computed: the read time of the first layer read.
 
     That is layer 1, because layer 0 is computed, so the result is 0 for a model with one layer.
 
@@ -231,8 +231,8 @@ def decide_reuse(
 ) -> ReuseDecision:
     """Return the ratio for a prompt of `num_tokens`, `num_stored` of them stored, or the reason for full prefill.
 
-    load_bytes: bytes to read from each tier, by its name. A tier without a measured speed counts as instant, so that
-    `r_star` is used.
+    `r_star`: the lowest ratio with good answers. `load_bytes`: bytes to read from each tier, by its name. A tier
+    without a measured speed counts as instant, so that no ratio above `r_star` is chosen because of it.
     """
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)

@@ -30,7 +30,7 @@ Respond = Callable[[Callable[[], dict[str, Any]]], Awaitable[Any]]
 
 
 def add_store_routes(app: Any, store: TieredStore, respond: Respond) -> None:
-    """Add the routes to `app`. `respond` calls a function in a thread and returns a response of its result or error."""
+    """Add the store's routes to `app`. `respond` runs a function in a thread, and responds with its result or error."""
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -92,9 +92,9 @@ def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Delete all entries of a namespace, with and without a cache salt.
+    """Delete all entries of a namespace, those with a cache salt included.
 
-    Entries that only the remote tier has are read first, because a key does not reveal the namespace.
+    An entry that only the remote tier has is read first, because its key does not show its namespace.
     """
     namespace = fields.get("namespace")
     if not isinstance(namespace, str):

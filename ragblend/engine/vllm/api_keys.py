@@ -94,9 +94,9 @@ class Grant:
 
 @dataclass(slots=True)
 class AuthContext:
-    """The key of an HTTP request that is in progress.
+    """State of an HTTP request in progress. `grant`: namespace and rights of its API key.
 
-    `rejection_reason`: why vLLM's engine client rejected the engine request of this HTTP request; "" if it did not.
+    `rejection_reason`: why the engine client refused to run the request's prompt; "" if it did not refuse.
     """
 
     grant: Grant

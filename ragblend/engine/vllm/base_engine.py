@@ -60,7 +60,7 @@ class OutputDelta:
 
 
 class VllmStream(AnswerStream):
-    """Answer in progress of an engine that calls vLLM directly.
+    """Answer in progress, from an engine that calls vLLM directly.
 
     If the engine is closed, the answer ends at its next token with its text so far and finish reason "cancelled".
     """
@@ -122,8 +122,8 @@ class VllmEngineBase(LocalEngine):
     """Engine over a vLLM that runs the ragblend connector. Safe to share between threads.
 
     A separate request precomputes a missing chunk in the background, unless `on_miss` is "inline". Every turn of a
-    conversation is an ordinary prompt: the connector finds what it can reuse. `bytes_per_token`: stored KV of one token
-    in all layers. `stop_ids`: tokens that end an answer and are not part of it. `options` are those of `LocalEngine`.
+    conversation is an ordinary prompt: the connector finds what it can reuse. `bytes_per_token`: bytes of one token's
+    stored KV in all layers. `stop_ids`: tokens that end an answer and are no part of it. `options`: of `LocalEngine`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class VllmEngineBase(LocalEngine):
         """Do nothing, because vLLM's workers read the store, and only for requests."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill a chunk's token ids after an ingestion context, store the KV, and return the bytes stored.
+        """Prefill a chunk's token ids after an ingestion context, and store the KV.
 
         Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM did not store
         it.

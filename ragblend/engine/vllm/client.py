@@ -266,10 +266,10 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
 
 
 class ServerModelRenderer:
-    """Renderer for the model of a server. It knows the formats of tool calls that the server has reported.
+    """Renderer for the model of a server. It has the formats of tool calls that the server has reported.
 
-    Everything else needs the model's tokenizer, which `load` loads at the first use. Splitting documents and counting
-    tokens use it; prompts do not.
+    All its other attributes need the model's tokenizer, which `load` loads at their first use. Splitting documents and
+    counting tokens use them; prompts do not.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:

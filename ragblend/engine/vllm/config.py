@@ -64,7 +64,7 @@ class ConnectorConfig(TierOptions):
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
     def message_for_clients(self, error: BaseException) -> str:
-        """Return an error's message without the paths of this machine, and the addresses of the remote tier and the
+        """Return an error's message without this machine's paths and without the addresses of remote tier and
         catalogue."""
         if not isinstance(error, RagblendError):
             return f"{type(error).__name__}; see the server's log"

@@ -75,7 +75,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     weights_updated: bool = False  # the model's weights have changed since it was loaded
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the combined message of two ranks, whose reports on one request differ only in their seconds."""
+        """Return one message for two ranks. Their reports on the same request differ only in the measured seconds."""
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated
         return BlendReports({**other.reports, **self.reports}, memory, updated)
@@ -269,12 +269,12 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Return the metrics that arrived in the front end as BlendStats."""
+        """Return a BlendStats of `data`, the metrics that vLLM has sent to the front end."""
         return BlendStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KVConnectorPromMetrics:
-        """Return the exporter of ragblend's counters, histograms and gauges to `/metrics`."""
+        """Return the exporter that adds ragblend's counters, histograms and gauges to `/metrics`."""
         return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

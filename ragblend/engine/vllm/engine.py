@@ -44,8 +44,8 @@ _OURS = ("model", "revision", "dtype", "kv_transfer_config", "served_model_name"
 class VllmEngine(VllmEngineBase):
     """Engine over a vLLM in this process. `vllm_options` are vLLM's own engine arguments, such as `max_model_len`.
 
-    `transfer`: vLLM's KV transfer configuration (`transfer_config`). `store`: the directory that it contains; a
-    temporary one is deleted with the engine. Use the engine as a context manager, or `close()` it.
+    `transfer`: vLLM's KV transfer configuration (`transfer_config`). `store`: the store directory named in `transfer`;
+    a temporary directory is deleted with the engine. Use the engine as a context manager, or `close()` it.
     """
 
     def __init__(

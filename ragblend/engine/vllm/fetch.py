@@ -44,11 +44,11 @@ class PendingFetch:
 
 
 class RemoteFetcher:
-    """Copies chunks from the remote tier of `store` to its other tiers in background threads. No method waits for them.
+    """Copies chunks from the remote tier of `store` to its other tiers in background threads. No method blocks.
 
-    A chunk that several requests need at the same time is fetched once. It stays a miss if the remote tier is slow or
-    down, or sends a damaged entry, or if the disk cannot be written. A chunk that is deleted during its fetch is not
-    kept. `close` ends the threads.
+    A chunk that several requests need at the same time is fetched once. A chunk stays a miss if the remote tier is
+    slow or down, or sends a damaged entry, or if the disk cannot be written. A chunk that is deleted during its fetch
+    is not kept. `close` ends the threads and closes `store`.
     """
 
     def __init__(self, store: TieredStore, timeout_s: float) -> None:

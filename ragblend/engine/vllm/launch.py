@@ -43,7 +43,7 @@ _COMPILATION_FLAG = re.compile(r"--(no-)?enforce-eager$|(--compilation-config|-c
 
 
 class Checkpoint(NamedTuple):
-    """Model on this machine, with the dtype in which it runs. `bytes_per_token`: KV of all layers in that dtype."""
+    """Model on this machine, with the dtype in which it runs. `bytes_per_token`: size of a token's KV, all layers."""
 
     name: str
     path: Path
@@ -198,7 +198,7 @@ def transfer_config(
 
 
 def cpu_paged_kv_bytes(checkpoint: Checkpoint, max_model_len: int | None = None) -> int | None:
-    """Return the number of bytes of vLLM's paged KV on a CPU; None if vLLM chooses them, as on a GPU.
+    """Return the size in bytes of vLLM's paged KV on a CPU; None if vLLM chooses the size, as on a GPU.
 
     On a CPU vLLM would otherwise allocate nearly all memory of the machine.
     """

@@ -56,8 +56,8 @@ def _stop() -> None:
 class VllmLayers:
     """LayerwiseModel over the `model` of a vLLM worker, with this rank's share of the KV heads.
 
-    max_rows, max_runs: limits on the rows and runs of one attention call, which bound the workspace and do not change
-    results. Raises UnsupportedModelError for layers or an attention backend that the connector cannot call directly.
+    `max_rows`, `max_runs`: limits of one attention call. They bound its workspace only. Raises UnsupportedModelError
+    for layers or an attention backend that the connector cannot call. In shapes: R rows, H KV heads, D head size.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class VllmLayers:
 
     @property
     def can_share_reads(self) -> bool:
-        """True if scattered rows attend in one call on this device, over resident layers.
+        """True if, on this device, scattered rows attend in one call over a resident layer (its KV is one tensor).
 
-        False on a CPU: the backend's kernel is faster there for few and for many rows (`benchmarks.scattered`).
+        False on a CPU, where the backend's kernel is faster for any number of rows (`benchmarks.scattered`).
         """
         return self.device.type != "cpu"
 

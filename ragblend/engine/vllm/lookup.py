@@ -33,8 +33,8 @@ NUM_LOOKUPS = 4  # lookups that run at the same time
 class LookupResult(NamedTuple):
     """The result of looking up a prompt's chunks.
 
-    It has the runs of chunks in the prompt, the runs whose KV is stored, and the keys that are not on this machine and
-    may be in the remote tier (`missing`). `match_s`: seconds that matching the prompt took.
+    `runs`: the runs of chunks in the prompt. `stored`: those whose KV is stored. `missing`: keys that this machine
+    does not have, but the remote tier may have. `match_s`: seconds that matching the prompt took.
     """
 
     runs: tuple[ChunkRun, ...]
@@ -76,8 +76,8 @@ class ChunkLookup:
     ) -> Future[LookupResult]:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
-        runs: the result of an earlier matching of the same prompt. asks_remote: True to end early if the remote tier
-        may have better entries than this machine; the result then has their keys (`missing`) and no stored chunks.
+        `runs`: the result of an earlier matching of the same prompt. `asks_remote`: stop if the remote tier may have
+        better entries than this machine. The result then has their keys (`missing`), and `stored` is empty.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 

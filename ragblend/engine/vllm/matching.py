@@ -57,8 +57,7 @@ class PromptMatcher:
 
 
 class ConversationSalts:
-    """Salts that decide which prompts may reuse blended KV in vLLM's prefix cache: later turns of the same
-    conversation.
+    """Salts of prompts in vLLM's prefix cache. Turns of one conversation share a salt, and so reuse its blended KV.
 
     Another prompt that begins with the same chunks gets another salt, because its question determines which tokens of
     the chunks are recomputed. `tail_ids`: the ids that the chat template writes after the last user turn.
@@ -71,7 +70,7 @@ class ConversationSalts:
         self._lengths: Counter[int] = Counter()
 
     def salt_for(self, token_ids: Sequence[int], settings: tuple[object, ...]) -> str:
-        """Return a prompt's salt: the salt of the longest earlier prompt with which it begins, else a new one.
+        """Return the salt of the longest earlier prompt that is the beginning of this one, else a new salt.
 
         `settings`: everything on which the blended KV depends, except the token ids. Only prompts with equal settings
         share a salt.

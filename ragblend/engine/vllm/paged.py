@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
 
 def blend_device_bytes(vllm_config: Any) -> int:
-    """Return the number of bytes of GPU memory that blending the longest prompt needs in addition to vLLM's paged
-    cache.
+    """Return how many bytes of GPU memory blending the longest prompt needs, in addition to vLLM's paged cache.
 
-    They contain the resident layer and the layers that are read ahead.
+    This memory is for the resident layer and the layers that are read ahead.
     """
     model = vllm_config.model_config
     heads = model.get_num_kv_heads(vllm_config.parallel_config)
@@ -51,8 +50,9 @@ class PagedKV:
 
     Reading KV from blocks is slow. The most recently placed layer is therefore also held as a tensor if it is in
     `kept`. It is called the resident layer; `write` updates it. The first `num_rows` rows have blocks. The
-    `num_probe_rows` rows after them exist only in the resident layer; a query probe uses them. The KV of the first
-    `num_resident` rows is in the blocks already: it is never overwritten, and is copied into the resident layer.
+    `num_probe_rows` rows after them exist only in the resident layer; a query probe uses them. Capacity: both numbers
+    together. The KV of the first `num_resident` rows is in the blocks already: it is never overwritten, and is copied
+    into the resident layer.
     `fully_resident_layer` is the index of the resident layer if all placed rows are in its tensor; else None.
     """
 
@@ -81,11 +81,11 @@ class PagedKV:
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
-        """Return a layer's keys [H, capacity, D], valid in placed and written rows; empty if it is not resident."""
+        """Return a layer's keys [H, capacity, D]; only placed and written rows are valid. Empty if not resident."""
         return self._resident_kv(layer).keys.transpose(0, 1)
 
     def values(self, layer: int) -> Tensor:
-        """Return a layer's values [H, capacity, D], valid in placed and written rows; empty if it is not resident."""
+        """Return a layer's values [H, capacity, D]; only placed and written rows are valid. Empty if not resident."""
         return self._resident_kv(layer).values.transpose(0, 1)
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -105,7 +105,8 @@ class PagedKV:
     ) -> None:
         """Write stored (pre-RoPE) KV to its rows in the blocks, and to the resident layer if `layer` is kept.
 
-        `shares` [T, M] times `drift` [H, M, D] is added to the keys and values of the T prompt rows, before rotation.
+        For drift correction, `shares` [T, M] @ `drift` [H, M, D] is added to keys and values before rotation: T prompt
+        rows, M landmarks of the `DriftCorrection`.
         """
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
@@ -203,14 +204,14 @@ class PagedLayerLoader:
     error does not wait for the current read, because the reader writes only to its own buffer. On a GPU the reader
     copies layers to the device while the GPU computes.
 
-    Layer 0 of chunks that are not in memory is computed instead of read, but only with a single rank. The embedding
-    sums over ranks, so all ranks must call it together, but a chunk that one rank has in memory may be only on the disk
-    of another. An entry that one of several ranks cannot read counts as damaged for all of them.
+    With a single rank, layer 0 of chunks that are not in memory is computed instead of read. Several ranks would have
+    to compute it together, because the embedding sums over ranks. But one rank may have a chunk in memory and another
+    only on disk. An entry that one of several ranks cannot read counts as damaged for all of them.
 
-    `corrects_drift`: the caller uses drift correction, which changes the chunks that are not exact, in every layer but
-    the first. Those layers are placed in the blocks once they are corrected. Until then they are in host memory,
-    because the query probe runs through several layers before the first one is corrected. This needs no further memory
-    for chunks in the memory tier; for chunks from disk, it needs memory for the layers read and not yet corrected.
+    `corrects_drift`: the caller uses drift correction. It changes the inexact chunks in every layer but the first. A
+    layer of these chunks is placed in the blocks once it is corrected. Until then it is in host memory, because the
+    query probe runs through several layers before the first one is corrected. Chunks in the memory tier need no
+    further memory for this; chunks from disk need it for the layers that are read and not yet corrected.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class PagedLayerLoader:
         return self._loader.num_computed
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Return the load and fuse times of each layer as `LayerLoader.timeline`. Placing counts as fusing."""
+        """Return each layer's load and fuse times, like `LayerLoader.timeline`. Placing counts as fusing."""
         return self._loader.timeline(ends_s)
 
     @property
@@ -296,9 +297,9 @@ class PagedLayerLoader:
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Place the layer's inexact chunks, with `shares` [T, M] times `drift` [H, M, D] added before rotation.
+        """Place the layer's inexact chunks, and add `shares` @ `drift` as `PagedKV.place` does.
 
-        If `drift` is None, they are placed as stored.
+        If `drift` is None, the chunks are placed as stored.
         """
         start_s = perf_counter()
         # Another layer may have been the resident one since `wait`.

@@ -45,7 +45,7 @@ VLLM_MODES: tuple[VllmMode, ...] = get_args(VllmMode)
 
 @dataclass(frozen=True, slots=True)
 class BlendParams:
-    """Parameters of one request. Constructor and `check_tokens_after_spans` raise UsageError for invalid ones."""
+    """Parameters of one request. Invalid values raise UsageError."""
 
     mode: VllmMode = "blend"
     rule: str = "auto"
@@ -109,7 +109,7 @@ class BlendParams:
 
 
 def parse_params(raw: object) -> BlendParams:
-    """Return the parameters in `raw`, the value of `kv_transfer_params["ragblend"]`. Raises UsageError for any other.
+    """Return the parameters in `raw`, the value of `kv_transfer_params["ragblend"]`. Raises UsageError if invalid.
 
     >>> parse_params({"mode": "ingest", "spans": [[1, 4]]}).spans
     ((1, 4),)
@@ -150,9 +150,9 @@ def report_from_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendRep
 
 
 def vllm_filters_and_penalties(options: GenerationOptions) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for top-k, min-p, penalties and bias, all of them set.
+    """Return vLLM's sampling parameters for top-k, min-p, penalties and bias. Only the bias may be missing.
 
-    For an absent one vLLM would use the model's generation_config, which the transformers engine does not use.
+    vLLM would take each missing one from the model's generation_config, which the transformers engine does not use.
     """
     bias = {int(token): float(value) for token, value in (options.logit_bias or {}).items()}
     return {
@@ -166,9 +166,9 @@ def vllm_filters_and_penalties(options: GenerationOptions) -> dict[str, Any]:
 
 
 def vllm_structured_outputs(structured_outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return GenerationOptions' `structured_outputs` in vLLM's form, which has a structural tag as a JSON string.
+    """Return GenerationOptions' `structured_outputs` in vLLM's form: a structural tag becomes a JSON string.
 
-    At most one blank in a row is allowed in JSON answers, because a small model may write only blanks.
+    JSON schemas in the tag then allow at most one blank in a row, because a small model may write only blanks.
     """
     ((name, value),) = structured_outputs.items()
     if name != "structural_tag" or isinstance(value, str):

