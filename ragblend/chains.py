@@ -255,8 +255,8 @@ def create_long_document_chain(
     - "refine": the model answers the windows in turn, each with the answer so far.
     - "rerank": the model answers every window; the result is the answer whose tokens have the highest probability.
 
-    "reduce" and "rerank" omit answers that contain `no_answer`; "" omits none. If the other answers are equal, nothing
-    is combined. The prompts may have the fields {input}, {no_answer}, and {answer} or {answers}.
+    "reduce" and "rerank" omit answers that contain `no_answer`; "" omits none. If all remaining answers are equal, that
+    answer is the result. The prompts may have the fields {input}, {no_answer}, and {answer} or {answers}.
 
     The result has `input`, `answer`, `windows`, `tokens` and, if the last answer was combined from others, its
     `report`. `windows`: a dictionary for each, in order, with `source`, `start`, `last_source`, `end`, `answer`,

@@ -91,7 +91,7 @@ class RegisteredChunkFinder:
         return found
 
     def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
-        """Return the `texts` that no document has, without duplicates."""
+        """Return the `texts` that are no chunk of a document in the registry, without duplicates."""
         return [text for text in dict.fromkeys(texts) if text not in self.registry]
 
     def _entry(self, text: str) -> str:

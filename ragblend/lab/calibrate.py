@@ -251,7 +251,7 @@ def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurveP
 def evaluate_held_out(
     engine: TransformersEngine, prompts: Sequence[Prompt], calibration: Calibration, on_progress: Progress
 ) -> HeldOut:
-    """Return the agreement of the best fit of `calibration` with full prefill on other questions."""
+    """Answer other questions with `calibration`'s best fit, and return the agreement with full prefill."""
     fit, trials = calibration.fits[0], []
     for number, prompt in enumerate(prompts):
         on_progress("check", number, len(prompts))
@@ -292,7 +292,7 @@ def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:
 
 
 def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_LAYER) -> RuleFit:
-    """Return the fit of `rule`: the smallest ratio that meets `target` together with all larger ones, else 1."""
+    """Return the fit of `rule`: the smallest ratio such that it and all larger ones meet `target`; 1 if none does."""
     meets = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
     place = meets.index(True) if True in meets else len(curve) - 1
     return RuleFit(rule, check_layer, curve[place].ratio, meets[place], curve)

@@ -276,7 +276,7 @@ class Renderer:
 
     @cached_property
     def call_format_in_text(self) -> CallFormat:
-        """Return `call_format` as calls read in an answer's decoded text: without control tokens."""
+        """Return `call_format` without the control tokens, which decoding removes from an answer's text."""
 
         def show(text: str) -> str:
             return "".join(p if isinstance(p, str) else self.plain_text([p]) for p in self.split_control_tokens(text))

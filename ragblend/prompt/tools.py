@@ -49,7 +49,7 @@ class CallFormat:
     closing: str = ""
 
     def without_control_tokens(self, strip: Callable[[str], str]) -> CallFormat:
-        """Return the format as calls read in an answer's decoded text. `strip` removes control tokens from a text."""
+        """Return the format without control tokens. `strip` removes them from a text, as decoding does."""
         parts = {name: strip(getattr(self, name)) for name in ("begin", "middle", "end", "opening", "closing")}
         return replace(self, **parts, delimiter=None if self.delimiter is None else strip(self.delimiter))
 

@@ -146,7 +146,7 @@ class DocumentReason(BaseModel):
 
 
 class IngestionSummary(BaseModel):
-    """Documents of a namespace, by collection. `reasons` has at most 1,000 entries.
+    """Documents of a namespace, by collection. `reasons`: why documents failed, for at most 1,000 of them.
 
     `batch`: progress of the current batch, if it belongs to the namespace: chunks prefilled, and chunks in all.
     """

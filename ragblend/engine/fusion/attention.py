@@ -163,8 +163,8 @@ def attend_rows(
 ) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of scattered rows: `query` [1, Hq, R, D] at positions `rows` [R].
 
-    `rows` ascend. Row i attends to `keys`, `values` [1, H, T, D] at 0 .. rows[i] within its window, and reads no
-    other row. `host_rows` as in ProbeQueries.
+    `rows` ascend. Query i attends to `keys` and `values` [1, H, T, D] at positions 0 .. rows[i] within its window; no
+    other position is read. `host_rows` as in ProbeQueries.
     """
     host_rows = host_rows or positions_on_host(rows)
     outputs, block_rows = [], BLOCK_ROWS[rows.device.type]

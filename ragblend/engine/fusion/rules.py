@@ -226,8 +226,8 @@ def is_probe_worthwhile(
 ) -> bool:
     """Return True if the query probe of `num_fresh` tokens costs few enough token-layers.
 
-    The limit is the cost of recomputing `ratio` + PROBE_MARGIN of the chunk tokens. NO_PROBE_RULE is less close to full
-    prefill even if it recomputes that share. Long questions over short chunks exceed the limit.
+    The limit is the cost of recomputing `ratio` + PROBE_MARGIN of the chunk tokens. Even with that
+    share, NO_PROBE_RULE is further from full prefill. Long questions over short chunks exceed the limit.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]

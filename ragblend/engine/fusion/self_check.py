@@ -69,7 +69,7 @@ def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quan
     recomputing scattered tokens over exact KV changes nothing (the mask of scattered rows is right).
 
     The results of a quantised model, or a deep one in half precision, vary with the number of tokens that run together.
-    For such a model errors up to twice this variation pass, with a warning in the log.
+    For such a model, an error of up to twice this variation is accepted and logged as a warning.
     """
     allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
     most = math.inf if is_quantised else MAX_TOLERANCE if model.like.dtype != torch.float32 else 0.0
@@ -138,7 +138,7 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     stored = prefill_chunks(model, prefix, headers)
     placements = [Placement(kv, start, exact=False) for kv, start in zip(stored, starts, strict=True)]
     for placement in placements:
-        place_all_layers(model, fused, placement)
+        place_stored_layers(model, fused, placement)
 
     chunk_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS)
     first_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS)
@@ -161,7 +161,7 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     return gates
 
 
-def place_all_layers(model: TransformersLayers, fused: FusedKV, placement: Placement) -> None:
+def place_stored_layers(model: TransformersLayers, fused: FusedKV, placement: Placement) -> None:
     """Write every layer of stored KV to its position in `fused`, keys rotated."""
     rows = torch.arange(placement.start, placement.end, device=model.like.device)
     for index in range(model.num_layers):

@@ -315,7 +315,7 @@ class DiskStore(StoreMetadata, KVStore):
         yield from self._files(DAMAGED_SUFFIX)
 
     def read_entry_file(self, path: Path) -> MemoryKV:
-        """Return the entry in one of `paths`, read whole. Raises DamagedEntryError and OSError; moves no file."""
+        """Return the entry in the file `path`, read whole. Raises DamagedEntryError and OSError; moves no file."""
         try:
             return load_into_memory(DiskKV(path.stem, path, SharedFile(path), lambda *_: None, self._requirements))
         except UnreadableEntryError as error:

@@ -361,8 +361,8 @@ class TieredStore(KVStore):
             tombstones.poll()
 
     def watch_deletions(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
-        """Apply deletions in the background until `close`. Wait up to `timeout_s` seconds until they have been applied
-        once.
+        """Delete in the background, until `close`, what other processes and machines deleted. Wait up to `timeout_s`
+        seconds until that is done for the first time.
 
         skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """

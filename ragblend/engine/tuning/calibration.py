@@ -193,8 +193,8 @@ def save_calibration(disk: DiskStore, calibration: Calibration) -> Path:
 
 
 def calibration_error(path: Path, facts: Mapping[str, Any]) -> str:
-    """Return what is wrong with the calibration file `path`, whose JSON values are `facts`; "" if it is valid or not a
-    calibration. `DiskStore.verify_metadata` calls it for each file."""
+    """Return what is wrong with the calibration file `path`, whose JSON values are `facts`; "" for a valid one, and for
+    files of other kinds. `DiskStore.verify_metadata` calls it for each file."""
     if path.parent.name != CALIBRATIONS_DIR:
         return ""
     try:

@@ -154,7 +154,7 @@ class PagedKV:
             return LayerKV(self._nothing, self._nothing)
         return self._resident_layer[1]
 
-    def place_all_layers(self, placement: Placement) -> None:
+    def place_stored_layers(self, placement: Placement) -> None:
         """Place every layer of one chunk. Afterwards all rows up to the chunk's end are valid."""
         for layer in range(self._layers.num_layers):
             self.place(layer, [LayerPlacement(slice(placement.start, placement.end), placement.kv.layer(layer))])

@@ -133,7 +133,7 @@ _OF_THE_CLIENT = frozenset({"ttft_s", "decode_s", "prompt_tokens", "completion_t
 
 
 def report_to_json(report: BlendReport) -> dict[str, Any]:
-    """Return a report as JSON values, without token counts, which OpenAI's `usage` has, and without clients' times."""
+    """Return a report as JSON values, without token counts (OpenAI's `usage` has them) and times of the client."""
     facts = {name: value for name, value in report.as_dict().items() if name not in _OF_THE_CLIENT}
     return {"version": PARAMS_VERSION, **facts}
 

@@ -338,7 +338,7 @@ class BlendWorker:
         else:
             paged = PagedKV(layers, job.block_ids, job.end)
             for placement in prefix:
-                paged.place_all_layers(placement)
+                paged.place_stored_layers(placement)
         context = tuple(later - earlier for (earlier, _), (later, _) in itertools.pairwise(spans))
         ids = job.token_ids
         header = self._header(job, ids[:start], ids[start:end], job.params.namespace, context)

@@ -326,7 +326,7 @@ def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> tuple[LoadRun
 
 
 def median_sample_timeline(case: LoadCase, samples: Sequence[LoadSample]) -> dict[str, Any]:
-    """Return the timeline of the sample with the median TTFT: [start, end] of each layer, seconds after the first."""
+    """Return the timeline of the sample with the median TTFT: [start, end] of each layer, in seconds since layer 0."""
     ordered = sorted(samples, key=lambda sample: sample.report.ttft_s)
     load, fuse = ordered[len(ordered) // 2].timeline
     zero_s = min(event.start_s for event in (*load, *fuse))
