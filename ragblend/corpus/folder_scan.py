@@ -54,7 +54,7 @@ class ReadFailure(NamedTuple):
 
 @dataclass
 class FolderScan:
-    """The files found in the files and folders that a caller named. Paths are `normal_path`s; a file's is its `source`."""
+    """Files in the files and folders that a caller named. Every path is a `normal_path`; a file's is its `source`."""
 
     roots: list[str] = field(default_factory=list)  # the named files and folders
     files: dict[str, str] = field(default_factory=dict)  # file to read -> the root that holds it, in reading order
