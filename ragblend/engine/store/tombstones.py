@@ -134,9 +134,9 @@ class Tombstones:
                 log.log(level, "deletions by other machines are unknown at the moment: %s", error)
 
     def _poll(self) -> None:
-        # A later deletion of one of these entries also finds what was written.
-        ended = {} if self._store.is_writing else dict(self._writes)
         polled_s, lists_all = time.time(), time.monotonic() >= self._list_all_at_s
+        # No tombstone that is written later concerns these writes: its deletion also finds what they wrote.
+        ended = dict(self._writes) if lists_all and not self._store.is_writing else {}
         after = "" if lists_all else _first_name(self._polled_s - CLOCK_SLACK_S)
         names = {name for name in self._remote.values.list_metadata(after) if _NAME.fullmatch(name)}
         oldest = _first_name(polled_s - TOMBSTONE_TTL_S)
