@@ -80,12 +80,13 @@ def make_app(
         return JSONResponse({**facts, "now": now._asdict() if now is not None else None})
 
     async def upload(request: Request) -> Response:
-        with Upload(uploads_folder(settings.store), request.query_params.get("name", ""), settings.max_file_mib) as to:
-            async with _read_body_parts(request) as parts:
+        folder, name = uploads_folder(settings.store), request.query_params.get("name", "")
+        async with _read_body_parts(request) as parts:
+            with Upload(folder, name, settings.max_file_mib) as to:
                 to.check_size(int(request.headers.get("content-length") or 0))
                 async for data in parts:
                     to.add(data)
-            await run_in_threadpool(to.commit)
+                await run_in_threadpool(to.commit)
         return JSONResponse({"name": request.query_params["name"]}, 201)
 
     async def take(request: Request) -> Response:
@@ -205,12 +206,12 @@ def _close_after_jobs(jobs: JobQueue, ui: UiState) -> None:
 
 @asynccontextmanager
 async def _read_body_parts(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
-    """Give the parts of the request's body. Of a body that is too large, up to `_REST_BYTES` more are read and dropped:
-    closing a socket with unread bytes resets it, and the client would not receive the error."""
+    """Give the parts of the request's body. If it is rejected, up to `_REST_BYTES` more are read and dropped: closing a
+    socket with unread bytes resets it, and the client would not receive the error."""
     parts = request.stream()
     try:
         yield parts
-    except TooLargeError:
+    except RagblendError:
         num_bytes = 0
         with suppress(TimeoutError, ClientDisconnect):
             async with asyncio.timeout(_REST_S):
