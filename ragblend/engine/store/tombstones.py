@@ -6,9 +6,9 @@
 `TieredStore.delete_everywhere` deletes entries, and then writes a tombstone to the remote tier. Every other store over
 it polls for new tombstones, every few seconds and before entries are stored, and deletes their entries from its memory
 and its disk, once: an entry that is stored again later stays. A name begins with the time, so a poll lists the names
-since the one before, however many there are. Once a minute all are listed: a store that has applied a tombstone writes
-it back if the remote tier has lost it, and after TOMBSTONE_TTL_S it is deleted everywhere. Works on stores, keys and
-namespaces. Does not depend on servers, prompts or models.
+since the one before, however many there are. Every five seconds all are listed: a store that has applied a tombstone
+writes it back if the remote tier has lost it, and after TOMBSTONE_TTL_S it is deleted everywhere. Works on stores, keys
+and namespaces. Does not depend on servers, prompts or models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
 POLL_INTERVAL_S = 5.0
-LIST_ALL_INTERVAL_S = 60.0
+LIST_ALL_INTERVAL_S = POLL_INTERVAL_S
 CLOCK_SLACK_S = 10.0  # a tombstone that arrives later after its time, by a slow clock too, is seen when all are listed
 FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first poll
 TOMBSTONE_TTL_S = 90 * 86_400.0  # a machine that was off for longer must start with an empty disk
@@ -116,7 +116,7 @@ class Tombstones:
             self._watch_ended = None
 
     def poll(self) -> None:
-        """Apply new tombstones. Once a minute, restore those that the remote tier has lost, and delete expired ones.
+        """Apply new tombstones. Every five seconds, restore those that the remote tier has lost, and delete expired ones.
 
         Logs one warning for several errors in a row, and none if the remote tier does not answer, because the next
         request to that tier logs it.
@@ -134,9 +134,9 @@ class Tombstones:
                 log.log(level, "deletions by other machines are unknown at the moment: %s", error)
 
     def _poll(self) -> None:
+        # A later deletion of one of these entries also finds what was written.
+        ended = {} if self._store.is_writing else dict(self._writes)
         polled_s, lists_all = time.time(), time.monotonic() >= self._list_all_at_s
-        # No tombstone that is written later concerns these writes: its deletion also finds what they wrote.
-        ended = dict(self._writes) if lists_all and not self._store.is_writing else {}
         after = "" if lists_all else _first_name(self._polled_s - CLOCK_SLACK_S)
         names = {name for name in self._remote.values.list_metadata(after) if _NAME.fullmatch(name)}
         oldest = _first_name(polled_s - TOMBSTONE_TTL_S)
