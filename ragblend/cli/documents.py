@@ -180,5 +180,8 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
         )
     num_left = sum(Path(source).exists() for source in sources)
     if num_left and not added:
-        text += f"\n{plural(num_left, 'removed file')} still on disk, which the next `ragblend ingest` adds again"
+        what = "file is still on disk: the next `ragblend ingest` adds it again"
+        if num_left > 1:
+            what = "files are still on disk: the next `ragblend ingest` adds them again"
+        text += f"\n{num_left} removed {what}"
     print_result(facts, text, json_)

@@ -529,7 +529,7 @@ def test_remove_counts_the_kv_that_was_computed_after_a_removed_chunk(docs, run)
     assert (
         f"1 chunk and {whole - left} KV caches removed\n{num_others} of these KV caches had been computed after" in out
     )
-    assert "1 removed file still on disk, which the next `ragblend ingest` adds again" in out
+    assert "1 removed file is still on disk: the next `ragblend ingest` adds it again" in out
     assert run.facts("precompute", *PLACE)["num_new_kv"] == num_others
     (docs / "a.md").unlink()
     assert run.facts(*ingest)["num_new_kv"] == 0

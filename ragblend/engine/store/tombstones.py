@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
 POLL_INTERVAL_S = 5.0
-LIST_ALL_INTERVAL_S = POLL_INTERVAL_S
 CLOCK_SLACK_S = 10.0  # a tombstone that arrives later after its time, by a slow clock too, is seen when all are listed
 FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first poll
 TOMBSTONE_TTL_S = 90 * 86_400.0  # a machine that was off for longer must start with an empty disk
@@ -152,7 +151,7 @@ class Tombstones:
                     self._applied.add(name)
         if lists_all:
             self._restore_and_expire(names, self._applied, oldest)
-            self._list_all_at_s = time.monotonic() + LIST_ALL_INTERVAL_S
+            self._list_all_at_s = time.monotonic() + POLL_INTERVAL_S
         self._polled_s = polled_s
         for key, write in ended.items():
             if self._writes.get(key) == write:

@@ -235,7 +235,7 @@ def test_a_poll_lists_the_tombstones_since_the_one_before_and_every_few_seconds_
     delete_by_a_clock_that_is_behind(3)
     store.apply_deletions()
     assert (listed[-1], on_disk(store)) == (1, {*keys_of(3, 4, 5)})
-    later_s = time.monotonic() + tombstones.LIST_ALL_INTERVAL_S
+    later_s = time.monotonic() + tombstones.POLL_INTERVAL_S
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
     store.apply_deletions()
     assert (listed[-1], on_disk(store)) == (4, {*keys_of(4, 5)})
