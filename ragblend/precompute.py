@@ -33,11 +33,15 @@ from ragblend.ingestion.contexts import (
     attach_similar_texts,
     chunk_variants,
     delete_other_variants,
-    delete_stale_variants,
     explain_unfit_text,
     resolve_context_policy,
 )
-from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except
+from ragblend.ingestion.deletion import (
+    delete_orphaned_kv,
+    delete_stale_kv,
+    delete_texts_except,
+    delete_unrecorded_variants,
+)
 from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
@@ -236,7 +240,7 @@ def precompute_chunks(
             report.num_new_kv += done <= len(missing)
             on_progress("prefill", done, len(missing) + len(renewed))
     finally:
-        delete_stale_variants((*missing, *renewed), engine, index)
+        delete_stale_kv((*missing, *renewed), engine, index)
     if disk is not None:
         with closing(open_registry(engine.store)) as registry:
             registry.record_stored_entries(filter(disk.has_file, keys.values()), engine.fingerprint)
@@ -361,8 +365,8 @@ def precompute_documents(
         for name, texts in texts_of.items():
             registry.add(texts, name)
         if finder is not None:
-            finder.delete_unrecorded_variants(main)
             finder.add(main)
+            delete_unrecorded_variants(engine, registry, finder.find_missing_variants())
 
     if prefill is None:
         prefill = workers.prefill if workers is not None else prefill_here

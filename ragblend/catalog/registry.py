@@ -171,6 +171,13 @@ class ChunkRegistry(Catalog):
     def _has_key(self, key: bytes) -> bool:
         return bool(self._rows(_HAS_TEXT, b_key=key))
 
+    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
+        """Return the `texts` that no document has, without duplicates and blank ones."""
+        key_of = {text: text_key(stripped) for text in texts if (stripped := _normalize(text))}
+        with self._locked() as connection:
+            known = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
+        return [text for text, key in key_of.items() if key not in known]
+
     def texts_of(self, document: DocumentKey) -> set[str]:
         """Return the texts that belong to a document."""
         return {row.text for row in self._rows(_TEXTS_OF, **document.parameters())}

@@ -104,20 +104,6 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
     return found
 
 
-def delete_stale_variants(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
-    """Delete those variants in `chunks` that have a removed text in their context. Return the number deleted.
-
-    Call it after storing the variants. Another process may have removed a text while the variants were computed. That
-    process could not delete the variants, because they were not stored yet.
-    """
-    similar = [chunk for chunk in chunks if chunk.context == "similar"]
-    if index is None or not similar:
-        return 0
-    removed = set(index.find_unknown_texts(text for chunk in similar for text in chunk.context_texts))
-    stale = [chunk for chunk in similar if not removed.isdisjoint(chunk.context_texts)]
-    return sum(engine.forget(chunk) for chunk in stale)
-
-
 def explain_unfit_text(text: str, engine: Engine) -> str:
     """Return why the engine cannot prefill `text` as a chunk, with what to do; "" if it can."""
     try:

@@ -8,19 +8,21 @@ Depends on the index, engines and stores, not on files or frameworks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import TypeVar
 
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.known_chunks import open_known_chunks
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentKey, text_key
-from ragblend.engine.api import DocumentEngine
+from ragblend.engine.api import DocumentEngine, Engine
 from ragblend.engine.base import record_entry
 from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import all_variants
+from ragblend.ingestion.contexts import SimilarChunkFinder, all_variants
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
@@ -123,11 +125,58 @@ def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: Ch
                     problem = str(error)
                 else:
                     index.clear_deletions(batch)
+                    registry.set_variants_stored([entry.key for entry in pending], is_stored=False)
                 if place == LOCAL:
                     registry.remove_entry_chunks(unwanted)  # including entries that were evicted earlier
             if problem:
                 break
     return len(deleted), problem
+
+
+def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
+    """Delete the KV of those `chunks` that were removed, or that have a removed text in their context. Return the
+    number of deleted entries.
+
+    Call it after storing the chunks. Another process may have removed a text while they were computed, and could not
+    delete KV that was not stored yet. `index`: the finder of the texts in their contexts. Entries that a remote tier
+    does not delete now are recorded like those of `delete_texts_except`.
+    """
+    chunks = list(chunks)
+    with closing(open_registry(engine.store)) as registry:
+        removed = set(registry.find_unknown_texts(chunk.text for chunk in chunks))
+        if index is not None:
+            removed.update(index.find_unknown_texts(text for chunk in chunks for text in chunk.context_texts))
+        text_of: dict[str, str] = {}
+        for chunk in chunks:
+            if lost := removed.intersection((chunk.text, *chunk.context_texts)):
+                text_of[engine.key(chunk)] = min(lost)
+        for text in removed.intersection(chunk.text for chunk in chunks):
+            registry.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
+        if not text_of:
+            return 0
+        num_removed, _ = _delete_entries(text_of, engine, registry)
+        registry.remove_entry_chunks(text_of)
+    return num_removed
+
+
+def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants: Collection[Chunk]) -> None:
+    """Delete those similar `variants` that are stored and have a removed text in their context.
+
+    variants: variants that are not recorded as stored. If one is stored, another process is storing chunks, or was
+    interrupted before `delete_stale_kv`. The contexts are read from the stored entries.
+    """
+    keys = [engine.key(chunk) for chunk in variants]
+    stored = [key for key, is_there in zip(keys, engine.store.contains_many(keys), strict=True) if is_there]
+    headers = [kv.header for key in stored if (kv := engine.store.get(key)) is not None]
+    known = open_known_chunks(registry, engine.renderer.fingerprint, engine.namespace)
+
+    def reason_of(ids: Ids) -> str | None:
+        return None if any(run.chunk_ids == ids for run in known.find_runs(ids)) else ""
+
+    stale = dict(find_orphaned_keys(headers, reason_of, engine.renderer.separator_ids))
+    if stale:
+        _delete_entries(stale, engine, registry)
+        registry.remove_entry_chunks(stale)
 
 
 def keys_to_delete(
@@ -184,6 +233,20 @@ def _delete_kv(
         return 0, ""
     keys = keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))
     unseen = _find_unseen_remote_keys(registry.stored_variant_keys(), engine, registry)
+    result = _delete_entries(keys, engine, registry, unseen)
+    if not keeps_records:
+        registry.remove_entry_chunks(keys)
+    return result
+
+
+def _delete_entries(
+    keys: Mapping[str, str], engine: DocumentEngine, registry: ChunkRegistry, unseen: Collection[str] = ()
+) -> tuple[int, str]:
+    """Delete entries from every tier, and the `unseen` ones from the remote tiers. Returns like `delete_texts_except`.
+
+    keys: the removed text that causes each deletion, by key; "" if it is unknown. If the text is added again before a
+    remote tier answers, its entries in that tier are kept.
+    """
     registry.remove_stored_entries(keys)
     registry.set_variants_stored([*keys, *unseen], is_stored=False)
     num_removed, problem = sum(map(engine.store.delete_local, keys)), ""
@@ -193,11 +256,9 @@ def _delete_kv(
             engine.store.delete(key)
     except BackendUnreachableError as error:
         problem = str(error)
-        left = [(key, text_key(text)) for key, text in keys.items()] + [(key, b"") for key in unseen]
+        left = [(key, text_key(text) if text else b"") for key, text in [*keys.items(), *((key, "") for key in unseen)]]
         pending = [PendingDeletion(key, place, "", of_text) for place in _places(engine)[1:] for key, of_text in left]
         IndexedDocuments(registry).schedule_deletions(pending, OrphanedTexts())
-    if not keeps_records:
-        registry.remove_entry_chunks(keys)
     return num_removed, problem
 
 

@@ -58,19 +58,6 @@ class RegisteredChunkFinder:
         requested = self.registry.variants_without_kv(self._name)
         return [Chunk(each.text, context="similar") for each in requested if self._entry(each.text) == each.entry]
 
-    def delete_unrecorded_variants(self, chunks: Iterable[Chunk]) -> None:
-        """Delete the similar variants of `chunks` that are stored, but were not recorded as stored.
-
-        The call that stored them was interrupted. A text in their context may have been removed since. The removal did
-        not find these variants, because they were not recorded. Raises BackendUnreachableError.
-        """
-        own = {self._entry(chunk.text) for chunk in chunks}
-        unrecorded = [each.entry for each in self.registry.variants_without_kv(self._name) if each.entry in own]
-        store = self.engine.store
-        stored = [key for key, is_there in zip(unrecorded, store.contains_many(unrecorded), strict=True) if is_there]
-        if stored:
-            store.delete_everywhere(stored)
-
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
         """Record in the registry which similar variants in `chunks` are stored: all whose KV is in the store.
 
@@ -92,7 +79,7 @@ class RegisteredChunkFinder:
 
     def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
         """Return the `texts` that are no chunk of a document in the registry, without duplicates."""
-        return [text for text in dict.fromkeys(texts) if text not in self.registry]
+        return self.registry.find_unknown_texts(texts)
 
     def _entry(self, text: str) -> str:
         return self.engine.key(Chunk(text, context="similar"))

@@ -12,6 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core import MockEmbedding, VectorStoreIndex
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
+from servers import RedisServer, wait_until
 from similar_texts import TEXTS, texts_behind
 
 from ragblend import BlendLLM, Chunk, Prompt, load_engine, open_index, precompute
@@ -151,6 +152,71 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
         assert BELL not in texts_in(engine, header)
 
 
+def test_a_chunk_that_is_removed_while_its_missing_variant_is_computed_leaves_nothing(opened, monkeypatch):
+    engine, other = opened(), opened()
+    precompute_documents(ALL, engine, ids=ALL)
+    delete_precomputed([KERN], engine)
+    with open_registry(engine.store) as registry:
+        finder = registered_similar.open_registered_finder(engine, registry)
+        missing = [chunk.text for chunk in finder.find_missing_variants()]
+    assert FOX in missing
+
+    def precompute(chunk: Any, compute: Callable[..., int] = engine.precompute) -> int:
+        if chunk.text == FOX:
+            delete_precomputed([FOX], other)  # by another process, which could not find what is not stored
+        return compute(chunk)
+
+    monkeypatch.setattr(engine, "precompute", precompute)
+    monkeypatch.setattr(engine, "precompute_all", None, raising=False)
+    precompute_documents(["One more."], engine, ids=["more"])
+    own = engine.renderer.chunk_ids(FOX)
+    for header in engine.store.disk_tier.headers():
+        assert FOX not in texts_in(engine, header)
+        assert header.token_ids != own
+    assert engine.known_chunks.find_runs(own) == []
+    assert engine.known_chunks.find_runs(engine.renderer.chunk_ids(MOSS)), "the others are still known"
+
+
+def test_an_outage_of_the_remote_tier_at_the_check_leaves_nothing_computed_behind_a_removed_chunk(
+    opened, tmp_path, monkeypatch
+):
+    """Also on other machines that have fetched it."""
+    server = RedisServer(tmp_path)
+    durable = ("--appendonly", "yes", "--appendfsync", "always")
+    server.start(*durable)
+    try:
+        engine, other = opened(remote=server.url), opened(remote=server.url)
+
+        def precompute(chunk: Any, compute: Callable[..., int] = engine.precompute) -> int:
+            is_behind = chunk.context == "similar" and BELL in chunk.context_texts
+            if is_behind and server.process is not None:
+                delete_precomputed([BELL], other)
+            result = compute(chunk)
+            if is_behind and server.process is not None:
+                assert engine.store.flush(30)
+                server.kill()
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "precompute", precompute)
+            patch.setattr(engine, "precompute_all", None, raising=False)
+            precompute_documents(ALL, engine, ids=ALL)
+        assert server.process is None
+        server.start(*durable)
+        wait_until(lambda: all(tier.is_available() for tier in engine.store.remote_tiers), 90, "it is used again")
+        for text in ("One more.", "And another."):  # the first call deletes what the outage has left
+            precompute_documents([text], engine, ids=[text])
+        assert engine.store.flush(30)
+        for tier in engine.store.tiers:
+            for key in list(tier.keys()):
+                header = tier.get(key).header
+                assert BELL not in texts_in(engine, header), tier
+                assert header.token_ids != engine.renderer.chunk_ids(BELL), tier
+        assert seen_by(engine, FOX) is not None, "it was computed again"
+    finally:
+        server.kill()
+
+
 def test_what_an_interrupted_call_computed_behind_a_chunk_removed_since_is_computed_again(opened, monkeypatch):
     engine = opened()
     precompute_documents([FOX, KERN], engine, ids=["fox", "kern"])
@@ -159,7 +225,7 @@ def test_what_an_interrupted_call_computed_behind_a_chunk_removed_since_is_compu
         raise KeyboardInterrupt  # a killed process checks nothing
 
     with monkeypatch.context() as patch:
-        patch.setattr(precompute, "delete_stale_variants", interrupted)
+        patch.setattr(precompute, "delete_stale_kv", interrupted)
         with pytest.raises(KeyboardInterrupt):
             precompute_documents([BELL], engine, ids=["bell"])
     late = load_into_memory(engine.store.get(engine.key(similar(BELL))))

@@ -353,6 +353,10 @@ class TieredStore(KVStore):
             raise failure
         for tombstones in self._tombstones:
             tombstones.publish(keys, whole_namespace=whole_namespace)
+        # Another store may have sent an entry after its deletion above, and polled before the tombstone was written.
+        for remote in self.remote_tiers:
+            for key in keys:
+                remote.delete(key)
         return found
 
     def apply_deletions(self) -> None:

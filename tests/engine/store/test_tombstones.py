@@ -150,6 +150,22 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path):
     assert on_disk(two) == in_memory(two) == set()
 
 
+def test_an_entry_that_arrives_between_the_deletion_and_its_tombstone_does_not_stay(remotes, tmp_path, monkeypatch):
+    one, two = (machine(tmp_path / name, remotes()) for name in ("one", "two"))
+    publish = tombstones.Tombstones.publish
+
+    def publish_late(self, *arguments, **options):
+        two.put(KVS[0])
+        assert two.flush(10)
+        two.apply_deletions()  # nothing is being written any more, and there is no tombstone yet
+        publish(self, *arguments, **options)
+
+    monkeypatch.setattr(tombstones.Tombstones, "publish", publish_late)
+    one.delete_everywhere(keys_of(0))
+    two.apply_deletions()
+    assert (on_disk(two), in_memory(two), [*remotes().keys()]) == (set(), set(), [])
+
+
 def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path):
     """A remote tier keeps results of fetches for other requests. One of two processes leaves the disk to the other."""
     values = DictValues()
