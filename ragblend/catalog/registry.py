@@ -130,6 +130,7 @@ _VARIANTS = (
 _VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
 _VARIANTS_WITHOUT_KV = _VARIANTS.where(VARIANTS.c.is_stored == 0)
 _VARIANT = select_checked(VARIANTS, equals_parameters(VARIANTS, "entry", "embedder"))
+_KNOWN_VARIANTS = select(VARIANTS.c.entry).where(is_in_values(VARIANTS.c.entry))
 _COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(equals_parameters(VARIANTS, "embedder"))
 _SET_VARIANT_STORED = (
     update(VARIANTS).where(equals_parameters(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
@@ -316,7 +317,8 @@ class ChunkRegistry(Catalog):
 
     @contextmanager
     def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Prevent other threads and processes from adding texts inside the block. They wait, so keep the block short.
+        """Prevent other threads and processes from changing the catalogue inside the block, so that they add no text.
+        They wait, so keep the block short.
 
         Yields a function that takes the key of a text and returns True if the text is stored.
         """
@@ -518,10 +520,13 @@ class ChunkRegistry(Catalog):
             insert_rows(connection, VARIANTS, row_of.values())
 
     def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Set `is_stored` in the records of the variants with the keys `entries`."""
-        if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
-            with self._write() as connection:
-                connection.execute(_SET_VARIANT_STORED, rows)
+        """Set `is_stored` in the records of the variants with the keys `entries`, unless it is set already."""
+        other = _KNOWN_VARIANTS.where(VARIANTS.c.is_stored != int(is_stored))
+        with self._locked() as connection:
+            if changed := find_existing(connection, other, dict.fromkeys(entries)):
+                with self._write():
+                    rows = [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in sorted(changed)]
+                    connection.execute(_SET_VARIANT_STORED, rows)
 
     def remove_variants(self, entries: Iterable[str]) -> None:
         """Delete the records of variants that are no longer requested."""

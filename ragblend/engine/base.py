@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -69,10 +69,16 @@ def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
     if disk is None or disk.on_put is not None:
         return None
     registry = open_registry(disk)
-    disk.on_put = partial(record_entry, registry)
-    if not registry.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
-        disk.on_delete = registry.remove_stored_entries
+    disk.on_put, disk.on_delete = partial(record_entry, registry), partial(_record_deletions, registry)
     return registry
+
+
+def _record_deletions(registry: ChunkRegistry, keys: Collection[str]) -> None:
+    """Record that another machine has deleted entries. The next ingestion computes similar variants among them again,
+    unless a remote tier has them."""
+    if not registry.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
+        registry.remove_stored_entries(keys)
+    registry.set_variants_stored(keys, is_stored=False)
 
 
 def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:

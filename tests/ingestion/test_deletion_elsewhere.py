@@ -26,10 +26,10 @@ TEXTS = {
 
 @pytest.fixture
 def program(tmp_path):
-    """`program(name)`: an engine over the folder `name` and the remote tier that all share."""
+    """`program(name, **options)`: an engine over the folder `name` and the remote tier that all share."""
     with ExitStack() as stack:
-        yield lambda name: stack.enter_context(
-            load_engine("demo", tmp_path / name, remote=f"file://{tmp_path}/remote", context="none")
+        yield lambda name, **options: stack.enter_context(
+            load_engine("demo", tmp_path / name, **{"remote": f"file://{tmp_path}/remote", "context": "none"} | options)
         )
 
 
@@ -90,3 +90,20 @@ def test_a_removal_during_an_outage_is_completed_by_the_next_call(program, monke
     delete_precomputed(["a"], one)
     two.store.apply_deletions()
     assert in_remote(one) == on_disk(one) == on_disk(two) == {"c"}
+
+
+def test_similar_variants_that_another_deletes_are_computed_again(program):
+    """Both have all documents, each in its own catalogue. One computes the variants, and the other fetches them."""
+    one, two = (program(name, context="similar") for name in ("one", "two"))
+    for engine in (one, two):
+        store(engine, **TEXTS)
+        assert engine.store.flush(30)
+    variants = [two.key(Chunk(text, context="similar")) for text in TEXTS.values()]
+    two.store.fetch_many(variants)
+    assert two.store.flush(30)
+    assert all(map(two.store.is_local, variants))
+    delete_precomputed(["a"], one)
+    two.store.apply_deletions()
+    assert not any(map(two.store.is_local, variants[1:])), "each has the removed text in its context"
+    store(two, d="One more.")
+    assert all(map(two.store.contains, variants[1:]))

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -119,7 +119,7 @@ class DiskStore(StoreMetadata, KVStore):
         self.catalog = catalog
         self._requirements = ReadRequirements(self.store_key)
         self.on_put: Callable[[KVHeader], object] | None = None  # called before an entry is written
-        self.on_delete: Callable[[Iterable[str]], object] | None = None  # called after a tombstone's keys are deleted
+        self.on_delete: Callable[[Collection[str]], object] | None = None  # called after a tombstone's keys are deleted
         self._has_warned = False  # about an unsigned entry
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
         if not create and not self.root.is_dir():
