@@ -240,7 +240,7 @@ def precompute_chunks(
             report.num_new_kv += done <= len(missing)
             on_progress("prefill", done, len(missing) + len(renewed))
     finally:
-        delete_stale_kv((*missing, *renewed), engine, index)
+        delete_stale_kv((*missing, *renewed), engine, index if isinstance(index, ChunkIndex) else None)
     if disk is not None:
         with closing(open_registry(engine.store)) as registry:
             registry.record_stored_entries(filter(disk.has_file, keys.values()), engine.fingerprint)

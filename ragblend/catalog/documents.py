@@ -266,11 +266,16 @@ class IndexedDocuments:
         """Return the entries to be deleted, in the order in which `schedule_deletions` recorded them."""
         return [PendingDeletion._make(row[:4]) for row in self._select_checked(PENDING_DELETIONS)]
 
-    def is_deletion_pending(self, entry: PendingDeletion) -> bool:
-        """Return True if the entry still has to be deleted: it is recorded, and no chunk has its text again."""
-        with self.read_transaction():
-            rows = self._rows(select_checked(PENDING_DELETIONS, _OF_ENTRY), b_key=entry.key, b_place=entry.place)
-            return any(tuple(row[:4]) == entry for row in rows) and not self._rows(_HAS_TEXT, text_key=entry.text_key)
+    def current_deletions(self, entries: Iterable[PendingDeletion]) -> list[PendingDeletion]:
+        """Return the present records of `entries`. There is none if another process has deleted the entry, and it may
+        have another text if another process has recorded the entry, too."""
+        query = select_checked(PENDING_DELETIONS, _OF_ENTRY)
+        rows = (self._rows(query, b_key=entry.key, b_place=entry.place) for entry in entries)
+        return [PendingDeletion._make(row[:4]) for found in rows for row in found]
+
+    def has_chunk_with(self, key: bytes) -> bool:
+        """Return True if a chunk has the text with this `text_key`."""
+        return bool(self._rows(_HAS_TEXT, text_key=key))
 
     def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:
         """Remove the records of `entries`, because the entries were deleted or are needed again."""

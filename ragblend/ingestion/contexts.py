@@ -31,9 +31,6 @@ class SimilarChunkFinder(Protocol):
         of them. `text` itself and duplicates are left out.
         """
 
-    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
-        """Return the `texts` that no chunk has, without duplicates."""
-
 
 def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
     """Set the engine's context policy to `requested`, and record it in the store. None: the engine's current policy.

@@ -7,7 +7,7 @@ Depends on the index, engines and stores, not on files or frameworks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import chain
 from typing import TypeVar
@@ -22,12 +22,13 @@ from ragblend.engine.base import record_entry
 from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import SimilarChunkFinder, all_variants
+from ragblend.ingestion.contexts import all_variants
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
 Reason = TypeVar("Reason")
 
+NO_TEXT = ""  # as the cause of a deletion: the entry is deleted in any case
 LOCAL = ""  # `PendingDeletion.place` of the local tiers
 _BATCH = 64  # entries per transaction, during which no process can add documents
 
@@ -73,7 +74,8 @@ def _schedule_deletions(
     places = _places(engine)
     pending = []
     for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
-        pending += [PendingDeletion(key, place, orphaned.source_of.get(text, ""), text_key(text)) for place in places]
+        source, cause = orphaned.source_of.get(text, ""), _cause(key, text, engine)
+        pending += [PendingDeletion(key, place, source, cause) for place in places]
     if released and engine.context == "similar":
         similar = (engine.key(Chunk(text, context="similar")) for text in index.texts())
         unseen = _find_unseen_remote_keys(similar, engine, registry)
@@ -81,6 +83,15 @@ def _schedule_deletions(
     with index.write_transaction():  # also a transaction of the registry if they share a catalogue
         registry.remove_stored_entries({entry.key for entry in pending})
         index.schedule_deletions(pending, orphaned)
+
+
+def _cause(key: str, text: str, engine: DocumentEngine) -> bytes:
+    """Return the `PendingDeletion.text_key` of an entry that is deleted because `text` was removed.
+
+    Only an entry of the text alone is kept if the text is added again. Another text of a similar variant may have been
+    removed, too; the next ingestion computes the variant again.
+    """
+    return text_key(text if key == engine.key(Chunk(text, context="none")) else NO_TEXT)
 
 
 def _places(engine: DocumentEngine) -> list[str]:
@@ -111,9 +122,9 @@ def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: Ch
     for place in _places(engine):
         entries = [entry for entry in recorded if entry.place == place]
         for start in range(0, len(entries), _BATCH):
-            batch = entries[start : start + _BATCH]
             with index.write_transaction(), registry.block_additions() as is_registered:
-                pending = [entry for entry in batch if index.is_deletion_pending(entry)]
+                batch = index.current_deletions(entries[start : start + _BATCH])
+                pending = [entry for entry in batch if not index.has_chunk_with(entry.text_key)]
                 unwanted = [entry.key for entry in pending if entry.text_key and not is_registered(entry.text_key)]
                 try:
                     if place == LOCAL:
@@ -133,19 +144,20 @@ def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: Ch
     return len(deleted), problem
 
 
-def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> int:
+def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: ChunkIndex | None = None) -> int:
     """Delete the KV of those `chunks` that were removed, or that have a removed text in their context. Return the
     number of deleted entries.
 
     Call it after storing the chunks. Another process may have removed a text while they were computed, and could not
-    delete KV that was not stored yet. `index`: the finder of the texts in their contexts. Entries that a remote tier
-    does not delete now are recorded like those of `delete_texts_except`.
+    delete KV that was not stored yet. `index`: the index of the texts in their contexts; None if they are texts of
+    documents in the registry. Entries that a remote tier does not delete now are recorded like those of
+    `delete_texts_except`.
     """
     chunks = list(chunks)
     with closing(open_registry(engine.store)) as registry:
         removed = set(registry.find_unknown_texts(chunk.text for chunk in chunks))
-        if index is not None:
-            removed.update(index.find_unknown_texts(text for chunk in chunks for text in chunk.context_texts))
+        context_texts = (text for chunk in chunks for text in chunk.context_texts)
+        removed.update((registry if index is None else index).find_unknown_texts(context_texts))
         text_of: dict[str, str] = {}
         for chunk in chunks:
             if lost := removed.intersection((chunk.text, *chunk.context_texts)):
@@ -154,9 +166,8 @@ def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunk
             registry.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
         if not text_of:
             return 0
-        num_removed, _ = _delete_entries(text_of, engine, registry)
-        registry.remove_entry_chunks(text_of)
-    return num_removed
+        _schedule_entries(text_of, engine, registry)
+        return _run_deletions(IndexedDocuments(registry), engine, registry)[0]
 
 
 def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants: Collection[Chunk]) -> None:
@@ -175,8 +186,8 @@ def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants
 
     stale = dict(find_orphaned_keys(headers, reason_of, engine.renderer.separator_ids))
     if stale:
-        _delete_entries(stale, engine, registry)
-        registry.remove_entry_chunks(stale)
+        _schedule_entries(stale, engine, registry)
+        _run_deletions(IndexedDocuments(registry), engine, registry)
 
 
 def keys_to_delete(
@@ -221,45 +232,27 @@ def _has_similar(engine: DocumentEngine, registry: ChunkRegistry) -> bool:
     return engine.context == "similar" or registry.has_stored_variants()
 
 
-def _delete_kv(
-    texts: Sequence[str], engine: DocumentEngine, registry: ChunkRegistry, *, keeps_records: bool = False
-) -> tuple[int, str]:
-    """Delete the KV of texts, and KV with them in its context, from every tier. Returns like `delete_texts_except`.
-
-    keeps_records: keep the records of what the entries contain, so that a later call finds those that were written
-    during this one.
-    """
-    if not texts:
-        return 0, ""
-    keys = keys_to_delete(texts, engine, registry, everywhere=_has_similar(engine, registry))
-    unseen = _find_unseen_remote_keys(registry.stored_variant_keys(), engine, registry)
-    result = _delete_entries(keys, engine, registry, unseen)
-    if not keeps_records:
-        registry.remove_entry_chunks(keys)
-    return result
+def _schedule_entries(text_of: Mapping[str, str], engine: DocumentEngine, registry: ChunkRegistry) -> None:
+    """Record entries to be deleted by `_run_deletions`. text_of: the removed text that causes each deletion, by key; ""
+    to delete the entry in any case."""
+    places, causes = _places(engine), {key: _cause(key, text, engine) for key, text in text_of.items()}
+    pending = [PendingDeletion(key, place, "", cause) for key, cause in causes.items() for place in places]
+    registry.remove_stored_entries(text_of)
+    IndexedDocuments(registry).schedule_deletions(pending, OrphanedTexts())
 
 
-def _delete_entries(
-    keys: Mapping[str, str], engine: DocumentEngine, registry: ChunkRegistry, unseen: Collection[str] = ()
-) -> tuple[int, str]:
-    """Delete entries from every tier, and the `unseen` ones from the remote tiers. Returns like `delete_texts_except`.
-
-    keys: the removed text that causes each deletion, by key; "" if it is unknown. If the text is added again before a
-    remote tier answers, its entries in that tier are kept.
-    """
-    registry.remove_stored_entries(keys)
-    registry.set_variants_stored([*keys, *unseen], is_stored=False)
-    num_removed, problem = sum(map(engine.store.delete_local, keys)), ""
+def _delete_unseen_remote_keys(engine: DocumentEngine, registry: ChunkRegistry) -> str:
+    """Delete what `_find_unseen_remote_keys` returns. Return the error of an unreachable remote tier, or ""."""
+    unseen, problem = _find_unseen_remote_keys(registry.stored_variant_keys(), engine, registry), ""
+    registry.set_variants_stored(unseen, is_stored=False)
     try:
-        engine.store.delete_everywhere(keys)
         for key in unseen:
             engine.store.delete(key)
     except BackendUnreachableError as error:
         problem = str(error)
-        left = [(key, text_key(text) if text else b"") for key, text in [*keys.items(), *((key, "") for key in unseen)]]
-        pending = [PendingDeletion(key, place, "", of_text) for place in _places(engine)[1:] for key, of_text in left]
+        pending = [PendingDeletion(key, place, "", b"") for key in unseen for place in _places(engine)[1:]]
         IndexedDocuments(registry).schedule_deletions(pending, OrphanedTexts())
-    return num_removed, problem
+    return problem
 
 
 def find_orphaned_keys(
@@ -287,21 +280,30 @@ def delete_texts_except(
     number of deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay
     recorded, and the next call deletes them once the tier answers.
     """
-    documents, earlier_problem = IndexedDocuments(registry), ""
+    documents, has_similar = IndexedDocuments(registry), _has_similar(engine, registry)
+    lost = {name: registry.texts_of(name).difference(map(str.strip, texts)) for name, texts in kept_texts.items()}
+    losing = [name for name, texts in lost.items() if texts]
+    if losing and has_similar:
+        _record_earlier_entries(engine, registry)
+    for start in range(0, len(losing), _BATCH):
+        names = losing[start : start + _BATCH]
+        # In one transaction, so that a text which another process adds meanwhile is either kept or added again.
+        with documents.write_transaction():
+            released = registry.preview_orphaned_texts({name: kept_texts[name] for name in names})
+            for name in names:
+                registry.remove_from_document(lost[name], name)
+            registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in released)
+            gone = set(registry.find_unknown_texts(released))  # the others belong to documents of other namespaces
+            text_of = keys_to_delete(released, engine, registry, everywhere=has_similar)
+            causes = {key: text if text in gone else NO_TEXT for key, text in text_of.items()}
+            _schedule_entries(causes, engine, registry)
     # A call that adds documents does not wait for a tier that is known not to answer.
     is_removal = bool(kept_texts) and not any(kept_texts.values())
-    is_due = is_removal or all(tier.is_available() for tier in engine.store.remote_tiers)
+    is_due = bool(losing) or is_removal or all(tier.is_available() for tier in engine.store.remote_tiers)
+    num_removed, problem = 0, ""
     if is_due and documents.pending_deletions():
-        _, earlier_problem = _run_deletions(documents, engine, registry)
-    released = registry.preview_orphaned_texts(kept_texts)
-    has_similar = _has_similar(engine, registry)
-    num_removed, problem = _delete_kv(released, engine, registry, keeps_records=has_similar)
-    for name, texts in kept_texts.items():  # after the deletion, so that after a kill the same call finds the texts
-        registry.remove_from_document(registry.texts_of(name).difference(map(str.strip, texts)), name)
-    registry.remove_variants(engine.key(Chunk(text, context="similar")) for text in released)  # of this namespace only
-    if released and has_similar:  # another process may have stored a variant before the release
-        num_late, late_problem = _delete_kv(released, engine, registry)
-        num_removed, problem = num_removed + num_late, problem or late_problem
-    if released:
+        num_removed, problem = _run_deletions(documents, engine, registry)
+    if losing:
+        problem = _delete_unseen_remote_keys(engine, registry) or problem
         registry.truncate_log()
-    return num_removed, problem or earlier_problem
+    return num_removed, problem

@@ -63,8 +63,9 @@ class RegisteredChunkFinder:
 
         The records of other variants do not change.
         """
-        entries = [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]
-        self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
+        if entries := [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]:
+            with self.registry.block_additions():  # and deletions, which would otherwise be recorded before the storing
+                self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
         """See `SimilarChunkFinder`. Compares with all chunks in one matrix product, which is much faster than a
@@ -76,10 +77,6 @@ class RegisteredChunkFinder:
             if near in self.registry and is_allowed(near):
                 found.append(near)
         return found
-
-    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
-        """Return the `texts` that are no chunk of a document in the registry, without duplicates."""
-        return self.registry.find_unknown_texts(texts)
 
     def _entry(self, text: str) -> str:
         return self.engine.key(Chunk(text, context="similar"))

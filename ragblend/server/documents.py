@@ -40,6 +40,7 @@ from ragblend.corpus.embedders import FloatArray
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
 from ragblend.ingestion.contexts import chunk_variants
+from ragblend.ingestion.deletion import delete_stale_kv
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
 from ragblend.precompute import precompute_documents
@@ -242,6 +243,8 @@ class DocumentIngester:
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
+            if not has_all and not all(tier.is_available() for tier in engine.store.remote_tiers):
+                raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
             self._table.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
@@ -267,7 +270,11 @@ class DocumentIngester:
             self._renew_leases()
 
     def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
-        """Prefill a chunk, but first wait while another server prefills it. Return the number of bytes stored."""
+        """Prefill a chunk, but first wait while another server prefills it. Return the number of bytes stored.
+
+        It is checked at once whether another server has removed the chunk, so that a kill, or an outage of the
+        catalogue, leaves no KV that no later removal finds.
+        """
         if self._leases is None:
             return engine.precompute(chunk)
         name = f"kv {engine.key(chunk)}"
@@ -276,7 +283,13 @@ class DocumentIngester:
             time.sleep(0.05)
             self._renew_leases()
         try:
-            return engine.precompute(chunk)
+            if nbytes := engine.precompute(chunk):
+                try:
+                    delete_stale_kv([chunk], engine)
+                except BackendUnreachableError:
+                    engine.store.delete_everywhere([engine.key(chunk)])  # it is computed again
+                    raise
+            return nbytes
         finally:
             with suppress(BackendUnreachableError):
                 self._leases.release([name])

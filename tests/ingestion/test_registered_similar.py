@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -175,6 +176,47 @@ def test_a_chunk_that_is_removed_while_its_missing_variant_is_computed_leaves_no
         assert header.token_ids != own
     assert engine.known_chunks.find_runs(own) == []
     assert engine.known_chunks.find_runs(engine.renderer.chunk_ids(MOSS)), "the others are still known"
+
+
+def test_a_text_that_another_document_gets_while_it_is_removed_keeps_its_entries(opened, monkeypatch):
+    engine, other = opened(), opened()
+    precompute_documents(ALL, engine, ids=ALL)
+    adding: list[threading.Thread] = []
+
+    def delete_local(key: str, delete: Callable[[str], bool] = engine.store.delete_local) -> bool:
+        found = delete(key)
+        if not adding and key == engine.key(FOX):
+            adding.append(threading.Thread(target=precompute_documents, args=([FOX], other), kwargs={"ids": ["copy"]}))
+            adding[0].start()
+            adding[0].join(1.0)  # it may have to wait for this removal
+        return found
+
+    monkeypatch.setattr(engine.store, "delete_local", delete_local)
+    delete_precomputed([FOX], engine)
+    (thread,) = adding
+    thread.join(60)
+    assert FOX in open_registry(engine.store)
+    assert engine.is_stored(FOX)
+    assert seen_by(engine, FOX) is not None
+
+
+def test_a_killed_removal_is_finished_by_the_next_call(opened, monkeypatch):
+    engine = opened()
+    precompute_documents(ALL, engine, ids=ALL)
+
+    def killed(key: str) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.store, "delete_local", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete_precomputed([BELL], engine)
+    for text in ("One more.", "And another."):  # the first call deletes what was left
+        precompute_documents([text], engine, ids=[text])
+    for header in engine.store.disk_tier.headers():
+        assert BELL not in texts_in(engine, header)
+        assert header.token_ids != engine.renderer.chunk_ids(BELL)
+    assert seen_by(engine, FOX) is not None, "it was computed again"
 
 
 def test_an_outage_of_the_remote_tier_at_the_check_leaves_nothing_computed_behind_a_removed_chunk(

@@ -22,6 +22,10 @@ from ragblend.catalog.leases import Leases
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError
+from ragblend.ingestion.report import IngestReport
+from ragblend.precompute import precompute_documents
+from ragblend.prompt.types import Chunk
+from ragblend.server import documents
 from ragblend.server.documents import DocumentIngester
 
 
@@ -104,6 +108,71 @@ def test_servers_divide_the_documents_and_store_each_once(tmp_path, catalog):
         stored = [len(list(DiskStore(each.root).keys())) for each in replicas]
         assert min(stored) >= 16
         print(f"stored by each: {stored}")
+
+
+@pytest.mark.parametrize("fault", ["killed", "outage"])
+def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catalog, monkeypatch, fault):
+    """The server that computes it is killed before its batch ends, or cannot ask the catalogue."""
+    with running(tmp_path, catalog, "one", "other", context="similar") as (one, other):
+        texts = {"a": A, "b": B, "c": C}
+        one.wait(one.send(*({"id": name, "chunks": [text]} for name, text in texts.items())))
+        other.wait(other.send({"id": "d", "chunks": ["One more."]}))
+        assert other.documents.remove("", "kb", ["c"])[0] == 1  # so that variants of the others are missing
+        engine, fails = one.engine(), list[bool]()
+
+        def precompute(chunk: Any, compute: Callable[[Any], int] = engine.precompute) -> int:
+            if chunk.text == A and chunk.context == "similar":
+                assert other.documents.remove("", "kb", ["a"])[0] == 1
+                fails.append(fault == "outage")
+            return compute(chunk)
+
+        def find_unknown(
+            self: ChunkRegistry, given: Any, find: Callable[..., list[str]] = ChunkRegistry.find_unknown_texts
+        ) -> list[str]:
+            if any(fails):
+                fails.clear()
+                raise BackendUnreachableError("it is down")
+            return find(self, given)
+
+        monkeypatch.setattr(engine, "precompute", precompute)
+        monkeypatch.setattr(ChunkRegistry, "find_unknown_texts", find_unknown)
+        monkeypatch.setattr("ragblend.precompute.delete_stale_kv", lambda *_: 0)
+        ingestion = one.send({"id": "e", "chunks": ["And another."]})
+        wait_until(lambda: bool(fails) or not one.counts(ingestion)["num_waiting"], 60, "it is computed")
+        monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.1)
+        one.wait(ingestion)
+        own = engine.renderer.chunk_ids(A)
+        for each in (one, other):
+            each.engine().store.flush(30)
+            each.engine().store.apply_deletions()
+            for header in DiskStore(each.root).headers():
+                assert header.token_ids != own
+                assert own not in [ids[: len(own)] for ids in header.context_ids]
+        remote = one.engine().store.remote_tiers[0]
+        assert not remote.contains(engine.key(A))
+        assert not remote.contains(engine.key(Chunk(A, context="similar")))
+
+
+def test_a_document_waits_while_its_stored_chunks_are_only_in_a_remote_tier_that_does_not_answer(
+    tmp_path, catalog, monkeypatch
+):
+    monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.1)
+    reports = list[IngestReport]()
+    with running(tmp_path, catalog, "one") as (one,):
+        one.wait(one.send({"id": "a", "chunks": [A]}))
+        assert one.engine().store.flush(30)
+
+    def precompute(*arguments: Any, **options: Any) -> IngestReport:
+        reports.append(precompute_documents(*arguments, **options))
+        for _ in range(3 * (len(reports) == 1)):
+            other.engine().store.remote_tiers[0].breaker.record_failure()
+        return reports[-1]
+
+    monkeypatch.setattr(documents, "precompute_documents", precompute)
+    with running(tmp_path, catalog, "other") as (other,):
+        counts = other.wait(other.send({"id": "b", "chunks": [A]}))
+        assert (counts["num_stored"], counts["num_failed"]) == (1, 0)
+        assert [report.num_new_kv for report in reports] == [0, 1], "only the second call computes it"
 
 
 KILLED = """
