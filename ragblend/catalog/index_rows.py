@@ -44,7 +44,7 @@ class PendingDeletion(NamedTuple):
     key: str
     place: str  # the tier: "" for the local tiers, else the remote tier's URL
     source: str  # the document that had the text
-    text_key: bytes
+    text_key: bytes  # of the removed text: the entry is kept if a document has that text again
 
 
 def row_id(chunk_id: str) -> int:

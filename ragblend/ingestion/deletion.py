@@ -2,6 +2,7 @@
 
 The catalogue records the texts that documents of an index have lost (see `catalog.documents`). `delete_orphaned_kv`
 finds their entries, records them in place of the texts, and deletes them. After a kill, the next call continues.
+`delete_texts_except` records the entries of other documents in the transaction that removes their texts.
 Depends on the index, engines and stores, not on files or frameworks.
 """
 

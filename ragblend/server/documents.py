@@ -272,8 +272,8 @@ class DocumentIngester:
     def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
         """Prefill a chunk, but first wait while another server prefills it. Return the number of bytes stored.
 
-        It is checked at once whether another server has removed the chunk, so that a kill, or an outage of the
-        catalogue, leaves no KV that no later removal finds.
+        If another server has removed the chunk meanwhile, its KV is deleted before the next chunk is prefilled: nothing
+        would delete it after a kill.
         """
         if self._leases is None:
             return engine.precompute(chunk)
