@@ -1,7 +1,8 @@
-"""Deletion of removed texts: their KV in every tier, KV with them in its context, registry rows and pins.
+"""Deletion of removed texts: their KV in every tier, KV with such a text in its context, registry rows and pins.
 
 The catalogue records the texts that documents of an index have lost (see `catalog.documents`). `delete_orphaned_kv`
-finds their entries, records them in place of the texts, and deletes them. After a kill, the next call continues.
+finds the entries of these texts, records the entries in place of the texts, and deletes the entries. After a kill, the
+next call continues.
 Depends on the index, engines and stores, not on files or frameworks.
 """
 
@@ -137,9 +138,9 @@ def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunk
     """Delete the KV of those `chunks` that were removed, or that have a removed text in their context. Return the
     number of deleted entries.
 
-    Call it after storing the chunks. Another process may have removed a text while they were computed, and could not
-    delete KV that was not stored yet. `index`: the finder of the texts in their contexts. Entries that a remote tier
-    does not delete now are recorded like those of `delete_texts_except`.
+    Call this function after storing `chunks`. While they were computed, another process may have removed a text, and
+    could not delete KV that was not stored yet. index: the finder that found the context texts; None: there are none.
+    If a remote tier does not answer, its entries are recorded, as by `delete_texts_except`.
     """
     chunks = list(chunks)
     with closing(open_registry(engine.store)) as registry:
@@ -160,10 +161,10 @@ def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunk
 
 
 def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants: Collection[Chunk]) -> None:
-    """Delete those similar `variants` that are stored and have a removed text in their context.
+    """Delete the stored entries of those similar `variants` that have a removed text in their context.
 
-    variants: variants that are not recorded as stored. If one is stored, another process is storing chunks, or was
-    interrupted before `delete_stale_kv`. The contexts are read from the stored entries.
+    variants: similar variants that the registry does not record as stored. The store has an entry of such a variant if
+    another process is storing chunks, or was killed before `delete_stale_kv`. The contexts are read from the entries.
     """
     keys = [engine.key(chunk) for chunk in variants]
     stored = [key for key, is_there in zip(keys, engine.store.contains_many(keys), strict=True) if is_there]
@@ -182,7 +183,7 @@ def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants
 def keys_to_delete(
     texts: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry, *, everywhere: bool = False
 ) -> dict[str, str]:
-    """Return the keys of the KV of `texts`, in the order of deletion. Each value is the text that causes it.
+    """Return the keys of the KV of `texts`, in the order of deletion. Each value is the text that causes the deletion.
 
     `everywhere`: add the keys of other models and prefixes in the engine's namespace, and of KV that was computed with
     one of `texts` in its context. Such keys are found only if this machine has recorded them.

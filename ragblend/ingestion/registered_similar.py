@@ -59,10 +59,7 @@ class RegisteredChunkFinder:
         return [Chunk(each.text, context="similar") for each in requested if self._entry(each.text) == each.entry]
 
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
-        """Record in the registry which similar variants in `chunks` are stored: all whose KV is in the store.
-
-        The records of other variants do not change.
-        """
+        """Record in the registry that similar variants in `chunks` are stored, if the store has their KV."""
         entries = [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]
         self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 
