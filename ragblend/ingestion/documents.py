@@ -148,7 +148,7 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: Chun
 
 
 class PinCounts(NamedTuple):
-    """`num_chunks`: number of a pinned document's chunks. `num_stored`: number of those that are stored."""
+    """Numbers of a pinned document's chunks: `num_chunks` in all, `num_stored` with stored KV."""
 
     num_chunks: int
     num_stored: int

@@ -1,4 +1,4 @@
-"""`RegisteredChunkFinder`: finds similar chunks among those that frameworks add, for stores with similar variants.
+"""`RegisteredChunkFinder`: finds similar chunks among chunks that frameworks added, for stores with similar variants.
 
 Chunks of a LangChain vector store or a LlamaIndex pipeline are in no ragblend index. The store's registry therefore has
 their vectors, and every new chunk is compared with all of them. Depends on the registry, embedders and engines.

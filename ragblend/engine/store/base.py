@@ -172,14 +172,14 @@ class KVStore(ABC):
     def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
         """Delete entries also from the other processes and machines that share a remote tier (see `tombstones`).
 
-        whole_namespace: the other processes and machines also delete every other entry of this namespace. `keys` are
-        then the namespace's keys that the caller knows. Return the keys whose entry this store had. Raises
+        whole_namespace: the other processes and machines also delete every other entry of this namespace. As `keys`,
+        pass the keys of the namespace's entries in this store. Return the keys whose entry this store had. Raises
         BackendUnreachableError if a remote tier does not answer; the entries are then deleted on this machine only.
         """
         return {key for key in keys if self.delete(key)}
 
     def apply_deletions(self) -> None:
-        """Delete on this machine what other processes and machines have deleted with `delete_everywhere`.
+        """Delete on this machine the entries that other processes and machines deleted with `delete_everywhere`.
 
         Call it before entries are stored again: a deletion that is applied later would delete the new entries, too.
         """
@@ -204,7 +204,7 @@ class KVStore(ABC):
     # -- between tiers and in the background
 
     def touch(self, key: str) -> None:
-        """Record the use of an entry that a faster tier returned, which this tier would not notice.
+        """Record a use of the entry. Called if a faster tier returned it, because this tier does not notice such a use.
 
         The least recently used entries are evicted first.
         """

@@ -239,7 +239,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
-        """Return the result of `nbytes`, without what other processes changed since the directory was last listed.
+        """Return `nbytes` without the changes that other processes have made since the directory was last listed.
 
         With a budget, the directory is listed at the first call, and seldom after it (see `eviction`).
         """

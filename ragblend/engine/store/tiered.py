@@ -58,7 +58,7 @@ class TieredStore(KVStore):
     store stays usable.
 
     `kv_dtype`: how `put` stores KV, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). Reading does
-    not depend on it: each entry names its own dtype.
+    not depend on it: each entry's header names its dtype.
 
     Other stores over the same remote tier apply each `delete_everywhere` by its tombstones (see `tombstones`).
     """
@@ -360,7 +360,7 @@ class TieredStore(KVStore):
         return found
 
     def apply_deletions(self) -> None:
-        """Delete from the local tiers what other processes and machines have deleted with `delete_everywhere`."""
+        """Delete from the local tiers the entries that other processes and machines have deleted everywhere."""
         for tombstones in self._tombstones:
             tombstones.poll()
 

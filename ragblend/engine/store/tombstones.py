@@ -116,7 +116,7 @@ class Tombstones:
             self._watch_ended = None
 
     def poll(self) -> None:
-        """Apply new tombstones. Every five seconds, restore those that the remote tier has lost, and delete old ones.
+        """Apply new tombstones. Every five seconds, write back tombstones that the remote tier lost; delete old ones.
 
         Logs one warning for several errors in a row, and none if the remote tier does not answer, because the next
         request to that tier logs it.
