@@ -511,7 +511,7 @@ class ChunkRegistry(Catalog):
             insert_rows(connection, VARIANTS, row_of.values())
 
     def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Set `is_stored` in the records of the variants whose KV has the keys `entries`."""
+        """Set `is_stored` in the records of the variants with the keys `entries`."""
         if rows := [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in entries]:
             with self._write() as connection:
                 connection.execute(_SET_VARIANT_STORED, rows)

@@ -138,9 +138,9 @@ def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunk
     """Delete the KV of those `chunks` that were removed, or that have a removed text in their context. Return the
     number of deleted entries.
 
-    Call this function after storing `chunks`. While they were computed, another process may have removed a text, and
-    could not delete KV that was not stored yet. index: the finder that found the context texts; None: there are none.
-    If a remote tier does not answer, its entries are recorded, as by `delete_texts_except`.
+    Call it after storing the chunks. Another process may have removed a text while they were computed, and could not
+    delete KV that was not stored yet. `index`: the finder of the texts in their contexts. Entries that a remote tier
+    does not delete now are recorded like those of `delete_texts_except`.
     """
     chunks = list(chunks)
     with closing(open_registry(engine.store)) as registry:
