@@ -43,7 +43,7 @@ class Placement(NamedTuple):
 class FusedKV:
     """KV of one prompt: per layer, rotated keys and values [H, capacity, D], of which `length` rows are valid.
 
-    A write beyond the capacity enlarges it, so that decoding can append. It belongs to one request.
+    A write beyond the capacity enlarges it, so that decoding can append. An object belongs to one request.
     """
 
     _layers: list[LayerKV]
