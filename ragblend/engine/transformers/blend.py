@@ -49,7 +49,7 @@ StoredRuns = dict[int, tuple[Placement, LookupContext]]
 
 
 class BlendDecision(NamedTuple):
-    """Rule, layers and ratio of one request. `fallback_reason` is set if full prefill is faster, else ""."""
+    """Rule, layers and ratio of one request. `fallback_reason`: why full prefill is used instead; "" if it is not."""
 
     selection: ResolvedRule
     ratio: float
@@ -57,8 +57,7 @@ class BlendDecision(NamedTuple):
 
 
 class BlendingEngine(LocalEngine):
-    """The part of TransformersEngine that prefills. It computes the KV of requests, and of the prefixes that precede
-    chunks.
+    """The part of TransformersEngine that prefills: it computes the KV of requests, prefixes and ingestion contexts.
     """
 
     def __init__(
