@@ -43,7 +43,7 @@ class CurvePoint(NamedTuple):
     """Measurements at one ratio, over the questions of a calibration.
 
     `agreement`: share of answers whose first token is full prefill's; `low`, `high`: its 95 % interval (Wilson). `kl`:
-    mean KL(full || this) of the first token, nats. At ratio 1 both are the effect of rounding alone.
+    mean KL(full || this) of the first token, nats. At ratio 1, only rounding keeps them from 1 and 0.
     """
 
     ratio: float
@@ -57,7 +57,7 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RuleFit:
-    """Measured curve of one rule at one check layer, and the ratio that meets the target."""
+    """Measured curve of one rule at one check layer, and the ratio chosen from it (1 if no ratio meets the target)."""
 
     rule: str
     check_layer: int
@@ -86,7 +86,7 @@ class RuleFit:
 
     @property
     def point(self) -> CurvePoint:
-        """Return the measurements at the fitted ratio."""
+        """Return the measurements at the fitted ratio, `ratio`."""
         return next(point for point in self.curve if point.ratio >= self.ratio)
 
     def agreement_at(self, ratio: float) -> float:
