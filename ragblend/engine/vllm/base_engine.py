@@ -51,7 +51,7 @@ class VllmRequest:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one step of vLLM adds to an answer. The last one has a `finish_reason` and the connector's `report`."""
+    """Output of one vLLM step for an answer. The last output has a `finish_reason` and the connector's `report`."""
 
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None

@@ -204,7 +204,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._record_finished(self._worker.run_slice(meta.is_idle))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Drop the jobs of ended requests. Return None, and the ids of the requests whose jobs are over."""
+        """Drop the jobs of `finished_req_ids`. Return None, and the ids of all jobs that ended since the last call."""
         for request_id in finished_req_ids:
             self._record_finished(self._worker.cancel(request_id))
         done, self._finished = self._finished, set()
@@ -240,7 +240,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return BlendReports(reports, change, weights_updated.is_set()) if is_news else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed jobs since the last call. vLLM computes them itself."""
+        """Return the ids of the blocks of jobs that failed since the last call. vLLM computes these blocks itself."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
