@@ -60,7 +60,7 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
 
 
 def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
-    """Make the store's disk tier record in its registry the chunks that each entry contains or has in its context.
+    """Make the store's disk tier record each entry's chunks in its registry (see `record_entry`).
 
     An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
     registry; None if the store has no disk tier, or if that tier records its entries already.
@@ -76,7 +76,7 @@ def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
 
 
 def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
-    """Record in the registry the chunks that the entry with this header contains or has in its context."""
+    """Record the chunks of the entry with this header in the registry: its own, and those of its ingestion context."""
     registry.record_entry_chunks(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 

@@ -115,8 +115,8 @@ class TokenIndex:
     def find_runs(self, ids: Sequence[int] | NDArray[np.integer]) -> list[Run]:
         """Return runs that do not overlap, in the order of the prompt.
 
-        Of overlapping runs the longest is returned; of equally long ones the one that starts first; of those the one
-        with the lowest chunk number. The uncovered parts of other runs are returned if they are long enough.
+        Of overlapping runs, the longest is returned. Ties go to the run that starts first, and then to the run of the
+        lowest chunk number. The uncovered parts of other runs are returned if they are long enough.
         """
         prompt = np.asarray(ids, np.int64)
         if len(prompt) < WINDOW or not self._num_chunks:

@@ -183,7 +183,7 @@ def record_fusion(
     request had computed and left in memory.
 
     `report.attention_*` are from `question_attention_shares`. `report.mean_deviation` is the mean, over the recomputed
-    tokens, of the `relative_deviation` that the first check layer measured. What the rule did not measure stays None.
+    tokens, of the `relative_deviation` at the first check layer. Figures that the rule did not measure stay None.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
@@ -221,7 +221,7 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> QuestionAtte
 
     The attention is measured over the stored KV, before any recompute: the mean over the question's tokens, heads and
     probe layers. `stale`: kept tokens, whose stored KV was computed without the chunks before them. `recomputed`: chunk
-    tokens whose stored KV was replaced. `exact`: all others, that is the prefix, the chunk stored after it, and all
+    tokens whose stored KV was replaced. `exact`: all others, which are the prefix, chunks with exact KV, and all
     tokens computed in this prompt.
     """
     if fused.attention is None:

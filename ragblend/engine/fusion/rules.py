@@ -4,8 +4,8 @@ A rule turns the `RuleInputs` of N candidate tokens into scores [N]; `fuse` reco
 Candidates are the stale tokens, whose stored KV was computed without the tokens that precede them in the prompt.
 Depends on tensors only, not on models, plans or stores.
 
-The inputs: positions come from the plan, deviations from the check layer, where `fuse` recomputes K and V of the
-candidates, and attention from the query probe, which runs the question over stale KV before the selection.
+The inputs of a rule have three sources. The plan has the positions. The check layer, where `fuse` recomputes K and V of
+the candidates, measures deviations. The query probe, which runs the question over stale KV, measures attention.
 
 Drift correction (`fit_drift_correction`) estimates the KV change of kept tokens from the measured change of recomputed
 ones, for rules with a `drift_gain`.

@@ -2,8 +2,8 @@
 
 Most families (Llama, Mistral, Qwen2, Qwen3, Gemma, Granite, ...) consist of the same parts under the same names and
 need no code. A family that computes keys and values otherwise is a subclass of `AttentionFamily` in FAMILIES.
-tests/tiny_models.py lists the families that the tests run. Every model passes `self_check` against its own prefill when
-it is loaded.
+tests/tiny_models.py lists the families that the tests run. Every model must pass `self_check` against its own prefill
+when it is loaded.
 
 Depends on the attributes of transformers' modules.
 """

@@ -1,7 +1,7 @@
 """Shared base of the two engines that call vLLM directly: prompts to token ids, output tokens to text and reports.
 
 `VllmEngineBase` implements the Engine protocol except for the calls to vLLM. `engine` (vLLM in this process) and
-`front_end` (ingestion inside a vLLM server) add those. Text is tokenized and detokenized here, never by vLLM; the
+`front_end` (ingestion inside a vLLM server) add these calls. Text is tokenized and detokenized here, never by vLLM; the
 connector finds the chunks in the ids.
 
 Depends on prompts, reports and the connector's parameters, not on HTTP or vLLM.

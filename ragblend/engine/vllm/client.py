@@ -270,8 +270,8 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
 class ServerModelRenderer:
     """Renderer for the model of a server. It has the formats of tool calls that the server has reported.
 
-    All other attributes are those of the Renderer that `load` returns, with the model's tokenizer. It is loaded at the
-    first use: for splitting documents and counting tokens, but not for prompts.
+    All other attributes are those of the Renderer that `load` returns at their first use, with the model's tokenizer.
+    Splitting documents and counting tokens use it; prompts do not.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:

@@ -75,7 +75,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     weights_updated: bool = False  # the model's weights have changed since it was loaded
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return one message for two ranks. Their reports on the same request differ only in the measured seconds."""
+        """Return one message for this rank and `other`. Their reports on a request differ only in measured seconds."""
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated
         return BlendReports({**other.reports, **self.reports}, memory, updated)

@@ -9,7 +9,7 @@ All fields of a request have defaults, and a request without parameters gets the
 chunks in the request's token ids. Keys are never sent; the connector computes them from the ids. Modes:
 
 - "blend", "reuse": stored chunks are placed, and the share `ratio` of their tokens (0 in "reuse") is recomputed. The
-  ratio "auto" is the one calibrated in the server's store. The ratio null is the server's own, by default "auto".
+  ratio "auto" is calibrated in the server's store. The ratio null is the server's default, "auto" unless configured.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": only vLLM's own prefix cache is reused.
 - "ingest": the last of `spans` is the chunk to store, as positions [start, end) in the token ids. The chunk is computed
   after the ids before it. At least one id must follow the chunk, because vLLM needs a token to sample from. Request one
