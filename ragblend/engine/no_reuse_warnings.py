@@ -47,9 +47,9 @@ class NoReuseWarnings:
     def record_lookup(self, num_tokens: int, hits: Sequence[bool], *prefixes: tuple[int, ...]) -> None:
         """Record the lookup of a prompt of `num_tokens` tokens. If it reused nothing, log the cause, once per cause.
 
-        Call this for modes with reuse only. `hits`: for each chunk of the prompt, True if it was stored. Prompts
-        without chunks count from LONG_PROMPT tokens on. `prefixes`: ids at the beginning of the prompt. A stored chunk
-        can be reused if it was computed after one of the prefixes.
+        Call this for modes with reuse only. `hits`: for each chunk of the prompt, True if it was stored. A prompt
+        without chunks is recorded only if it has at least LONG_PROMPT tokens. `prefixes`: ids at the beginning of the
+        prompt. A stored chunk can be reused if it was computed after one of the prefixes.
         """
         if any(hits):
             self.is_settled = True

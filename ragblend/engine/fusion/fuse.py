@@ -64,8 +64,8 @@ def fuse(
     Fresh tokens, which have no stored KV (the question, for example), run through every layer. Candidates are the
     tokens whose stored KV may be replaced. They run up to the first check layer. There the rule selects a share of the
     candidates, and only these run through the later layers; each later check layer selects fewer. A rule with a query
-    probe selects earlier: it first runs the fresh tokens over the stored KV up to its last probe layer, and selects.
-    Then fresh and selected tokens run through every layer. In each layer, computed rows replace stored ones, and each
+    probe selects earlier: it runs the fresh tokens over the stored KV up to its last probe layer, and then selects.
+    Fresh and selected tokens run through every layer. In each layer, computed rows replace stored ones, and each
     computed token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift correction
     (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
 

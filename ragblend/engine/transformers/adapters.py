@@ -69,7 +69,10 @@ def adapter_digest(path: Path) -> str:
 
 
 def unwrap_peft_model(model: Any) -> Any:
-    """Return the transformers model inside a PeftModel; any other model unchanged. Raises UnsupportedModelError."""
+    """Return the transformers model inside a PeftModel; any other model unchanged.
+
+    Raises UnsupportedModelError for an adapter that changes more than layers.
+    """
     configs = getattr(model, "peft_config", None)
     for name, config in (configs or {}).items():
         reject_unsupported_adapter(config.to_dict(), f"the adapter {name!r}")

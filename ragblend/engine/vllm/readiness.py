@@ -6,10 +6,10 @@ A server is ready if its engine runs, its store can be written, and it is not st
 full disk is reported, but the server stays ready, because it still answers. Otherwise, a failure of the shared remote
 tier would remove all replicas at once. Like vLLM's own /health, the route ignores --api-key.
 
-On SIGTERM, vLLM by itself waits until its engine has computed the last token, for at most `--shutdown-timeout`. New
-requests in that time are accepted and fail. At its end, tokens that the front end has not sent are lost. So before
-vLLM's own shutdown begins, `Readiness` completes the answers in progress, and rejects new requests with 503, so that a
-router selects another replica. Depends on vLLM's application and the store.
+On SIGTERM, vLLM's own shutdown waits until its engine has computed the last token, for at most `--shutdown-timeout`.
+New requests in that time are accepted and fail. At its end, tokens that the front end has not sent are lost. So before
+that shutdown begins, `Readiness` completes the answers in progress, and rejects new requests with 503, so that a router
+selects another replica. Depends on vLLM's application and the store.
 """
 
 from __future__ import annotations
