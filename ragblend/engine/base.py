@@ -189,7 +189,7 @@ class LocalEngine(EngineBase, ABC):
 
     `on_miss` is for chunks of a prompt that the store lacks. "store" precomputes such a chunk alone, in the background,
     for later requests. "inline" computes its KV for this request only. `context`: the store's context policy (see
-    `keys`). None means the policy that the store has recorded, else the default for a model of `num_layers` layers.
+    `store.keys`). None means the policy that the store has recorded, else the default for `num_layers` layers.
     """
 
     def __init__(

@@ -255,7 +255,7 @@ def attend_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Return `attend_rows` of all queries [Hq, Q, D], and `attention_mass` of the last `num_question_rows`.
 
-    keys, values: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
+    `keys`, `values`: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
     """
     question = queries.slice_rows(slice(-num_question_rows, None))
     num_heads, num_queries, _ = question.states.shape
