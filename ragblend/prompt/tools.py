@@ -1,4 +1,4 @@
-"""Tools in a prompt and calls in an answer: their format, the constraint of an answer to calls, and reading calls.
+"""Tools in a prompt and calls in an answer: the format of calls, a grammar for answers that are calls, a reader.
 
 A `CallFormat` is the text around a call. `find_call_format` reads it from calls that the model's chat template renders.
 For a model whose template does not support tools, `tools_as_text` describes them and the format `HERMES` in the system

@@ -1,5 +1,5 @@
-"""Plan and result of fusing one prompt: stored KV with its positions, the buffer of the prompt's KV, and the figures of
-the result in every engine's report: reused and recomputed tokens, their cost, and closeness to full prefill.
+"""Plan and result of fusing one prompt: stored KV with its positions, the buffer of the prompt's KV, and the figures
+for reports (reused and recomputed tokens, their cost, and closeness to full prefill).
 
 Depends on tensors, positions and stored KV, not on the fusing itself (`fuse`), text or backends.
 """

@@ -57,7 +57,7 @@ class RuleInputs:
 
 
 class CheckLayer(NamedTuple):
-    """A layer at which the rule selects tokens. From this layer on, only `ratio` of the chunk tokens are computed."""
+    """A layer at which the rule selects tokens. From this layer on, only the share `ratio` of the chunk tokens runs."""
 
     layer: int
     ratio: float
