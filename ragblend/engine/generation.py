@@ -309,7 +309,7 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
 
 
 class Backfiller:
-    """Precomputes missed chunks, which a prompt contained and the store did not, in the background on `worker`.
+    """Precomputes, in the background on `worker`, chunks of prompts that the store did not have.
 
     It computes one chunk at a time, so a request waits for at most one of them.
     """

@@ -57,7 +57,7 @@ class RuleInputs:
 
 
 class CheckLayer(NamedTuple):
-    """A layer at which the rule selects tokens. From this layer on, only the share `ratio` of the chunk tokens runs."""
+    """A layer at which the rule selects tokens. From this layer on, only `ratio` of the chunk tokens are computed."""
 
     layer: int
     ratio: float
@@ -258,11 +258,11 @@ def resolve_rule(
     fitted: tuple[str, int] | None = None,
     global_layers: Sequence[int] = (),
 ) -> ResolvedRule:
-    """Return the rule of this `name` for one prompt, with its check layers and probe layers.
+    """Return the rule of this `name` for one prompt, with its check layers and probe layers. With "auto" it is the
+    default rule, or NO_PROBE_RULE if the default rule's query probe costs too much for this prompt.
 
-    "auto" is the rule of `fitted` or else the default rule, but NO_PROBE_RULE if the query probe of that rule costs too
-    much for this prompt. `fitted`: (rule, check layer) of a calibration for `name`. `global_layers`: the layers without
-    an attention window, if other layers have one; else ().
+    fitted: (rule, check layer) of a calibration for `name`. global_layers: the layers without an attention window, if
+    other layers have one; else ().
     """
     first = default_check_layer(global_layers) if global_layers else CHECK_LAYER
     taken, check_layer = fitted or (name, first)

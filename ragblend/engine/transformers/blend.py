@@ -49,7 +49,7 @@ StoredRuns = dict[int, tuple[Placement, LookupContext]]
 
 
 class BlendDecision(NamedTuple):
-    """Rule, layers and ratio of one request. `fallback_reason`: why full prefill is used instead; "" if it is not."""
+    """Rule, layers and ratio of one request. `fallback_reason` is set if full prefill is faster, else ""."""
 
     selection: ResolvedRule
     ratio: float
