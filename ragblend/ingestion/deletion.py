@@ -289,7 +289,7 @@ def delete_texts_except(
         _record_earlier_entries(engine, registry)
     for start in range(0, len(losing), _BATCH):
         names = losing[start : start + _BATCH]
-        # In one transaction, so that a text which another process adds meanwhile is either kept or added again.
+        # In one transaction, so that a text which another process adds at the same time is either kept or added again.
         with documents.write_transaction():
             released = registry.preview_orphaned_texts({name: kept_texts[name] for name in names})
             for name in names:

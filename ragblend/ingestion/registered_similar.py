@@ -61,7 +61,7 @@ class RegisteredChunkFinder:
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
         """Record in the registry that similar variants in `chunks` are stored, if the store has their KV."""
         if entries := [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]:
-            with self.registry.block_additions():  # and deletions, which would otherwise be recorded before the storing
+            with self.registry.block_additions():  # so that no deletion is recorded in between
                 self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:

@@ -273,8 +273,8 @@ class DocumentIngester:
     def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
         """Prefill a chunk, but first wait while another server prefills it. Return the number of bytes stored.
 
-        If another server has removed the chunk meanwhile, its KV is deleted before the next chunk is prefilled: nothing
-        would delete it after a kill.
+        If another server has removed the chunk since, its KV is deleted before the next chunk is prefilled. After a
+        kill, no later call would delete it.
         """
         if self._leases is None:
             return engine.precompute(chunk)
