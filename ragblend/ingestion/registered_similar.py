@@ -60,9 +60,10 @@ class RegisteredChunkFinder:
 
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
         """Record in the registry that similar variants in `chunks` are stored, if the store has their KV."""
-        if entries := [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]:
+        own = {self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"}
+        if unrecorded := own.intersection(each.entry for each in self.registry.variants_without_kv(self._name)):
             with self.registry.block_additions():  # so that no deletion is recorded in between
-                self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
+                self.registry.set_variants_stored(filter(self.engine.store.contains, unrecorded), is_stored=True)
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
         """See `SimilarChunkFinder`. Compares with all chunks in one matrix product, which is much faster than a
