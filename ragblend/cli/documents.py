@@ -102,7 +102,7 @@ def precompute(
     workers: Workers = None,
     json_: JsonOption = False,
 ) -> None:
-    """Prefill indexed chunks without KV, for example for a new model, dtype or system text.
+    """Prefill indexed chunks without KV, such as for a new model, dtype or system text.
 
     --kv-dtype converts the stored KV. From auto to int8 or fp8 it is rounded; any other conversion prefills the chunks
     again. --context changes the context policy: missing KV is prefilled, then KV of other contexts is deleted.
