@@ -240,7 +240,7 @@ def has_visible_text(text: str) -> bool:
 
 
 def reader_version(path: str, text_field: str = "") -> str:
-    """Return an id of what determines a file's text besides its bytes: the version of the readers, and `text_field`.
+    """Return an id of what determines a file's text, except its bytes: the version of the readers, and `text_field`.
 
     Versions of the parsers are left out, because every upgrade would make ragblend read every file again. Another
     release changed the text of 0 of 38 pages (selectolax) and of 5 of 93 files (PDFium). READERS_VERSION is raised if a

@@ -75,7 +75,7 @@ class FolderScan:
         return any(each in self._unlisted for each in iter_path_and_parents(path))
 
     def has_left_out(self, path: str, top: str) -> bool:
-        """Return True if a named folder contains the file `path`, and the scan left the file out, not because of `glob`.
+        """Return True if the scan left out the file `path` of a named folder for a reason other than `glob`.
 
         Only the named folders `top` and below `top` count.
         """

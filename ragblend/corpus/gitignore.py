@@ -17,7 +17,7 @@ _GITIGNORE_BYTES = 1 << 20
 
 
 class GitignoreRules(NamedTuple):
-    """Rules of `.gitignore` files, each for the paths below its folder. Rules of inner folders come last and override."""
+    """Rules of `.gitignore` files, each for paths below its folder. Rules of inner folders come last and prevail."""
 
     rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 

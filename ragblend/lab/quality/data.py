@@ -144,7 +144,7 @@ def demo_cases(config: QualityConfig) -> list[QaCase]:
     """Return questions about the sample corpus, each with `config.num_chunks` paragraphs as passages: those that answer
     the question, and others. The kinds of questions alternate.
 
-    The second paragraph of each pair continues the first, so a case has both paragraphs of a pair, one after the other.
+    The second paragraph of each pair continues the first, so a case has both paragraphs of a pair, in order.
     """
     corpus = sample_corpus()
     chunks = [chunk for record in corpus.records for chunk in record.chunks]
