@@ -33,7 +33,7 @@ CHECK_LAYER = 1
 
 # Constants of `ask`, chosen on the selection split of real questions (data/results/carry-*.json): its default ratio,
 # and the factors on the estimated change of kept tokens. At 5 % it is closer to full prefill than `cacheblend` is at
-# 15 %, so the query probe may cost as much as recomputing a tenth of the chunk tokens.
+# 15 %, so the query probe may cost as much as recomputing the difference, PROBE_MARGIN, in addition to the ratio.
 ASK_RATIO, DRIFT_GAIN, DRIFT_GAIN_IN_CONTEXT, PROBE_MARGIN = 0.05, 0.9, 0.8, 0.1
 
 # Least layers of a deep model, such as the language model on which `ask` and its constants were chosen. Language models

@@ -41,8 +41,7 @@ def mean_work_by_mode(
 
     The work is the number of tokens computed. With a `profile`, it is the seconds to the first token on an idle
     machine. The keys are those of `analyze --json`: the means are "full", "prefix" and "blend"; the other keys are
-    derived from them. A mean is the total work over the number of prompts, so
-    long prompts weigh more.
+    derived from them. A mean is the total work over the number of prompts, so long prompts weigh more.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0
