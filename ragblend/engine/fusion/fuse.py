@@ -62,12 +62,12 @@ def fuse(
     """Fill `fused` with the prompt's KV. Return the last token's logits, and what was recomputed at which cost.
 
     Fresh tokens (question, everything without stored KV) run through every layer. Candidates are the tokens whose
-    stored KV may be replaced. They run up to the first check layer. There the rule selects a share of them, and only
-    the selected ones run through the later layers; each later check layer selects fewer of them. A rule with a query
-    probe selects earlier: it runs the fresh tokens over the stored KV, up to its last probe layer, and selects tokens.
-    Then fresh and selected tokens run through every layer. In each layer, computed rows replace stored ones, and each
-    computed token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift correction
-    (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
+    stored KV may be replaced. They run up to the check layer. There the rule selects a share of them, and only the
+    selected ones run through the later layers. A rule with a query probe selects earlier: it runs the fresh tokens over
+    the stored KV, up to its last probe layer, and selects tokens. Then fresh and selected tokens run through every
+    layer. In each layer, computed rows replace stored ones, and each computed token attends to all tokens at or before
+    its position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of kept
+    candidates is added to their KV before attention.
 
     If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """
@@ -80,13 +80,13 @@ def fuse_steps(
 ) -> Steps[FuseResult]:
     """Run `fuse` in steps, a layer at a time, for callers that interleave it with other work or other prompts."""
     state = _candidates(plan)
-    selects = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
+    selects = 0 < plan.ratio < 1
     # Layer 0's stored KV is exact, because it depends on the token alone: in a model of one layer nothing is stale.
     probes_first = bool(plan.probe_layers) and selects and model.num_layers > 1 and bool(state.mask.any())
     probe = (yield from _probe(model, plan, fused, layers, state)) if probes_first else None
     active = _active_rows(plan, state)
     num_stale = int(state.mask[active].sum())  # reading it waits for the device, so only where the rows change
-    checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
+    check_layer = plan.check_layer if plan.rule.needs_deviation and plan.ratio < 1 else None
     hidden = model.embed(plan.token_ids[active])
     rows_per_layer: list[float] = []
     fixed_cost = 0.0
@@ -96,12 +96,11 @@ def fuse_steps(
             yield layers.ready[layer]
         layers.wait(layer)  # stored KV of this layer is now in `fused`
         probe_rows, measured = 0 if probe is None else probe.extra_rows[layer], 0.0
-        if layer in checks and num_stale:
-            kept, num_measured = _select_at_check_layer(model, plan, fused, layer, checks[layer], hidden, active, state)
+        if layer == check_layer and num_stale:
+            kept = _select_at_check_layer(model, plan, fused, hidden, active, state)
             hidden, active = hidden[kept], active[kept]
+            fixed_cost = measured = num_stale * model.kv_share
             num_stale = int(state.mask[active].sum())
-            measured = num_measured * model.kv_share
-            fixed_cost = fixed_cost or measured
         # Layer 0 is exact as stored.
         hook = (
             _drift_correction_hook(model, plan, layers, layer, active, state)
@@ -148,27 +147,26 @@ class _CandidateState:
     chunks: Tensor  # int64, index of the placement that the token is in
     drift_gain: Tensor  # float32, factor on the estimated change of the token, if it is kept
     attention: Tensor | None = None  # float32, set by the query probe
-    deviation: Tensor | None = None  # float32, set by the first check, see FuseResult
-    select_s: float = 0.0  # seconds spent at the checks
+    deviation: Tensor | None = None  # float32, set at the check layer, see FuseResult
+    select_s: float = 0.0  # seconds spent at the check layer
     # Rows that ran last, the indices of candidates among them, and the correction fitted for them.
     last_correction: tuple[Tensor, Tensor, DriftCorrection | None] | None = None
 
     def choose(
         self,
         plan: FusePlan,
-        ratio: float,
         rows: Tensor,
         key_deviation: Tensor | None = None,
         value_deviation: Tensor | None = None,
     ) -> Tensor:
-        """Return the indices of the candidates `rows` [N] to recompute at `ratio`, ascending, for causal order.
+        """Return the indices of the candidates `rows` [N] to recompute, ascending, for causal order.
 
         Deviations [N] as in RuleInputs; None if the rule does not need them.
         """
         attention = None if self.attention is None else self.attention[rows]
         inputs = RuleInputs(rows, key_deviation, value_deviation, attention, self.is_edge[rows], plan.seed)
         scores = plan.rule.score(inputs)
-        return scores.topk(num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))).indices.sort().values
+        return scores.topk(num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(rows))).indices.sort().values
 
 
 def _candidates(plan: FusePlan) -> _CandidateState:
@@ -179,7 +177,7 @@ def _candidates(plan: FusePlan) -> _CandidateState:
     is_fresh[: plan.num_resident] = False
     chunks = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
     drift_gain = torch.zeros(len(plan.token_ids), device=device)
-    recomputes_all = plan.checks[-1].ratio >= 1
+    recomputes_all = plan.ratio >= 1
     for number, placement in enumerate(plan.placements):
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
         is_candidate[placement.start : placement.end] = not stays
@@ -263,14 +261,13 @@ def _run_first_layer(
 
 
 def _active_rows(plan: FusePlan, state: _CandidateState) -> Tensor:
-    """Return the positions [R] to run in layer 0: fresh tokens, and the candidates that the first check measures."""
+    """Return the positions [R] to run in layer 0: fresh tokens, and the candidates that the check layer measures."""
     active = state.is_fresh.clone()
     active[plan.end :] = False
-    ratio = plan.checks[0].ratio
     rows = state.mask.nonzero().flatten()
-    count = num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))
-    if count and ratio < 1 and not plan.rule.needs_deviation:
-        active[rows[state.choose(plan, ratio, rows)]] = True
+    count = num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(rows))
+    if count and plan.ratio < 1 and not plan.rule.needs_deviation:
+        active[rows[state.choose(plan, rows)]] = True
     elif count:
         active |= state.mask
     return active.nonzero().flatten()
@@ -280,17 +277,15 @@ def _select_at_check_layer(
     model: LayerwiseModel,
     plan: FusePlan,
     fused: PromptKVBuffer,
-    layer: int,
-    ratio: float,
     hidden: Tensor,
     active: Tensor,
     state: _CandidateState,
-) -> tuple[Tensor, int]:
-    """Return the indices into `active` that are kept, and the number of measured tokens.
+) -> Tensor:
+    """Measure the candidates among `active`, and return the indices into `active` that are kept.
 
     Measuring runs only the norm and the K/V projection.
     """
-    start_s = perf_counter()
+    start_s, layer = perf_counter(), plan.check_layer
     candidate = state.mask[active].nonzero().flatten()
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
@@ -299,14 +294,13 @@ def _select_at_check_layer(
     deviations = (_deviation(fresh.keys, stored.keys), _deviation(fresh.values, stored.values))
     if plan.sum_over_ranks is not None:
         deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
-    if state.deviation is None:
-        state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
-        state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
-    chosen = state.choose(plan, ratio, rows, *deviations)
+    state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
+    state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
+    chosen = state.choose(plan, rows, *deviations)
     is_kept = ~state.mask[active]
     is_kept[candidate[chosen]] = True
     state.select_s += perf_counter() - start_s
-    return is_kept.nonzero().flatten(), len(rows)
+    return is_kept.nonzero().flatten()
 
 
 def _drift_correction_hook(

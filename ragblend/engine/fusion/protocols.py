@@ -88,6 +88,8 @@ class LayerwiseModel(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
+    def global_layers(self) -> tuple[int, ...]: ...  # layers without an attention window, if other layers have one
+    @property
     def kv_share(self) -> float: ...  # share of one layer's parameters that makes K and V, for charged budgets
     def embed(self, token_ids: Tensor) -> Tensor: ...
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV: ...  # pre-RoPE keys, values [H, R, D]; no attention

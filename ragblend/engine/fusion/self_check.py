@@ -16,7 +16,7 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
-from ragblend.engine.fusion.rules import RULES, CheckLayer
+from ragblend.engine.fusion.rules import RULES
 from ragblend.engine.store.kv import KVHeader, LayerKV, dtype_name
 from ragblend.errors import UnsupportedModelError
 
@@ -150,13 +150,13 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
         )
         for index, layer in enumerate(layers)
     )
-    everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], (CheckLayer(1, 1.0),), PREFIX_TOKENS)
+    everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], 1.0, 1, PREFIX_TOKENS)
     gates[GATES[2]] = _error(fuse(model, everything, fused, _PreloadedSource()).logits, reference)
     # Over the KV of full prefill itself, recomputing scattered rows must change nothing. A mask that lets them attend
     # to later tokens changes them, and has no effect at ratio 0 and 1.
     for index, layer in enumerate(layers):
         fused.write(index, torch.arange(total, device=ids.device), layer.keys, layer.values)
-    scattered = FusePlan(ids, tuple(placements), RULES["random"], (CheckLayer(0, 0.5),), PREFIX_TOKENS)
+    scattered = FusePlan(ids, tuple(placements), RULES["random"], 0.5, num_resident=PREFIX_TOKENS)
     gates[GATES[3]] = _error(fuse(model, scattered, fused, _PreloadedSource()).logits, reference)
     return gates
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, ResolvedRule, find_rule, resolve_rule
+from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk, new_chunk_reports
@@ -46,14 +46,6 @@ StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 
 StoredRuns = dict[int, tuple[Placement, LookupContext]]
 """The runs of a prompt whose chunks are stored, by start position, with the context in which each was found."""
-
-
-class BlendDecision(NamedTuple):
-    """Rule, layers and ratio of one request. `fallback_reason` is set if full prefill is faster, else ""."""
-
-    selection: ResolvedRule
-    ratio: float
-    fallback_reason: str = ""
 
 
 class BlendingEngine(LocalEngine):
@@ -122,25 +114,24 @@ class BlendingEngine(LocalEngine):
         prefix_s = perf_counter() - start_s
         stored = self._lookup(request, num_resident, damaged, store_get)
         placements = tuple(placement for placement, _ in stored.values())
-        decision = self._decide(request, num_resident, placements)
-        if decision.fallback_reason:
-            return self._fall_back(request, decision.fallback_reason)
-        rule, checks, probe_layers = decision.selection
+        ratio, fallback_reason = self._choose_ratio(request, num_resident, placements)
+        if fallback_reason:
+            return self._fall_back(request, fallback_reason)
         plan = FusePlan(
             self._ids(request.prompt.token_ids),
             placements,
-            rule,
-            checks,
-            num_resident,
+            num_resident=num_resident,
             seed=request.options.seed or 0,
-            probe_layers=probe_layers,
             question_start=request.prompt.question_start,
         )
+        if request.mode == "blend":
+            fitted = request.fit.rule_and_layer if request.fit is not None else None
+            plan = plan.with_rule(request.rule, ratio, self.layers, fitted)
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decision.ratio)
+        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
         if request.fit is not None and request.mode in ("blend", "reuse"):
-            report.predicted_agreement = request.fit.agreement_at(decision.ratio)
+            report.predicted_agreement = request.fit.agreement_at(ratio)
         runs = request.prompt.runs
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         used = {start: (placement, each.match, each.policy) for start, (placement, each) in stored.items()}
@@ -202,35 +193,29 @@ class BlendingEngine(LocalEngine):
 
     # -- decide
 
-    def _decide(self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]) -> BlendDecision:
-        """Return rule, layers and ratio, as requested or calibrated. A ratio that was not requested is raised as far as
-        recompute takes no longer than loading.
+    def _choose_ratio(
+        self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]
+    ) -> tuple[float, str]:
+        """Return the ratio, and the reason for full prefill if that is faster, else "".
+
+        A ratio that was not requested is raised as far as recompute takes no longer than loading.
         """
-        num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
-        rule = find_rule(request.rule if fit is None else fit.rule, num_layers)
-        keeps_all = ResolvedRule(rule, NO_RECOMPUTE, ())
         if request.mode != "blend":
-            return BlendDecision(keeps_all, 0.0)
-        num_tokens, num_stored = request.prompt.num_tokens, sum(each.kv.header.num_tokens for each in placements)
-        if request.adapts_ratio and placements and self.machine is not None:
-            # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
-            to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
-            num_available, probes_first = num_resident + num_stored, rule.probes_before_selection
-            hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, probes_first)
-            ratio = hidden.ratio
-            if hidden.fallback_reason:
-                return BlendDecision(keeps_all, 1.0, hidden.fallback_reason)
-        selection = resolve_rule(
-            request.rule,
-            ratio,
-            num_layers,
-            num_fresh=num_tokens - num_resident - num_stored,
-            num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
-            num_chunk_tokens=num_stored,
-            fitted=fit.rule_and_layer if fit is not None else None,
-            global_layers=self.layers.global_layers,
+            return 0.0, ""
+        if not request.adapts_ratio or not placements or self.machine is None:
+            return request.ratio, ""
+        rule = find_rule(request.rule if request.fit is None else request.fit.rule, self.layers.num_layers)
+        # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
+        to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
+        decision = decide_reuse(
+            self.machine,
+            request.ratio,
+            request.prompt.num_tokens,
+            num_resident + sum(each.kv.header.num_tokens for each in placements),
+            {"disk": to_load},
+            rule.probes_before_selection,
         )
-        return BlendDecision(selection, ratio)
+        return decision.ratio, decision.fallback_reason
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""

@@ -81,7 +81,7 @@ class RuleFit:
 
     @property
     def rule_and_layer(self) -> tuple[str, int]:
-        """Return rule and check layer, the `fitted` argument of `rules.resolve_rule`."""
+        """Return rule and check layer, the `fitted` argument of `FusePlan.with_rule`."""
         return self.rule, self.check_layer
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import fuse_steps, run_to_completion
 from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rules import RULES, CheckLayer
+from ragblend.engine.fusion.rules import RULES
 from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
 from ragblend.engine.store.kv import KVHeader, dtype_name, slice_kv_rows
 from ragblend.engine.vllm.layers import VllmLayers
@@ -105,35 +105,34 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
         Placement(prefill_chunk(layers, paged(PREFIX_TOKENS), header(start, start + CHUNK_TOKENS)), start, False)
         for start in range(PREFIX_TOKENS, context, CHUNK_TOKENS)
     ]
-    sums = layers.sum_over_ranks
     first = chunks[0]._replace(exact=True)
 
-    def plan(placements: Sequence[Placement], name: str, check: CheckLayer) -> FusePlan:
+    def plan(placements: Sequence[Placement], name: str, ratio: float) -> FusePlan:
         rule = RULES[name]
-        read = rule.probe_layers(layers.num_layers)
         return FusePlan(
             ids,
             tuple(placements),
             rule,
-            (check,),
+            ratio,
+            int(rule.needs_deviation),
             PREFIX_TOKENS,
             num_fused=context,
-            sum_over_ranks=sums,
-            probe_layers=read,
+            sum_over_ranks=layers.sum_over_ranks,
+            probe_layers=rule.probe_layers(layers.num_layers),
         )
 
     gates = {
-        "a chunk after its prefix": blended(plan([first], "cacheblend", CheckLayer(1, 0.0))),
-        "ratio 1.0 against full prefill": blended(plan(chunks, "cacheblend", CheckLayer(1, 1.0))),
+        "a chunk after its prefix": blended(plan([first], "cacheblend", 0.0)),
+        "ratio 1.0 against full prefill": blended(plan(chunks, "cacheblend", 1.0)),
     }
     exact = prefill_chunk(layers, paged(PREFIX_TOKENS), header(PREFIX_TOKENS, context))
     whole = Placement(exact, PREFIX_TOKENS, False)
-    scattered = plan([whole], "random", CheckLayer(0, 0.5))
+    scattered = plan([whole], "random", 0.5)
     gates["scattered tokens over exact KV"] = blended(scattered)
     with _small_calls(layers, context // 2):
         gates["scattered tokens in several calls"] = blended(scattered)
         gates["scattered tokens in several calls over the blocks"] = blended(scattered, kept=())
-    gates["rule 'ask' over exact KV"] = blended(plan([whole], "ask", CheckLayer(0, 0.3)))
+    gates["rule 'ask' over exact KV"] = blended(plan([whole], "ask", 0.3))
     gates["a query probe over placed KV"] = probed(whole)
     gates["a query probe over KV in the blocks"] = probed(whole, context // 2)
     return {gate: _error(found, expected) for gate, found in gates.items()}

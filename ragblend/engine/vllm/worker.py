@@ -27,7 +27,6 @@ from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, Placement, record_fusion
 from ragblend.engine.fusion.prefill import prefill_chunk_steps
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, ResolvedRule, find_rule, resolve_rule
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import key_from_header
@@ -382,39 +381,23 @@ class BlendWorker:
     # -- parts of jobs
 
     def _fuse_plan(self, job: BlendJob, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
-        """Return the plan of a blend: placed chunks, selection rule and check layers."""
-        params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
-        choice = ResolvedRule(find_rule(params.rule, layers.num_layers), NO_RECOMPUTE, ())
-        if params.mode == "blend":
-            num_stored = sum(placement.kv.header.num_tokens for placement in placements)
-            choice = resolve_rule(
-                params.rule,
-                job.ratio,
-                layers.num_layers,
-                num_fresh=num_tokens - num_resident - num_stored,
-                num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
-                num_chunk_tokens=num_stored,
-                fitted=job.fitted,
-                global_layers=layers.global_layers,
-            )
-        question_start = job.spans[-1][1]
-        return FusePlan(
+        """Return the plan of a blend: placed chunks, selection rule and check layer."""
+        params, layers, question_start = job.params, self.layers, job.spans[-1][1]
+        plan = FusePlan(
             torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device),
             placements,
-            choice.rule,
-            choice.checks,
-            num_resident,
+            num_resident=num_resident,
             seed=params.seed,
             num_fused=job.end,
             sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
-            probe_layers=choice.probe_layers,
-            question_start=question_start if question_start < num_tokens else None,
+            question_start=question_start if question_start < len(job.token_ids) else None,
         )
+        return plan.with_rule(params.rule, job.ratio, layers, job.fitted) if params.mode == "blend" else plan
 
     def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
-        kept = {check.layer for check in plan.checks}
-        if self.layers.can_share_reads and 0 < plan.checks[-1].ratio < 1:
+        kept = {plan.check_layer}
+        if self.layers.can_share_reads and 0 < plan.ratio < 1:
             kept.update(range(self.layers.num_layers))
         num_probe_rows = len(job.token_ids) - job.end if plan.probe_layers else 0
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
