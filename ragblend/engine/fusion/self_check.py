@@ -50,15 +50,6 @@ NOISE_FACTOR = 2
 MAX_TOLERANCE = 0.1
 
 
-class _PreloadedSource:
-    """LayerSource for KV that is placed before fusing starts."""
-
-    ready = None
-
-    def wait(self, layer: int) -> None:
-        """Return at once."""
-
-
 @torch.inference_mode()
 def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quantised: bool = False) -> None:
     """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill. Four gates:
@@ -128,7 +119,7 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     reference, layers = model.full_prefill(ids)
 
     prefix = FusedKV.allocate(model.kv_shapes, total, model.like)
-    fuse(model, FusePlan(ids[:PREFIX_TOKENS], ()), prefix, _PreloadedSource())
+    fuse(model, FusePlan(ids[:PREFIX_TOKENS], ()), prefix)
     fused = FusedKV.allocate(model.kv_shapes, total, model.like)
     fused.copy_front(prefix, PREFIX_TOKENS)
     starts = [PREFIX_TOKENS + index * CHUNK_TOKENS for index in range(NUM_CHUNKS)]
@@ -151,13 +142,13 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
         for index, layer in enumerate(layers)
     )
     everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], 1.0, 1, PREFIX_TOKENS)
-    gates[GATES[2]] = _error(fuse(model, everything, fused, _PreloadedSource()).logits, reference)
+    gates[GATES[2]] = _error(fuse(model, everything, fused).logits, reference)
     # Over the KV of full prefill itself, recomputing scattered rows must change nothing. A mask that lets them attend
     # to later tokens changes them, and has no effect at ratio 0 and 1.
     for index, layer in enumerate(layers):
         fused.write(index, torch.arange(total, device=ids.device), layer.keys, layer.values)
     scattered = FusePlan(ids, tuple(placements), RULES["random"], 0.5, num_resident=PREFIX_TOKENS)
-    gates[GATES[3]] = _error(fuse(model, scattered, fused, _PreloadedSource()).logits, reference)
+    gates[GATES[3]] = _error(fuse(model, scattered, fused).logits, reference)
     return gates
 
 

@@ -236,11 +236,11 @@ class BlendingEngine(LocalEngine):
             plan.placements,
             layers.num_layers,
             layers.place_keys,
-            fused,
+            fused.write,
             layers.device,
             together=True,
             first_layer=lambda token_ids: layers.project_kv(0, layers.embed(token_ids)),
-            key_rotation=layers,
+            correctable=(layers, fused),
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
         if loader.num_computed:
@@ -326,7 +326,7 @@ class BlendingEngine(LocalEngine):
 
     def _fuse_untimed(self, plan: FusePlan, fused: FusedKV) -> None:
         layers = self.layers
-        with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused, layers.device) as loader:
+        with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused.write, layers.device) as loader:
             fuse(layers, plan, fused, loader)
 
     def _ids(self, token_ids: Sequence[int]) -> Tensor:

@@ -217,7 +217,7 @@ class VllmLayers:
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
             probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer])
-            probe_hook(probe_queries, fused.keys(layer)[:, : positions_on_host(rows)[-1] + 1])
+            probe_hook(probe_queries, fused.keys(layer)[:, : positions_on_host(rows)[-1] + 1], None)
         return torch.cat(outputs)
 
     def run_layer_keeping_unrotated_kv(

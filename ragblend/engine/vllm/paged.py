@@ -182,21 +182,6 @@ class PagedKV:
         return self._last[2]
 
 
-class _ReadBuffer:
-    """Layers that the reader has read and `wait` has not placed yet.
-
-    The loader references this buffer instead of its owner. In a reference cycle, the owner and the request's layers
-    would stay in memory until the next garbage collection.
-    """
-
-    def __init__(self) -> None:
-        self.layers: dict[int, list[LayerPlacement]] = {}
-
-    def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """Store one chunk's layer. The loader calls it."""
-        self.layers.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
-
-
 class PagedLayerLoader:
     """LayerSource that reads ahead in a thread, and places in the caller's thread, because vLLM's cache has one writer.
 
@@ -218,7 +203,9 @@ class PagedLayerLoader:
         self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, corrects_drift: bool = False
     ) -> None:
         self._paged, self._layers, self._placements = paged, layers, tuple(placements)
-        self._read = _ReadBuffer()
+        # Layers that the reader has read and `wait` has not placed yet. The loader references this dict instead of its
+        # owner: in a reference cycle, the request's layers would stay in memory until the next garbage collection.
+        self._read: dict[int, list[LayerPlacement]] = {}
         self._movable = {each.start for each in placements if corrects_drift and not each.exact}
         self._waiting: dict[int, list[LayerPlacement]] = {}  # chunks to be corrected, by layer
         self._staying: dict[int, list[LayerPlacement]] = {}  # the layer's other chunks, to make them resident again
@@ -227,7 +214,7 @@ class PagedLayerLoader:
             placements,
             layers.num_layers,
             lambda _layer, keys, _rows: keys,
-            self._read,
+            partial(_keep_layer, self._read),
             torch.device("cpu") if corrects_drift else layers.device,
             first_layer=partial(_first_layer, layers) if layers.num_ranks == 1 else None,
         )
@@ -258,7 +245,7 @@ class PagedLayerLoader:
             self._agree(layer)
         self._loader.wait(layer)
         start_s = perf_counter()
-        read = self._read.layers.pop(layer, [])
+        read = self._read.pop(layer, [])
         movable = self._movable if layer else ()  # the first layer is exact as stored
         waiting = [each for each in read if each.rows.start in movable]
         staying = [each for each in read if each.rows.start not in movable]
@@ -318,6 +305,11 @@ class PagedLayerLoader:
             return
         self._loader.__exit__(*error)
         assert not self._waiting, "a layer was not corrected, so its blocks are empty"
+
+
+def _keep_layer(read: dict[int, list[LayerPlacement]], layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
+    """Add one chunk's layer to `read`."""
+    read.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
 
 
 def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:

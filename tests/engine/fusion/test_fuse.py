@@ -34,15 +34,6 @@ RATIOS = (0.05, 0.15, 0.5)
 ATOL = 1e-4
 
 
-class Ready:
-    """A LayerSource whose KV is placed already."""
-
-    ready = None
-
-    def wait(self, layer: int) -> None:
-        pass
-
-
 @dataclass
 class Prompt:
     """Token ids of one prompt: spans in order, each ("prefix" | "chunk" | "missing" | "text", ids)."""
@@ -98,7 +89,7 @@ def _store_chunk(layers: TransformersLayers, prefix_ids: tuple[int, ...], ids: t
 def prefix_kv(layers: TransformersLayers, prefix_ids: Sequence[int]) -> FusedKV:
     fused = FusedKV.allocate(layers.kv_shapes, len(prefix_ids), layers.like)
     if prefix_ids:
-        fuse(layers, FusePlan(torch.tensor(prefix_ids), ()), fused, Ready())
+        fuse(layers, FusePlan(torch.tensor(prefix_ids), ()), fused)
     return fused
 
 
@@ -141,8 +132,8 @@ def blend(
         probe_layers=RULES[rule].probe_layers(layers.num_layers, layers.global_layers),
         **plan_fields,
     )
-    to = (layers.num_layers, layers.place_keys, fused, layers.device)
-    with LayerLoader(plan.placements, *to, first_layer=first_layer, key_rotation=layers) as loader:
+    to = (layers.num_layers, layers.place_keys, fused.write, layers.device)
+    with LayerLoader(plan.placements, *to, first_layer=first_layer, correctable=(layers, fused)) as loader:
         result = fuse(layers, plan, fused, loader)
     return Outcome(result.logits, result.recomputed.tolist(), fused, result)
 

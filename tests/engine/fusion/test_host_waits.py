@@ -40,8 +40,8 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
     )
     plan = FusePlan(ids, tuple(placements), RULES[rule], 0.2, check_layer, probe_layers=probe_layers)
     fused = FusedKV.allocate(layers.kv_shapes, TOTAL, layers.like)
-    to = (num_layers, layers.place_keys, fused, layers.device)
-    with LayerLoader(placements, *to, together=True, key_rotation=layers) as loader, DeviceLooks() as seen:
+    to = (num_layers, layers.place_keys, fused.write, layers.device)
+    with LayerLoader(placements, *to, together=True, correctable=(layers, fused)) as loader, DeviceLooks() as seen:
         fuse(layers, plan, fused, loader)
     return seen.places
 
