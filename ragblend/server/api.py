@@ -9,7 +9,7 @@
 
 vLLM loads the middleware through `--middleware`, and calls it before everything else, including its own check of API
 keys. The routes are added to vLLM's application, so that vLLM's key guards them, too. With `--api-keys-file`,
-`AuthGate` checks each request here and again when it reaches the engine. No response contains the address of a store.
+`auth_gate` checks each request here and again when it reaches the engine. No response contains the address of a store.
 
 Before 0.33, vLLM leaves `kv_transfer_params` out of streams and of answers that end at a stop string. A stream of a
 request with ragblend's parameters therefore ends with an additional event that contains the report.
@@ -30,7 +30,8 @@ from typing import Any
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.admin import add_store_routes
-from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_for_app
+from ragblend.engine.vllm.api_keys import ApiKeys
+from ragblend.engine.vllm.auth_gate import App, Receive, Scope, Send, current_grant, install_gate, wrap_app
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
@@ -50,7 +51,7 @@ class RoutesMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._gate: AuthGate | None = None
+        self._keys: ApiKeys | None = None
         self._equipped = False
         self._readiness: Readiness | None = None
 
@@ -60,13 +61,13 @@ class RoutesMiddleware:
             await self._app(scope, receive, send)
             return
         if not self._equipped:
-            self._gate = gate_for_app(scope["app"])  # an error here ends the request, and the next request tries again
+            self._keys = install_gate(scope["app"])  # an error here ends the request, and the next request tries again
             self._equipped = True
             try:
                 self._readiness = install_routes(scope["app"])
             except Exception:  # vLLM still serves; to clients it is a vLLM without ragblend
                 log.exception("this server has no routes under /v1/ragblend, and its streams have no reports")
-        app = self._app if self._gate is None else self._gate.wrap_app(self._app)
+        app = self._app if self._keys is None else wrap_app(self._app, self._keys)
         if self._readiness is None:
             await app(scope, receive, send)
         else:

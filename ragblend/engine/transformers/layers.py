@@ -25,7 +25,6 @@ from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.adapters import describe_active_adapters
 from ragblend.engine.transformers.batched_decode import (
     BatchedDecodeCache,
-    DecodeBatch,
     FewRowsCpuMatmul,
     assign_rows,
 )
@@ -286,12 +285,12 @@ class TransformersLayers:
         The tokens' K/V are written after the `length` rows of each prompt's `fused`; the lengths are not changed.
         """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
-        batch = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
+        batch = BatchedDecodeCache(places, self._latent, self.expand_kv)
         rows = torch.cat([each.rows for each in places])
         with FewRowsCpuMatmul():
             hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
             for layer in range(len(self._layers)):
-                hidden = self._run(layer, hidden, rows, batch.cache, blend_batch=batch)
+                hidden = self._run(layer, hidden, rows, batch, blend_batch=batch)
             return self.logits(hidden[[each.span.stop - 1 for each in places]])
 
     def _run_capturing_keys(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionExtras, ProbeQueries, attend_rows
 from ragblend.engine.fusion.protocols import QueryProbeHook
 from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.transformers.batched_decode import DecodeBatch, attend_batch
+from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, attend_batch
 
 ATTENTION = "ragblend"
 
@@ -89,7 +89,7 @@ def _attention(
     blend_rows: Tensor | None = None,
     blend_probe_hook: QueryProbeHook | None = None,
     blend_packed: PackedSpans | None = None,
-    blend_batch: DecodeBatch | None = None,
+    blend_batch: BatchedDecodeCache | None = None,
     blend_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

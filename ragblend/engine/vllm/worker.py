@@ -108,9 +108,8 @@ class JobResult(NamedTuple):
     failed: bool
 
 
-class _JobOutput(NamedTuple):
-    report: BlendReport
-    storing: Future[None] | None = None  # write of the ingested chunk
+_JobOutput = tuple[BlendReport, Future[None] | None]
+"""Report of a job, and the write of the ingested chunk."""
 
 
 @dataclass(slots=True)
@@ -245,14 +244,15 @@ class BlendWorker:
         try:
             step = running.steps.send(output)
         except StopIteration as end:
-            outcome: _JobOutput = end.value
-            outcome.report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - outcome.report.stall_s)
-            outcome.report.stall_s += running.unread_s
+            output_of_job: _JobOutput = end.value
+            report, storing = output_of_job
+            report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - report.stall_s)
+            report.stall_s += running.unread_s
             self._drop(running)
-            if outcome.storing is not None:
-                self._storing.append((running.job, outcome.report, outcome.storing))
+            if storing is not None:
+                self._storing.append((running.job, report, storing))
             else:
-                finished.append(JobResult(running.job, outcome.report, failed=False))
+                finished.append(JobResult(running.job, report, failed=False))
             return 0
         except Exception as error:
             finished.append(self._failed(running, error))
@@ -325,7 +325,7 @@ class BlendWorker:
         for start, chunk in zip(starts, report.chunks, strict=True):
             if start < job.num_resident:  # was blended for an earlier turn
                 chunk.exact = job.ratio >= 1
-        return _JobOutput(report)
+        return report, None
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
         """Compute the KV of the last span after the ids before it, and queue it for storing."""
@@ -344,7 +344,7 @@ class BlendWorker:
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.gather_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = BlendReport("full", "none", 1.0, num_chunks=1, charged_budget=1.0, charged_budget_32=1.0)
-        return _JobOutput(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
+        return report, self._writer.submit(self._write, whole) if layers.rank == 0 else None
 
     def _place_context(self, job: BlendJob, prefix: tuple[Placement, ...]) -> Steps[PagedKV]:
         """Fill the blocks before the last span. Stored chunks are placed unchanged, and missing ones are computed."""
