@@ -49,6 +49,11 @@ def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
     return len(token_ids) - (num_tail if num_tail and list(token_ids[-num_tail:]) == list(tail_ids) else 0)
 
 
+def ends_with_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> bool:
+    """Return True if the last run is short and at the end of the last user turn, so that it may quote a chunk."""
+    return bool(runs) and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, tail_ids)
+
+
 def default_context_policy(num_layers: int) -> ContextPolicy:
     """Return the context policy of a store for which none is configured or stored.
 
@@ -248,7 +253,7 @@ class LocalEngine(EngineBase, ABC):
             runs.sort(key=lambda run: run.start)
         runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
         tail_ids = self.renderer.tail_ids if prompt.is_chat else ()
-        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, tail_ids):
+        if ends_with_quotation(runs, token_ids, tail_ids):
             is_elsewhere = any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
             if is_elsewhere or runs[-1].chunk is None:
                 runs.pop()

@@ -98,14 +98,9 @@ class BlendReport:
         return text
 
 
-def new_chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
-    """Return a report for each chunk matched in the prompt. It says that the chunk is a miss until a lookup fills
-    it."""
-    runs = prompt.runs
-    return [
-        ChunkReport(runs[parts[0]].source, sum(runs[part].num_tokens for part in parts), hit=False)
-        for parts in prompt.runs_by_chunk
-    ]
+def new_run_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
+    """Return a report for each run in the prompt. It says that its chunk is a miss until a lookup fills it."""
+    return [ChunkReport(run.source, run.num_tokens, hit=False) for run in prompt.runs]
 
 
 def merge_runs_by_chunk(report: BlendReport, prompt: MatchedPrompt) -> None:

@@ -23,9 +23,9 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
@@ -40,6 +40,9 @@ from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_
 from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
+
+if TYPE_CHECKING:
+    from ragblend.engine.vllm.front_end import FrontEndEngine
 
 log = logging.getLogger(__name__)
 
@@ -109,25 +112,11 @@ def install_routes(app: Any) -> Readiness:
 
 def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None:
     """Add the routes of documents to `app`, and start storing the documents that are waiting."""
-    from ragblend.engine.vllm.front_end import FrontEndEngine
     from ragblend.server.documents import DocumentIngester
     from ragblend.server.routes import documents_router
 
-    loop, client = asyncio.get_running_loop(), app.state.engine_client
-
-    def make_engine(namespace: str) -> FrontEndEngine:
-        return FrontEndEngine(
-            client,
-            loop,
-            served.renderer,
-            served.store,
-            served.config.prefix_ids,
-            namespace=namespace,
-            context=served.config.context,
-            **served.engine_options(),
-        )
-
     config = served.config
+    make_engine = partial(served.make_engine, app.state.engine_client, asyncio.get_running_loop())
     documents = DocumentIngester(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
@@ -186,16 +175,25 @@ class ServerResources:
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
 
-    def engine_options(self) -> dict[str, Any]:
-        """Return the arguments about the model for an engine over this vLLM."""
+    def make_engine(self, client: Any, loop: asyncio.AbstractEventLoop, namespace: str) -> FrontEndEngine:
+        """Return an engine that ingests documents of a namespace with vLLM's `client`, which runs on `loop`."""
+        from ragblend.engine.vllm.front_end import FrontEndEngine
+
         checkpoint = self._checkpoint
-        return {
-            "name": checkpoint.name,
-            "fingerprint": self._fingerprint,
-            "context_length": self._model.max_model_len,
-            "bytes_per_token": checkpoint.stored_bytes_per_token(self.store.kv_dtype),
-            "num_layers": checkpoint.num_layers,
-        }
+        return FrontEndEngine(
+            client,
+            loop,
+            self.renderer,
+            self.store,
+            self.config.prefix_ids,
+            namespace=namespace,
+            context=self.config.context,
+            name=checkpoint.name,
+            fingerprint=self._fingerprint,
+            context_length=self._model.max_model_len,
+            bytes_per_token=checkpoint.stored_bytes_per_token(self.store.kv_dtype),
+            num_layers=checkpoint.num_layers,
+        )
 
 
 def correct_cached_tokens(engine_client: Any) -> None:

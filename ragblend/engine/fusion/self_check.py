@@ -107,7 +107,11 @@ def _own_noise(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     for cuts in CUTS:
         logits, cut_layers = model.full_prefill(ids, cuts)
         pairs = [pair for kv in zip(cut_layers, layers, strict=True) for pair in zip(*kv, strict=True)]
-        found = (_error(*pairs[0]), max(_error(*pair) for pair in pairs), *[_error(logits, reference)] * 2)
+        found = (
+            relative_error(*pairs[0]),
+            max(relative_error(*pair) for pair in pairs),
+            *[relative_error(logits, reference)] * 2,
+        )
         noise = {gate: max(noise[gate], value) for gate, value in zip(GATES, found, strict=True)}
     return noise
 
@@ -133,22 +137,22 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
 
     chunk_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS)
     first_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS)
-    gates = {GATES[0]: _error(fused.keys(0)[:, chunk_rows], layers[0].keys[:, chunk_rows])}
+    gates = {GATES[0]: relative_error(fused.keys(0)[:, chunk_rows], layers[0].keys[:, chunk_rows])}
     gates[GATES[1]] = max(
         max(
-            _error(fused.keys(index)[:, first_rows], layer.keys[:, first_rows]),
-            _error(fused.values(index)[:, first_rows], layer.values[:, first_rows]),
+            relative_error(fused.keys(index)[:, first_rows], layer.keys[:, first_rows]),
+            relative_error(fused.values(index)[:, first_rows], layer.values[:, first_rows]),
         )
         for index, layer in enumerate(layers)
     )
     everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], 1.0, 1, PREFIX_TOKENS)
-    gates[GATES[2]] = _error(fuse(model, everything, fused).logits, reference)
+    gates[GATES[2]] = relative_error(fuse(model, everything, fused).logits, reference)
     # Over the KV of full prefill itself, recomputing scattered rows must change nothing. A mask that lets them attend
     # to later tokens changes them, and has no effect at ratio 0 and 1.
     for index, layer in enumerate(layers):
         fused.write(index, torch.arange(total, device=ids.device), layer.keys, layer.values)
     scattered = FusePlan(ids, tuple(placements), RULES["random"], 0.5, num_resident=PREFIX_TOKENS)
-    gates[GATES[3]] = _error(fuse(model, scattered, fused).logits, reference)
+    gates[GATES[3]] = relative_error(fuse(model, scattered, fused).logits, reference)
     return gates
 
 
@@ -160,6 +164,6 @@ def place_stored_layers(model: TransformersLayers, fused: FusedKV, placement: Pl
         fused.write(index, rows, model.place_keys(index, keys, rows), values)
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference as a share of the largest expected value."""
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))

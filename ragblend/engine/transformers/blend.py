@@ -23,7 +23,7 @@ from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
-from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk, new_chunk_reports
+from ragblend.engine.report import BlendReport, merge_runs_by_chunk, new_run_reports
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
@@ -133,7 +133,7 @@ class BlendingEngine(LocalEngine):
         if request.fit is not None and request.mode in ("blend", "reuse"):
             report.predicted_agreement = request.fit.agreement_at(ratio)
         runs = request.prompt.runs
-        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
+        report.chunks = new_run_reports(request.prompt)
         used = {start: (placement, each.match, each.policy) for start, (placement, each) in stored.items()}
         record_fusion(report, (run.start for run in runs), used, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
@@ -256,7 +256,8 @@ class BlendingEngine(LocalEngine):
         start_s = perf_counter()
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
-        report.chunks = new_chunk_reports(request.prompt)
+        report.chunks = new_run_reports(request.prompt)
+        merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, request.prompt.num_tokens), logits, report)
 

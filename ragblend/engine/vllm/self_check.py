@@ -15,7 +15,14 @@ from ragblend.engine.fusion.fuse import fuse_steps, run_to_completion
 from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES
-from ragblend.engine.fusion.self_check import CHUNK_TOKENS, NUM_CHUNKS, PREFIX_TOKENS, QUESTION_TOKENS, TOLERANCE
+from ragblend.engine.fusion.self_check import (
+    CHUNK_TOKENS,
+    NUM_CHUNKS,
+    PREFIX_TOKENS,
+    QUESTION_TOKENS,
+    TOLERANCE,
+    relative_error,
+)
 from ragblend.engine.store.kv import KVHeader, dtype_name, slice_kv_rows
 from ragblend.engine.vllm.layers import VllmLayers
 from ragblend.engine.vllm.paged import PagedKV, PagedLayerLoader
@@ -135,7 +142,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     gates["rule 'ask' over exact KV"] = blended(plan([whole], "ask", 0.3))
     gates["a query probe over placed KV"] = probed(whole)
     gates["a query probe over KV in the blocks"] = probed(whole, context // 2)
-    return {gate: _error(found, expected) for gate, found in gates.items()}
+    return {gate: relative_error(found, expected) for gate, found in gates.items()}
 
 
 @contextmanager
@@ -147,8 +154,3 @@ def _small_calls(layers: VllmLayers, max_rows: int) -> Iterator[None]:
         yield
     finally:
         layers.max_rows, layers.max_runs = limits
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest expected value."""
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))
