@@ -84,7 +84,8 @@ class Sampler:
         if answer and (presence or frequency):
             counts = torch.bincount(torch.tensor(answer, device=scores.device), minlength=len(scores)).to(scores.dtype)
             scores = scores - presence * (counts > 0) - frequency * counts
-        return scores
+        penalised: Tensor = scores
+        return penalised
 
 
 def _make_processors(options: GenerationOptions) -> tuple[Any, Any]:

@@ -107,7 +107,7 @@ def install_routes(app: Any) -> Readiness:
     ):
         if serving is not None:
             add_reports_to_streams(serving, name, place)
-    return add_readiness_route(app, served.store.tiers)
+    return add_readiness_route(app, served.store)
 
 
 def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None:

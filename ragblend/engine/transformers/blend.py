@@ -20,6 +20,7 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
@@ -34,11 +35,6 @@ from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, common_prefix_length
 
 log = logging.getLogger(__name__)
-
-_PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
-# Most tokens at the end of a prefix that are computed with the prompt rather than in a separate pass: labels, and first
-# tokens of chunks, differ from prompt to prompt.
-_COMPUTED_IN_PROMPT = 32
 
 StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 """A store's `get`, as one request calls it."""
@@ -160,7 +156,7 @@ class BlendingEngine(LocalEngine):
         prefix_ids = tuple(prompt.token_ids[: prompt.num_prefix])
         prefix, count = self._longest_known_prefix(prefix_ids)
         num_known = count
-        if prefix is None or len(prefix_ids) - count > _COMPUTED_IN_PROMPT:
+        if prefix is None or len(prefix_ids) - count > COMPUTED_IN_PROMPT:
             prefix, count = self._prefix(prefix_ids), len(prefix_ids)
         fused.copy_front(prefix, count)
         return count, num_known
@@ -286,7 +282,7 @@ class BlendingEngine(LocalEngine):
                 plan = FusePlan(self._ids(prefix_ids), (), num_resident=count, num_fused=len(prefix_ids))
                 self._fuse_untimed(plan, known)
             self._prefixes[prefix_ids] = known
-            if len(self._prefixes) > _PREFIXES_KEPT:
+            if len(self._prefixes) > PREFIXES_KEPT:
                 self._prefixes.popitem(last=False)
         self._prefixes.move_to_end(prefix_ids)
         return known

@@ -26,7 +26,7 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, Placement, record_fusion
-from ragblend.engine.fusion.prefill import prefill_chunk_steps
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT, prefill_chunk_steps
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import key_from_header
@@ -40,8 +40,6 @@ from ragblend.prompt.types import common_prefix_length
 
 log = logging.getLogger(__name__)
 
-_PREFIXES_KEPT = 8  # as in transformers.blend
-_COMPUTED_IN_PROMPT = 32  # as in transformers.blend
 _PREFIXES_BYTES = 256 << 20  # limit on the prefixes' KV, because clients choose how long prefixes are
 
 # Most rows of a shared pass. A pass of few rows spends its time on reading the weights, so one more request costs
@@ -414,7 +412,7 @@ class BlendWorker:
     def _prefix(self, job: BlendJob) -> Steps[tuple[Placement, ...]]:
         """Return the prefix's exact KV as one placement, or none. It is computed in the request's blocks, and cached.
 
-        For a prompt, the KV of a cached prefix may be used that lacks at most `_COMPUTED_IN_PROMPT` tokens. They are
+        For a prompt, the KV of a cached prefix may be used that lacks at most `COMPUTED_IN_PROMPT` tokens. They are
         then computed with the prompt.
         """
         prefix_ids, namespace = job.prefix_ids, job.params.namespace
@@ -427,7 +425,7 @@ class BlendWorker:
                 other: common_prefix_length(other[1], prefix_ids) for other in self._prefixes if other[0] == namespace
             }
             count = max(shared.values(), default=0)
-            if count and len(prefix_ids) - count <= _COMPUTED_IN_PROMPT:
+            if count and len(prefix_ids) - count <= COMPUTED_IN_PROMPT:
                 nearest = max(shared, key=shared.__getitem__)
                 self._prefixes.move_to_end(nearest)
                 return (Placement(slice_kv_rows(self._prefixes[nearest], 0, count), 0, exact=True),)
@@ -436,9 +434,7 @@ class BlendWorker:
             known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
             self._prefixes[key] = known
         self._prefixes.move_to_end(key)
-        while (
-            len(self._prefixes) > _PREFIXES_KEPT or sum(kv.nbytes for kv in self._prefixes.values()) > _PREFIXES_BYTES
-        ):
+        while len(self._prefixes) > PREFIXES_KEPT or sum(kv.nbytes for kv in self._prefixes.values()) > _PREFIXES_BYTES:
             self._prefixes.popitem(last=False)
         return (Placement(known, 0, exact=True),)
 
