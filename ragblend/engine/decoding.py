@@ -23,10 +23,11 @@ TokenAndLogprobs = tuple[int, float, list[tuple[int, float]]]
 class Sampler:
     """Sampler of one answer. It has its own random state, so requests do not influence each other.
 
-    Penalties, bias and the filters top-k, top-p and min-p are transformers' logits processors. A repetition penalty
-    counts the tokens `prompt_ids` and those of the answer. Presence and frequency penalties count the answer's tokens
-    alone, as in OpenAI and vLLM; transformers has no processor for them. With `options.logprobs`, the list `logprobs`
-    has one item per token of the answer, of the fields of `report.TokenLogprob`.
+    Bias, repetition penalty and the filters top-k, top-p and min-p are transformers' logits processors. A repetition
+    penalty counts the tokens of the prompt, `prompt_ids`, and of the answer. Presence and frequency penalties, for
+    which transformers has no processor, count the answer's tokens alone, as in OpenAI and vLLM. With
+    `options.logprobs`, the list `logprobs` has one item per token of the answer: its id, its log-probability, and the
+    likeliest tokens as pairs (id, log-probability).
     """
 
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:
