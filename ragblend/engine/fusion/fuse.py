@@ -66,9 +66,9 @@ def fuse(
     tokens whose stored KV may be replaced. They run up to the check layer. There the rule selects a share of the
     candidates, and only these run through the later layers. A rule with a query probe selects earlier: it runs the
     fresh tokens over the stored KV up to its last probe layer, and then selects. Fresh and selected tokens run through
-    every layer. In each layer, computed rows replace stored ones, and each computed token attends to all tokens at or before
-    its position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of kept
-    candidates is added to their KV before attention.
+    every layer. In each layer, computed rows replace stored ones, and each computed token attends to all tokens at or
+    before its position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of
+    kept candidates is added to their KV before attention.
 
     If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """

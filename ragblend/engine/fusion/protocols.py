@@ -65,7 +65,8 @@ QueryProbeHook = Callable[[ProbeQueries, Tensor, Tensor | None], Tensor | None]
 """Function that a layer calls once, with the rotated queries of the probe's rows, the rotated keys and the values.
 
 The keys [H, queries.rows[-1] + 1, D] end with the key of the last query's token. The function may keep a reference to
-the queries, but not to the keys. It returns the attention output [Hq, Q, D] of the queries; None if the values are None."""
+the queries, but not to the keys. It returns the attention output [Hq, Q, D] of the queries; None if the values are
+None."""
 
 
 class LayerwiseModel(Protocol):
