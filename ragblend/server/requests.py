@@ -27,7 +27,7 @@ Text = Annotated[str, Field(max_length=16 << 20)]
 
 
 class DocumentInput(BaseModel, strict=True, extra="forbid"):
-    """One document: a `text`, which the server cuts, or the `chunks` that prompts will contain."""
+    """One document: a `text`, which the server splits into chunks, or the `chunks` that prompts will contain."""
 
     id: Name | None = Field(
         None, description="A document with the id of an earlier one replaces it. Default: a digest of the texts."
