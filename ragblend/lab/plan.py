@@ -76,19 +76,19 @@ class StorageEstimate:
     load_s: float  # T_load of one prompt's chunks
     recompute_s: float  # T_recompute at the requested ratio
     ttft_s: float  # both, in the pipeline
-    adds_delay: bool  # loading takes longer than recompute, or than a tenth of it if they do not overlap
-    hidden_ratio: float  # the largest ratio that hides behind loading, at least the requested one
+    adds_delay: bool  # loading takes longer than recompute (with a query probe: than SLIGHT of it) or never overlaps it
+    hidden_ratio: float  # the largest ratio whose recompute hides behind loading, but at least the requested ratio
     pays: bool  # blending is faster than full prefill
     gb_per_1000_chunks: float
     usd_per_1000_chunks_month: float
-    saved_s: float  # per prompt, compared with full prefill; negative if it does not pay
+    saved_s: float  # per prompt, compared with full prefill; negative if blending is slower
     reuses_to_repay: int | None  # uses of a chunk that save the time of precomputing it; None: never
     reuses_per_month: float | None  # uses of a chunk per month that pay its storage; None: never, or no hourly price
 
 
 @dataclass(frozen=True, slots=True)
 class StoragePlan:
-    """All storages, cheapest first, and the cheapest one without a delay (None if every storage adds a delay)."""
+    """All storages, cheapest first. `chosen`: the cheapest storage that pays and adds no delay; None if none does."""
 
     need: PromptSpec
     full_s: float  # full prefill of one prompt
@@ -107,7 +107,8 @@ SLIGHT = 0.1
 def plan(profile: MachineProfile, storages: Sequence[Storage], prompt: PromptSpec) -> StoragePlan:
     """Return the estimate of each storage for prompts like `prompt`, and the cheapest storage that adds no delay.
 
-    Raises UsageError for storages with equal names.
+    The chosen storage also makes blending faster than full prefill. Raises UsageError for no storages, and for storages
+    with equal names.
     """
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
@@ -151,7 +152,7 @@ def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSp
 def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
     """Return the storage that `text` describes: `NAME:GB_PER_S:USD_PER_GB_MONTH`. Raises UsageError for another form.
 
-    If GB_PER_S is empty, the speed is that of the tier NAME in `measured`, in bytes per second.
+    If GB_PER_S is empty, the speed is that of the tier NAME in `measured`, which has bytes per second by tier.
 
     >>> parse_storage("ssd:2.5:0.08", {}), parse_storage("disk::0.1", {"disk": 5e8}).bytes_per_s
     (Storage(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)

@@ -1,4 +1,4 @@
-"""A prompt that an application sent: read from a file, and compared with the stored texts that it does not reuse."""
+"""A prompt that an application sent: reads it from a file, and finds the stored texts in it that are not reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ _EXPECTED = 'give messages, such as [{"role": "user", "content": "..."}], an Ope
 
 
 def read_prompt(path: str) -> Prompt:
-    """Return the prompt in a file, or on standard input for "-": JSON messages, an OpenAI body, or one user's text.
+    """Return the prompt in the file `path`, or on standard input for "-".
+
+    The file holds JSON messages, the body of an OpenAI request, or plain text, which is one user turn.
 
     Raises UsageError for JSON of another form, NotFoundError for a missing file.
     """
@@ -63,9 +65,9 @@ def _from_json(body: Any) -> Prompt:
 
 
 class MissedReuse(NamedTuple):
-    """A stored text not reused whole, and the reason. `share`: share of the text's words that the prompt contains."""
+    """A stored text that is not reused whole, with the reason. `share`: share of its words that the prompt contains."""
 
-    document: str  # "" for an index's text and for one without a document
+    document: str  # COLLECTION/ID; "" for a text of an index, and for a text without a document
     text: str
     share: float
     reason: str
@@ -74,8 +76,8 @@ class MissedReuse(NamedTuple):
 def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[MissedReuse]:
     """Return the stored texts that the prompt contains in whole or in large part, but that are not reused whole.
 
-    If the prompt contains none, return the nearest text; see `find_near_texts`. Reads every text of the store. Texts of
-    other namespaces and tokenizers are included.
+    If the prompt contains no such text, return the most similar text; see `find_near_texts`. Reads every text of the
+    store, also texts of other namespaces and tokenizers.
     """
     num_matched: Counter[tuple[int, ...]] = Counter()
     for run in engine.match(prompt).runs:

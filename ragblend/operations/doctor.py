@@ -31,7 +31,7 @@ class DiagnosticResult(NamedTuple):
 
 
 def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """Run all checks. Return their results, each with its fix."""
+    """Run all checks, those of vLLM included. Return one result per check."""
     checks = [
         DiagnosticResult("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         *(

@@ -62,7 +62,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """Command and environment of a server."""
+    """Command line and environment of the server that `ragblend serve` starts."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]  # with the secrets, which a command line would show to other users
@@ -81,7 +81,7 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
     """Return the server's command for `options`. vLLM's own `flags` are appended.
 
     Downloads the model if it is not local, and writes no other file. Raises RagblendError if the store cannot be
-    served. With `check`, also raises it if vLLM is missing or has an unsupported version.
+    served, and with `check` also if vLLM is missing or has an unsupported version.
     """
     if check:
         require_vllm()

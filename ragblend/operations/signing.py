@@ -45,8 +45,8 @@ def sign_store(
 ) -> SignReport:
     """Sign every entry and metadata file of the directory with `key`, quarantined unsigned entries included.
 
-    signed_with: an older key; only what it has signed is signed again. If it is None, every intact entry is signed, so
-    the caller trusts everyone who could write to the store. After an interruption, call it again.
+    signed_with: an older key; only what is signed with this key is signed again. None: every intact entry is signed, so
+    the caller trusts everyone who could write to the store. After an interruption, call the function again.
     """
     report = SignReport()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
@@ -96,7 +96,10 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
 
 
 def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str], *, kv_dir: str | None = None) -> int:
-    """Delete the `damaged` entries of a remote tier, and send the directory's copies. Return the number sent."""
+    """Replace the `damaged` entries (keys) of a remote tier by the directory's copies. Return the number of copies.
+
+    Entries without an intact copy are only deleted.
+    """
     disk, sent = DiskStore(store, create=False, kv_dir=kv_dir), 0
     for key in damaged:
         remote.delete(key)

@@ -24,7 +24,7 @@ class TextBlocks:
         self._new_pages: list[str] = []
 
     def add(self, block: str) -> None:
-        """Append a block. A blank one is left out."""
+        """Append a block. A blank block is left out."""
         block = _LINE_BREAKS.sub("\n", block).strip("\n").rstrip()
         if not block.strip():
             return
@@ -33,7 +33,7 @@ class TextBlocks:
         self._blocks.append(block)
 
     def add_heading(self, words: str, level: int) -> None:
-        """Append a heading as a Markdown line, with its mark. A blank one is left out."""
+        """Append a heading as a Markdown line, with its mark. A blank heading is left out."""
         words = collapse_whitespace(words)
         if words:
             level = min(max(level, 1), MAX_HEADING_LEVEL)
@@ -41,12 +41,12 @@ class TextBlocks:
             self.add(f"{'#' * level} {words}")
 
     def mark_heading(self, words: str, level: int) -> None:
-        """Mark the next block as a heading, or as the first block below a heading whose words are not in the text."""
+        """Mark the next block as a heading, or as the first block below a heading whose `words` are not in the text."""
         self._place_pages(self._next_offset())
         self.marks.append(Mark(self._next_offset(), "heading", words, level))
 
     def add_page(self, value: str) -> None:
-        """Begin a page; the next block is its first."""
+        """Begin the page `value`, a number or a label. The next block is its first block."""
         self._new_pages.append(value)
 
     def add_text(self, text: str, marks: Iterable[Mark]) -> None:
@@ -91,7 +91,7 @@ def table_row(cells: Sequence[str]) -> str:
 
 
 def check_table_depth(num_open: int) -> None:
-    """Raise UnreadableDocumentError if a table is nested in too many tables: each level copies the text again."""
+    """Raise UnreadableDocumentError if `num_open` nested tables are too many: each level copies the text again."""
     if num_open >= _MAX_NESTED_TABLES:
         raise UnreadableDocumentError(
             f"has tables inside each other, more than the {_MAX_NESTED_TABLES} levels that are read; save it as PDF"

@@ -53,11 +53,11 @@ def decode_by_bom_or_utf8(data: bytes) -> str:
 
 
 def decode_text(data: bytes, declared: str = "") -> TextWithNotes:
-    """Return the text of `data`: by its byte order mark, as `declared`, as UTF-8, as UTF-16, or by the likeliest
-    charset.
+    """Return the text of `data` by the first encoding that fits: that of its byte order mark, UTF-16 if it has NUL
+    bytes, the charset `declared`, UTF-8, the likeliest charset.
 
-    A declared charset that does not fit the bytes is ignored. Raises UnreadableDocumentError for bytes that are not
-    text: single-byte charsets decode any bytes, so a guess is accepted only if it gives no control characters.
+    Raises UnreadableDocumentError for bytes that are not text. Single-byte charsets decode any bytes, so a guess is
+    accepted only if it gives no control characters.
     """
     if marked := detect_bom_encoding(data):
         return _decode_marked(data, marked)
@@ -176,7 +176,7 @@ def _name(codec: str) -> str:
 
 
 def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
-    """Return the text of a file's bytes from `start` on. Raises UnreadableDocumentError with the first bad offset."""
+    """Return the text of `data` from offset `start` on. Raises UnreadableDocumentError with the first bad offset."""
     try:
         return data.decode(encoding)
     except (UnicodeError, LookupError) as error:

@@ -36,7 +36,7 @@ class ListLevel(NamedTuple):
 
 
 class Styles:
-    """The paragraph styles of a Word file; none if the file has no such part."""
+    """The paragraph styles of a Word file. They are empty if the file has no part with styles."""
 
     def __init__(self, container: ZipContainer, part: str) -> None:
         root = parse_part(container, part) if part in container else ()

@@ -35,7 +35,7 @@ class ZipContainer:
         return _part_key(name) in self._entries
 
     def declared_bytes(self) -> int:
-        """Return the sum of the unpacked sizes in the directory."""
+        """Return the sum of the unpacked sizes of all parts, in bytes, as the zip's directory states them."""
         return sum(entry.file_size for entry in self._entries.values())
 
     def read(self, name: str) -> bytes:

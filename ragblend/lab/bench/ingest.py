@@ -1,7 +1,7 @@
-"""`bench ingest`: chunks per second of ingestion into a disk store, compared with the model's own prefill of them.
+"""`bench ingest`: tokens per second of ingestion into a disk store, compared with the model's prefill alone.
 
-Both take turns on the same chunks. Stock prefill keeps nothing; ingestion finds the missing chunks, packs, prefills,
-and writes files that survive a crash. With `contexts`, it also computes the variants of each context policy. Read
+Prefill and ingestion take turns on the same chunks. Prefill keeps no KV. Ingestion looks up the missing chunks, packs
+and prefills them, and writes files that survive a crash. It is repeated with each context policy of `contexts`. Read
 `run_ingest` first.
 """
 
@@ -36,9 +36,10 @@ from ragblend.prompt.types import Chunk
 
 @dataclass(frozen=True, slots=True)
 class IngestRun:
-    """The result of one way to process the chunks, from the round with the median time.
+    """The result of one mode. `seconds`: median over the rounds.
 
-    "prefill" runs the model alone; "ingest" also writes the KV to disk.
+    Mode "prefill" runs the model alone. "ingest" also writes the KV to disk, and "ingest POLICY" also the KV of the
+    variants of that context policy.
     """
 
     mode: str
@@ -55,7 +56,7 @@ class IngestResult(BenchResult):
     stored_bytes_per_token: int
     runs: tuple[IngestRun, ...]
     ingest_over_prefill: float  # tokens per second of ingestion over prefill's, median of the rounds
-    context_over_none: dict[str, float]  # seconds of ingestion with a context policy over those without, median
+    context_over_none: dict[str, float]  # by policy: seconds with it over seconds without context, median
 
 
 def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> IngestResult:
@@ -80,7 +81,7 @@ def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) ->
 def time_prefill_and_ingest(
     engine: TransformersEngine, config: IngestConfig, on_progress: Progress
 ) -> list[dict[str, float]]:
-    """Return the seconds of prefill and of ingestion in each round, by mode. Rounds follow an untimed warm-up."""
+    """Return one dictionary per round: the seconds of each mode of IngestRun. An untimed warm-up comes first."""
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
     drawn = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary).chunks
     warm_up, chunks = drawn[count:], drawn[:count]
@@ -140,7 +141,7 @@ COLUMNS = (
 
 
 def table_lines(result: IngestResult) -> list[str]:
-    """Return the table, then lines with the ratios of the times of ingestion."""
+    """Return the table, then a line for each ratio of the result."""
     config = result.config
     lines = [
         f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens; "

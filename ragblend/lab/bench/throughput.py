@@ -86,10 +86,10 @@ class ServingCapacity:
     mode: Mode
     rule: str
     idle_ttft_s: float  # median, one request at a time
-    max_rate: float | None  # the highest rate of arrivals with it and all lower rates within the bound; None for none
+    max_rate: float | None  # highest rate of arrivals such that no measured rate up to it exceeds the bound; or None
     rate_at_bound: float | None  # the served rate at the bound, by linear interpolation to the next rate
     at_least: bool  # True if the bound was not reached, so both rates are lower limits
-    blend_gain: float | None  # the first blend's rate at the bound over this one's
+    blend_gain: float | None  # the first blend case's `rate_at_bound` over this one; None for blend
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ _FULL = ModeAndRule("full", "none")  # always measured idle, because the bound a
 def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
     """Return the times, in seconds and ascending, of `count` arrivals of a Poisson process with `rate` per second.
 
-    Equal seeds give the same times at every rate, except for the scale.
+    Equal seeds give the same sequence at every rate, scaled by 1 / `rate`.
     """
     draw, now, moments = random.Random(seed), 0.0, []
     for _ in range(count):
@@ -155,8 +155,8 @@ def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
 def replay_requests(
     engine: VllmEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
 ) -> list[TimedAnswer]:
-    """Send each request at its time in `arrivals_s`, without waiting for other answers. Measure the times of its tokens
-    from that time.
+    """Send each request at its time in `arrivals_s`, without waiting for other answers. Return the answers; their token
+    times count from the arrival. Raises RagblendError for an answer without a token.
     """
     start_s = time.perf_counter() + _HEAD_START_S
 
@@ -179,8 +179,8 @@ def replay_requests(
 
 
 def check_answer_modes(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAnswer]:
-    """Return the answers. Raises RagblendError if one was not computed in the mode of `case`, or missed chunks in the
-    store.
+    """Return the answers. Raises RagblendError if an answer was not computed in the mode of `case`, or if the store
+    lacked a chunk of its prompt.
     """
     for answer in answers:
         report = answer.report
@@ -198,7 +198,7 @@ def measure_idle_ttfts(
     prompts: Sequence[Prompt],
     answer: Callable[[ModeAndRule, Sequence[Prompt], Sequence[float]], list[TimedAnswer]],
 ) -> dict[ModeAndRule, float]:
-    """Return the median TTFT of every case and full prefill, one request at a time, after a warm-up turn."""
+    """Return the median TTFT, in seconds, of every case and of full prefill, one request at a time, after a warm-up."""
     wanted = tuple(dict.fromkeys([*cases, _FULL]))
     samples: dict[ModeAndRule, list[float]] = {case: [] for case in wanted}
     for turn in range(_IDLE_SAMPLES + 1):
@@ -233,7 +233,7 @@ def measure_rates(
 
 
 def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswer]) -> ThroughputRun:
-    """Return the summary of one mode's answers at one rate."""
+    """Return the run that the `answers` of `case` at one `rate` make."""
     report = answers[0].report
     times_s = [answer.ttft_s for answer in answers]
     return ThroughputRun(
@@ -254,7 +254,7 @@ def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswe
 def compute_capacities(
     runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
 ) -> tuple[ServingCapacity, ...]:
-    """Return the capacity of each case. `blend_gain` compares the case with the first blend case."""
+    """Return the capacity of each case. `idle_s`: median TTFT of each case in seconds, one request at a time."""
     rates = {
         case: highest_rate(
             [
@@ -302,7 +302,7 @@ class HighestRate(NamedTuple):
 def highest_rate(points: Sequence[RatePoint], bound_s: float) -> HighestRate:
     """Return the highest rate whose mean TTFT is within the bound, and the served rate at the bound.
 
-    A rate counts only if all lower ones are within the bound, too.
+    A rate counts only if the mean TTFT of all lower rates is within the bound, too.
 
     >>> highest_rate([RatePoint(1.0, 1.0, 0.2), RatePoint(2.0, 2.0, 0.4), RatePoint(3.0, 2.5, 1.2)], bound_s=0.8)
     HighestRate(measured=2.0, at_bound=2.25, at_least=False)

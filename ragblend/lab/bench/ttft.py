@@ -75,7 +75,7 @@ class TtftRun:
     probe_s: float  # the part of fuse_s in which the query probe runs
     select_s: float  # the part of fuse_s in which candidates are scored and selected
     select_share: float  # (probe_s + select_s) / ttft_s; in the table "select"
-    speedup: float | None  # full prefill's median TTFT over this one's; None if full was not run
+    speedup: float | None  # full prefill's median TTFT over this median; None if full was not run
     speedup_cpu: float | None  # the same for CPU seconds
     limit: float | None  # 1 / charged budget: the speedup if only chunk tokens took time, each the same
     num_recomputed_tokens: int
@@ -159,7 +159,7 @@ _MEDIANS = ("charged_budget", "charged_budget_32", "ttft_s", "load_s", "stall_s"
 
 
 def summarize(samples: dict[ModeAndRule, list[TtftSample]]) -> tuple[TtftRun, ...]:
-    """Return the medians of every case, and their ratios to full prefill's."""
+    """Return for every case the medians of its samples, and the speedup over full prefill."""
     full = next((taken for case, taken in samples.items() if case.mode == "full"), None)
     full_s = median(sample.report.ttft_s for sample in full) if full else None
     full_cpu_s = median(sample.cpu_s for sample in full) if full else None

@@ -31,7 +31,7 @@ CACHED_TEXTS = 1 << 16  # texts whose token ids are cached, because conversation
 
 
 class AnalysisConfig(NamedTuple):
-    """Options of blending, a machine's profile, and the bytes of KV that the model has per token."""
+    """Options of an analysis. `profile`: None counts work in tokens. `kv_bytes_per_token`: None leaves out bytes."""
 
     blend: BlendSettings = BlendSettings()
     profile: MachineProfile | None = None

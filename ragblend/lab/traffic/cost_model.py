@@ -1,7 +1,7 @@
 """Cost of prompts in each mode, in seconds by a machine profile or in tokens, and whether blending pays.
 
-The arithmetic of `ragblend plan`, over logged prompts: prefix caching computes the tokens after the cached prefix;
-blending computes those of them that are not stored, and a share of the stored ones.
+The arithmetic is that of `ragblend plan`. Prefix caching computes the tokens after the cached prefix. Of these tokens,
+blending computes all that are not stored, and the recompute ratio's share of the stored tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BlendSettings(NamedTuple):
 
 
 class PromptTokenCounts(NamedTuple):
-    """Token counts of one prompt: all tokens, those in the cached prefix, and stored ones after it."""
+    """Token counts of one prompt: all tokens, tokens in the cached prefix, and stored tokens after the prefix."""
 
     tokens: int
     prefix: int
@@ -39,9 +39,9 @@ def mean_work_by_mode(
 ) -> dict[str, Any]:
     """Return the mean work of a prompt with full prefill, with prefix caching and with blending.
 
-    The work is the number of tokens computed. With a `profile`, it is the seconds to the first token on an idle
-    machine. The keys are those of `analyze --json`: the means are "full", "prefix" and "blend"; the other keys are
-    derived from them. A mean is the total work over the number of prompts, so long prompts weigh more.
+    Work is the number of computed tokens; with a `profile`, it is the seconds to the first token on an idle machine.
+    "full", "prefix" and "blend" are the means: total work over number of prompts. The other keys are derived from them.
+    The keys are those of `analyze --json`.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0
@@ -82,7 +82,7 @@ def _seconds(prompt: PromptTokenCounts, settings: BlendSettings, profile: Machin
 
 
 def blending_verdict(facts: Mapping[str, Any]) -> str:
-    """Return one line on an analysis: whether blending pays, and the reason where it does not."""
+    """Return one line for the result of `analyze`: whether blending pays, and the reason if it does not."""
     saving, num_requests = facts["saving"], facts["num_requests"]
     beyond = saving["blend_saves_beyond_prefix"]
     line = (
@@ -107,7 +107,10 @@ def _reason(shares: Mapping[str, float], num_slower: int, num_requests: int) -> 
 
 
 def precompute_hint(first_use_share: float) -> str | None:
-    """Return one line on ingesting documents ahead of requests; None if that adds little."""
+    """Return one line of advice to ingest documents before requests; None if that saves little.
+
+    `first_use_share`: share of all tokens that are the first use of a chunk which is repeated later.
+    """
     if first_use_share < MARGINAL:
         return None
     return (
@@ -119,7 +122,8 @@ def precompute_hint(first_use_share: float) -> str | None:
 def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
     """Return the number of bytes of one token's KV in all layers of a model, by its name or folder. Loads no weights.
 
-    Multi-head latent attention keeps one latent and one rotary key per token instead of heads.
+    Multi-head latent attention keeps one latent and one rotary key per token instead of heads. Raises UsageError for a
+    GGUF file.
     """
     import torch
     from transformers import AutoConfig

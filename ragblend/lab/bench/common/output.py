@@ -21,7 +21,7 @@ Echo = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """The result of a benchmark and what it ran on. Fields that a subclass adds are part of the JSON object."""
+    """The result of a benchmark, its configuration and its machine. `as_dict` includes the fields of subclasses."""
 
     config: Any  # a BenchConfig
     name: str  # the model's
@@ -59,7 +59,7 @@ class Benchmark(NamedTuple):
         plot: str | Path | None = None,
         on_progress: Progress = ignore_progress,
     ) -> dict[str, Any]:
-        """Run `config`. Write card and table to `echo` and a picture to `plot`; return the JSON object."""
+        """Run `config`. Print hardware card and table by `echo`, write a picture to `plot`, return the JSON object."""
         path = check_plot(plot)
         result = self.measure(config, on_progress)
         facts = result.as_dict()
@@ -72,7 +72,8 @@ class Benchmark(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of a table. `value`: attribute or function of a run; `spec`: its format, where ">8.2fx" appends an x."""
+    """A column of a table. `value`: name of a run's attribute, or a function of the run. `spec`: Python format of the
+    value; a final "x", as in ">8.2fx", appends an x to the number."""
 
     title: str
     spec: str
