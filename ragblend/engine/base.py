@@ -300,7 +300,7 @@ class LocalEngine(EngineBase, ABC):
         return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, name)
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
-        """Return True if the store has the KV of a chunk of these ids, prefilled alone after the default prefix."""
+        """Return True if the store has the chunk with these token ids, prefilled alone after the default prefix."""
         return self.store.contains(self.key_of(chunk_ids))
 
     def is_stored(self, chunk: Part) -> bool:

@@ -129,8 +129,8 @@ class VllmLayers:
         return len(self._layers)
 
     @property
-    def can_share_reads(self) -> bool:
-        """True if scattered rows on this device attend in one call over a resident layer, whose KV is one tensor.
+    def attends_scattered_rows_together(self) -> bool:
+        """True if one attention call computes scattered rows over a layer whose KV is resident as one tensor.
 
         False on a CPU, where the backend's kernel is faster for any number of rows (`benchmarks.scattered`).
         """

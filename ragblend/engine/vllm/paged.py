@@ -39,7 +39,7 @@ def blend_device_bytes(vllm_config: Any) -> int:
 
 
 class LayerPlacement(NamedTuple):
-    """One layer of a stored chunk, keys before rotation, and its rows in the prompt."""
+    """The KV of one layer of a stored chunk, with keys that are not rotated yet, and the chunk's rows in the prompt."""
 
     rows: slice
     kv: LayerKV
@@ -167,7 +167,7 @@ class PagedKV:
         Otherwise they attend over the blocks.
         """
         is_resident = has_hook or self.fully_resident_layer == layer
-        return self._layers.can_share_reads and layer in self._kept and is_resident
+        return self._layers.attends_scattered_rows_together and layer in self._kept and is_resident
 
     def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
         """Return the attention calls for `rows`: over the resident layer if `together`, else over the blocks.
@@ -252,7 +252,7 @@ class PagedLayerLoader:
         self._paged.place(layer, staying)
         if waiting:
             self._waiting[layer] = waiting
-            if self._layers.can_share_reads:
+            if self._layers.attends_scattered_rows_together:
                 self._staying[layer] = staying
             self._paged.place_in_resident_layer(layer, waiting)
         elif read:
@@ -284,9 +284,9 @@ class PagedLayerLoader:
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Place the layer's inexact chunks, and add `shares` @ `drift` as `PagedKV.place` does.
+        """Place the layer's chunks whose stored KV is not exact in this prompt.
 
-        If `drift` is None, the chunks are placed as stored.
+        `shares` @ `drift` is added to their rows, as in `PagedKV.place`. If `drift` is None, they are placed as stored.
         """
         start_s = perf_counter()
         # Another layer may have been the resident one since `wait`.

@@ -395,7 +395,7 @@ class BlendWorker:
     def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
         kept = {plan.check_layer}
-        if self.layers.can_share_reads and 0 < plan.ratio < 1:
+        if self.layers.attends_scattered_rows_together and 0 < plan.ratio < 1:
             kept.update(range(self.layers.num_layers))
         num_probe_rows = len(job.token_ids) - job.end if plan.probe_layers else 0
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())

@@ -90,7 +90,7 @@ def test_another_dtype_replaces_what_a_remote_tier_has_too(tmp_path):
     store.put(kv)
     assert store.flush(10)
     assert len(values.data[kv.header.key]) > kv.nbytes, "the same key means the same KV, so it is not sent again"
-    store.replace(kv)
+    store.replace_dtype(kv)
     assert store.flush(10)
     assert len(values.data[kv.header.key]) < kv.nbytes
     assert as_file(store.get(kv.header.key)) == as_file(convert_kv_dtype(kv, "int8"))
