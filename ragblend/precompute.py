@@ -233,15 +233,17 @@ def precompute_chunks(
     engine.add_known_chunks(distinct.values())
     on_progress("prefill", 0, len(missing) + len(renewed))
     prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
-    try:
-        for done, nbytes in enumerate(prefilled, start=1):
-            report.new_kv_bytes += nbytes
-            report.num_new_kv += done <= len(missing)
-            on_progress("prefill", done, len(missing) + len(renewed))
-    finally:
-        delete_stale_kv((*missing, *renewed), engine, index if isinstance(index, ChunkIndex) else None)
-    if disk is not None:
-        with closing(open_registry(engine.store)) as registry:
+    has_given_context = {chunk for chunk in chunks if chunk.context_texts}  # no document needs to have these texts
+    with closing(open_registry(engine.store)) as registry:
+        try:
+            for done, nbytes in enumerate(prefilled, start=1):
+                report.new_kv_bytes += nbytes
+                report.num_new_kv += done <= len(missing)
+                on_progress("prefill", done, len(missing) + len(renewed))
+        finally:
+            checked = [chunk for chunk in (*missing, *renewed) if chunk not in has_given_context]
+            delete_stale_kv(checked, engine, registry, index if isinstance(index, ChunkIndex) else None)
+        if disk is not None:
             registry.record_stored_entries(filter(disk.has_file, keys.values()), engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
     return report

@@ -10,14 +10,13 @@ Depends on the index, engines and stores, not on files or frameworks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing
 from itertools import chain
 from typing import TypeVar
 
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.known_chunks import open_known_chunks
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.engine.api import DocumentEngine, Engine
 from ragblend.engine.base import record_entry
@@ -146,7 +145,9 @@ def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: Ch
     return len(deleted), problem
 
 
-def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: ChunkIndex | None = None) -> int:
+def delete_stale_kv(
+    chunks: Collection[Chunk], engine: Engine, registry: ChunkRegistry, index: ChunkIndex | None = None
+) -> int:
     """Delete the KV of those `chunks` that were removed, or that have a removed text in their context. Return the
     number of deleted entries.
 
@@ -155,21 +156,19 @@ def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: ChunkIndex |
     documents in the registry. Entries that a remote tier does not delete now are recorded like those of
     `delete_texts_except`.
     """
-    chunks = list(chunks)
-    with closing(open_registry(engine.store)) as registry:
-        removed = set(registry.find_unknown_texts(chunk.text for chunk in chunks))
-        context_texts = (text for chunk in chunks for text in chunk.context_texts)
-        removed.update((registry if index is None else index).find_unknown_texts(context_texts))
-        text_of: dict[str, str] = {}
-        for chunk in chunks:
-            if lost := removed.intersection((chunk.text, *chunk.context_texts)):
-                text_of[engine.key(chunk)] = min(lost)
-        for text in removed.intersection(chunk.text for chunk in chunks):
-            registry.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
-        if not text_of:
-            return 0
-        _schedule_entries(text_of, engine, registry)
-        return _run_deletions(IndexedDocuments(registry), engine, registry)[0]
+    removed = set(registry.find_unknown_texts(chunk.text for chunk in chunks))
+    context_texts = (text for chunk in chunks for text in chunk.context_texts)
+    removed.update((registry if index is None else index).find_unknown_texts(context_texts))
+    text_of: dict[str, str] = {}
+    for chunk in chunks:
+        if lost := removed.intersection((chunk.text, *chunk.context_texts)):
+            text_of[engine.key(chunk)] = min(lost)
+    for text in removed.intersection(chunk.text for chunk in chunks):
+        registry.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
+    if not text_of:
+        return 0
+    _schedule_entries(text_of, engine, registry)
+    return _run_deletions(IndexedDocuments(registry), engine, registry)[0]
 
 
 def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants: Collection[Chunk]) -> None:

@@ -286,7 +286,8 @@ class DocumentIngester:
         try:
             if nbytes := engine.precompute(chunk):
                 try:
-                    delete_stale_kv([chunk], engine)
+                    with closing(open_registry(engine.store)) as registry:
+                        delete_stale_kv([chunk], engine, registry)
                 except BackendUnreachableError:
                     engine.store.delete_everywhere([engine.key(chunk)])  # it is computed again
                     raise
