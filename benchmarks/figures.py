@@ -27,13 +27,12 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.output import Benchmark, Echo
+from ragblend.lab.bench.common.output import Benchmark, Echo, Facts
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, token_log_probs
 from ragblend.lab.quality.study import (
     QualityRecord,
-    QualityResult,
     answer_in_full,
     engine_for,
     run_quality,
@@ -67,8 +66,8 @@ class FigureConfig(QualityConfig):
                 raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")
 
 
-def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) -> QualityResult:
-    """Return the result of `bench quality` with one more run for each baseline."""
+def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) -> Facts:
+    """Return the JSON object of `bench quality` with one more run for each baseline."""
 
     def also(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
         return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)

@@ -169,7 +169,7 @@ def test_a_model_that_says_nothing_of_any_chunk_is_asked_without_one(engine, cas
 
 
 def test_baselines_have_runs_and_lines_like_every_mode(result):
-    facts = result.as_dict()
+    facts = result
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert facts["config"]["baselines"] == [*BASELINES]
     runs = {run["mode"]: run for run in facts["runs"] if run["kind"] == "all"}
@@ -187,14 +187,14 @@ def test_what_stands_beside_them_is_what_bench_quality_finds(result):
         kept = [run for run in runs if run["mode"] not in BASELINES]
         return [{key: value for key, value in run.items() if key != "ttft_s"} for run in kept]
 
-    assert untimed(result.as_dict()["runs"]) == untimed(alone.as_dict()["runs"])
+    assert untimed(result["runs"]) == untimed(alone["runs"])
 
 
 def test_every_mode_and_baseline_has_a_line_over_the_time_to_first_token(result):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    runs = [run for run in result.as_dict()["runs"] if run["kind"] == "all"]
+    runs = [run for run in result["runs"] if run["kind"] == "all"]
     for panel in PANELS:
         axes = Figure().add_subplot()
         plot_panel(axes, panel, runs)

@@ -13,8 +13,7 @@ import gc
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import Benchmark, BenchResult
+from ragblend.lab.bench.common.output import Benchmark, Facts, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.plots import plot_quality
 from ragblend.lab.quality.data import QaCase, SimilarPassages, build_prompt, load_cases, stored_chunks
@@ -92,19 +91,6 @@ RECOVERED = {"gold_loss": 1.0, "token_f1": -1.0}
 """Measures whose loss by full reuse blending may recover, with the sign that makes them a loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class QualityResult(BenchResult):
-    """The result of `bench quality`."""
-
-    fingerprint: str
-    num_layers: int
-    embedder: str
-    num_questions: int
-    prompt_tokens: float  # mean
-    base: dict[str, Any]  # the configuration that the runs are compared with
-    runs: list[dict[str, Any]]  # results of `summarize`
-
-
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
     """Return the configurations in which every question is answered: full prefill, then those that `config` names."""
     names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
@@ -118,10 +104,11 @@ def configurations(config: QualityConfig, num_layers: int) -> list[Configuration
 Also = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, QualityRecord]]
 
 
-def run_quality(
-    config: QualityConfig, on_progress: Progress = ignore_progress, also: Also | None = None
-) -> QualityResult:
-    """Run the study that `config` describes. `also` is called for each prompt and returns further records."""
+def run_quality(config: QualityConfig, on_progress: Progress = ignore_progress, also: Also | None = None) -> Facts:
+    """Run the study that `config` describes, and return its JSON object.
+
+    `also` is called for each prompt and returns further records.
+    """
     dtype = dtype_name(find_dtype(config.dtype))
     with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
@@ -141,17 +128,17 @@ def run_quality(
             for each, record in {**found, **(also(base, prompt, case) if also else {})}.items():
                 records.setdefault(each, []).append(record)
             gc.collect()  # the question's engines are reference cycles, which hold gigabytes of KV
-        return QualityResult(
+        return result_facts(
             config,
             base.name,
             hardware_card(base.layers.device),
-            base.fingerprint,
-            base.layers.num_layers,
-            embedder.name,
-            len(cases),
-            float(np.mean(lengths)),
-            BASE._asdict(),
-            summarize(records, [case.kind for case in cases]),
+            fingerprint=base.fingerprint,
+            num_layers=base.layers.num_layers,
+            embedder=embedder.name,
+            num_questions=len(cases),
+            prompt_tokens=float(np.mean(lengths)),
+            base=BASE._asdict(),
+            runs=summarize(records, [case.kind for case in cases]),
         )
 
 
@@ -331,15 +318,15 @@ def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
 # -- people
 
 
-def table_lines(result: QualityResult) -> list[str]:
+def table_lines(facts: Facts) -> list[str]:
     """Return the table: a line per configuration and kind of question."""
-    config = result.config
+    config = facts["config"]
     lines = [
-        f"{Path(result.name).name} {config.dtype}, {Path(config.data).name}, {config.part} part, "
-        f"{result.num_questions} questions, {result.prompt_tokens:.0f} tokens in {config.num_chunks} chunks; "
-        "KL and loss in nats with 95 % intervals"
+        f"{facts['model']} {config['dtype']}, {config['data']}, {config['part']} part, {facts['num_questions']} "
+        f"questions, {facts['prompt_tokens']:.0f} tokens in {config['num_chunks']} chunks; KL and loss in nats with "
+        "95 % intervals"
     ]
-    runs = [run for run in result.runs if run["kind"] == "all" or run["num_questions"] >= MIN_SHOWN]
+    runs = [run for run in facts["runs"] if run["kind"] == "all" or run["num_questions"] >= MIN_SHOWN]
     for kind in dict.fromkeys(run["kind"] for run in runs):
         lines += [
             "",

@@ -43,7 +43,6 @@ from ragblend.lab.quality.measures import (
 from ragblend.lab.quality.study import Configuration as Asked
 from ragblend.lab.quality.study import (
     QualityRecord,
-    QualityResult,
     engine_for,
     run_label,
     run_quality,
@@ -64,7 +63,7 @@ RUN_KEYS = {
 def result():
     config = QualityConfig(num_questions=28, rules=("auto", "cacheblend"), ratios=(0.1, 0.15, 1.0))
     found = run_quality(config)
-    assert found.config.contexts == ("none",), "what a store of so shallow a model has"
+    assert found["config"]["contexts"] == ["none"], "what a store of so shallow a model has"
     return found
 
 
@@ -73,8 +72,8 @@ def engine():
     return load_engine("demo", dtype="float32", on_miss="inline")
 
 
-def totals(result: QualityResult) -> dict[tuple[str, str, float], dict[str, Any]]:
-    return {(run["mode"], run["rule"], run["ratio"]): run for run in result.runs if run["kind"] == "all"}
+def totals(result: dict[str, Any]) -> dict[tuple[str, str, float], dict[str, Any]]:
+    return {(run["mode"], run["rule"], run["ratio"]): run for run in result["runs"] if run["kind"] == "all"}
 
 
 # -- data
@@ -270,7 +269,7 @@ def test_auto_is_not_below_the_papers_rule_at_an_equal_ratio_on_the_embedded_mod
 
 
 def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result):
-    facts = result.as_dict()
+    facts = result
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert (facts["schema_version"], facts["command"], facts["model"]) == (6, "bench quality", "demo")
     assert (facts["config"]["data"], facts["config"]["part"]) == ("demo", "reported")
@@ -306,7 +305,7 @@ def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    runs = [run for run in result.as_dict()["runs"] if run["kind"] == "all"]
+    runs = [run for run in result["runs"] if run["kind"] == "all"]
     rules = {run["rule"] for run in runs if run["mode"] == "blend"}
     for panel in QUALITY_PANELS:
         axes = Figure().add_subplot()
@@ -347,7 +346,7 @@ def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_p
         contexts=("none", "similar"),
     )
     result = run_quality(config)
-    runs = {run_label(run): run for run in result.runs if run["kind"] == "all"}
+    runs = {run_label(run): run for run in result["runs"] if run["kind"] == "all"}
     assert list(runs) == [
         "full",
         *(f"{what}{behind}" for behind in ("", ", similar") for what in ("reuse", "cacheblend 15.0%")),
@@ -358,6 +357,6 @@ def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_p
     less = runs["reuse, similar"]["answer_kl"] - runs["cacheblend 15.0%"]["answer_kl"]
     assert runs["reuse, similar"]["answer_kl_over_base"][0] == pytest.approx(less)
     alone = run_quality(replace(config, contexts=("similar",)))
-    again = {run_label(run): run for run in alone.runs if run["kind"] == "all"}
+    again = {run_label(run): run for run in alone["runs"] if run["kind"] == "all"}
     assert list(again) == ["full", "reuse, similar", "cacheblend 15.0%, similar"]
     assert again["reuse, similar"]["first_token_kl"] == runs["reuse, similar"]["first_token_kl"]

@@ -4,9 +4,9 @@ from it."""
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,38 +17,30 @@ from ragblend.lab.bench.common.hardware import hardware_lines
 from ragblend.lab.plots import check_plot
 
 Echo = Callable[[str], None]
+Facts = dict[str, Any]
+"""A JSON object: the result of a benchmark, or one of its runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchResult:
-    """The result of a benchmark and what it ran on. Fields that a subclass adds are part of the JSON object."""
-
-    config: Any  # a BenchConfig
-    name: str  # the model's
-    hardware: dict[str, Any]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON object that the command line prints."""
-        config: BenchConfig = self.config
-        own = [each.name for each in fields(self)][len(fields(BenchResult)) :]
-        facts = {
-            "schema_version": config.schema_version,
-            "command": f"bench {config.command}",
-            "hardware": self.hardware,
-            "config": config.as_dict(),
-            "model": Path(self.name).name,  # without its folder, which is of this machine
-            **({"prompt_tokens": config.prompt_tokens} if isinstance(config, PromptConfig) else {}),
-            **{name: getattr(self, name) for name in own},
-        }
-        plain: dict[str, Any] = json.loads(json.dumps(facts, default=asdict))
-        return plain
+def result_facts(config: BenchConfig, model: str, hardware: Mapping[str, Any], **measured: Any) -> Facts:
+    """Return the JSON object of a benchmark: its configuration, the model, the hardware card, and what was measured."""
+    facts = {
+        "schema_version": config.schema_version,
+        "command": f"bench {config.command}",
+        "hardware": hardware,
+        "config": config.as_dict(),
+        "model": Path(model).name,  # without its folder, which is of this machine
+        **({"prompt_tokens": config.prompt_tokens} if isinstance(config, PromptConfig) else {}),
+        **measured,
+    }
+    plain: Facts = json.loads(json.dumps(facts))
+    return plain
 
 
 class Benchmark(NamedTuple):
     """A benchmark: the function that measures a configuration, the table of its result, and its picture, if any."""
 
-    measure: Callable[[Any, Progress], BenchResult]
-    table: Callable[[Any], list[str]]
+    measure: Callable[[Any, Progress], Facts]
+    table: Callable[[Facts], list[str]]
     draw: Callable[[Mapping[str, Any], Path], None] | None = None
 
     def run(
@@ -58,12 +50,11 @@ class Benchmark(NamedTuple):
         echo: Echo,
         plot: str | Path | None = None,
         on_progress: Progress = ignore_progress,
-    ) -> dict[str, Any]:
+    ) -> Facts:
         """Run `config`. Write card and table to `echo` and a picture to `plot`; return the JSON object."""
         path = check_plot(plot)
-        result = self.measure(config, on_progress)
-        facts = result.as_dict()
-        for line in (*hardware_lines(facts["hardware"]), "", *self.table(result)):
+        facts = self.measure(config, on_progress)
+        for line in (*hardware_lines(facts["hardware"]), "", *self.table(facts)):
             echo(line)
         if path is not None and self.draw is not None:
             self.draw(facts, path)
@@ -71,35 +62,29 @@ class Benchmark(NamedTuple):
         return facts
 
 
-class Column(NamedTuple):
-    """A column of a table. `value`: attribute or function of a run; `spec`: its format, where ">8.2fx" appends an x."""
-
-    title: str
-    spec: str
-    value: str | Callable[[Any], Any]
-
-    def head(self) -> str:
-        """Return the title, as wide as the values."""
-        return f"{self.title:{self.spec[0]}{self._width}}"
-
-    def cell(self, run: object) -> str:
-        """Return the run's value as text; "-" for None."""
-        value = self.value(run) if callable(self.value) else getattr(run, self.value)
-        text = "-" if value is None else f"{value:{self.spec[0]}{self.spec[len(self._width) + 1 :].removesuffix('x')}}"
-        text += "x" if value is not None and self.spec.endswith("x") else ""
-        return f"{text:{self.spec[0]}{self._width}}"
-
-    @property
-    def _width(self) -> str:
-        return self.spec[1:].partition(".")[0].rstrip("x")
+Column = tuple[str, str, str | Callable[[Facts], Any]]
+"""A column of a table: its title, its format, where ">8.2fx" appends an x, and a key or a function of a run."""
 
 
-def format_table(columns: Sequence[Column], runs: Iterable[object]) -> list[str]:
-    """Return a line of titles, then one line per run."""
-    titles = "".join(column.head() for column in columns)
-    return [titles, *("".join(column.cell(run) for column in columns) for run in runs)]
+def format_table(columns: Sequence[Column], runs: Iterable[Facts]) -> list[str]:
+    """Return a line of titles, then one line per run, with "-" for None."""
+    lines = ["".join(_cell(title, re.findall(r"^.\d+", form)[0]) for title, form, _ in columns)]
+    for run in runs:
+        lines.append("".join(_cell(value(run) if callable(value) else run[value], form) for _, form, value in columns))
+    return lines
 
 
-def median_fields(reports: Sequence[BlendReport], *names: str) -> dict[str, Any]:
+def _cell(value: Any, form: str) -> str:
+    """Return a value as text.
+
+    >>> _cell(2.5, ">8.2fx"), _cell(None, ">4.1f")
+    ('   2.50x', '   -')
+    """
+    width, kind, suffix = re.findall(r"([<>]\d+)(.*?)(x?)$", form)[0]
+    text = "-" if value is None else f"{value:{kind}}{suffix}"
+    return f"{text:{width}}"
+
+
+def median_fields(reports: Sequence[BlendReport], *names: str) -> Facts:
     """Return the median of each field in `names` over the `reports`, by name."""
     return {name: float(statistics.median(getattr(report, name) for report in reports)) for name in names}
