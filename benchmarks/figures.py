@@ -40,11 +40,11 @@ from ragblend.lab.quality.study import (
 )
 from ragblend.prompt.types import Prompt
 
-PANELS = (
-    Panel("ttft_s", "token_f1", "F1 of the greedy answer"),
-    Panel("ttft_s", "rouge_l", "ROUGE-L of the greedy answer"),
-    Panel("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
-    Panel("ttft_s", "answer_kl", "KL(full || this) over the answer, nats"),
+PANELS: tuple[Panel, ...] = (
+    ("ttft_s", "token_f1", "F1 of the greedy answer"),
+    ("ttft_s", "rouge_l", "ROUGE-L of the greedy answer"),
+    ("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
+    ("ttft_s", "answer_kl", "KL(full || this) over the answer, nats"),
 )
 
 

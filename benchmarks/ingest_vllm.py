@@ -7,7 +7,7 @@ Read `_timed`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -123,7 +123,7 @@ def _timed(work: Callable[[], Iterator[Any]]) -> _Taken:
     return _Taken(perf_counter() - start_s, process_time() - start_cpu_s)
 
 
-def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
+def _prefill(engine: VllmEngine, chunks: Sequence[Chunk]) -> Iterator[Any]:
     """Prefill every chunk with vLLM itself, as many at a time as ingestion does, without its prefix cache."""
 
     def one(chunk: Chunk) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -43,24 +43,9 @@ Z_SQUARED = 3.8415  # squared normal quantile of a 95 % interval
 Curve = tuple[CurvePoint, ...]
 
 
-class CalibrationSample(NamedTuple):
-    """One question with one rule at one ratio, compared with full prefill."""
-
-    agrees: bool
-    kl: float
-    charged_budget: float
-    charged_budget_32: float
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Result of the new calibration on questions that it was not fitted on. `low`, `high`: 95 % interval (Wilson)."""
-
-    num_questions: int
-    agreement: float
-    low: float
-    high: float
-    kl: float
+CalibrationSample = tuple[bool, float, float, float]
+"""One question with one rule at one ratio, compared with full prefill: whether the first tokens agree, KL(full ||
+blend) of the first token, the charged budget, and the charged budget with 32 layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +57,8 @@ class CalibrationRun:
     num_prefills: int
     elapsed_s: float
     cpu_s: float
-    held_out: HeldOut | None = None
+    held_out: CurvePoint | None = None  # at the fitted ratio, on questions that the calibration was not fitted on
+    num_held_out: int = 0
 
     @property
     def is_target_refuted(self) -> bool:
@@ -134,7 +120,7 @@ def calibrate(
     held_out = evaluate_held_out(fitter, prompts(others), calibration, progress) if others else None
     num_prefills = len(fitted) * (3 + len(names) * (len(grid) - 2)) + 2 * len(others)
     elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out)
+    return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out, len(others))
 
 
 # -- questions
@@ -250,7 +236,7 @@ def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurveP
 
 def evaluate_held_out(
     engine: TransformersEngine, prompts: Sequence[Prompt], calibration: Calibration, on_progress: Progress
-) -> HeldOut:
+) -> CurvePoint:
     """Answer other questions with `calibration`'s best fit, and return the agreement with full prefill."""
     fit, trials = calibration.fits[0], []
     for number, prompt in enumerate(prompts):
@@ -258,8 +244,7 @@ def evaluate_held_out(
         request, full = _run_full_prefill(engine, prompt)
         trials.append(_run_blend(engine, request, fit, fit.ratio, full))
     on_progress("check", len(prompts), len(prompts))
-    found = summarize_ratio(fit.ratio, trials)
-    return HeldOut(len(prompts), found.agreement, found.low, found.high, found.kl)
+    return summarize_ratio(fit.ratio, trials)
 
 
 def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[EngineRequest, Tensor]:
@@ -277,9 +262,7 @@ def _run_blend(
     found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
     report = found.report
     agrees = bool(found.logits.argmax() == full.argmax())
-    return CalibrationSample(
-        agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32
-    )
+    return agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32
 
 
 def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:

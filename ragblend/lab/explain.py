@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -113,14 +113,6 @@ def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[Engine
     return compared.explanation()
 
 
-class Agreement(NamedTuple):
-    """Closeness of an answer to full prefill's. `first_token_kl`: KL(full || answer) of the first token, nats."""
-
-    answers_identical: bool
-    first_token_agrees: bool
-    first_token_kl: float
-
-
 class Comparison:
     """One prompt, answered in several modes one at a time, each compared with full prefill.
 
@@ -150,14 +142,17 @@ class Comparison:
 
         return GenerationStream(self._engine, replace(request, mode=mode), keep)
 
-    def agreement(self, mode: Mode) -> Agreement:
-        """Return how close the answer of `mode` is to full prefill's. Both must have been answered."""
+    def agreement(self, mode: Mode) -> dict[str, Any]:
+        """Return how close the answer of `mode` is to full prefill's: the fields of that name of an Explanation.
+
+        Both must have been answered.
+        """
         (reference, full_answer), (other, answer) = self._kept["full"], self._kept[mode]
-        return Agreement(
-            answer.token_ids == full_answer.token_ids,
-            int(reference.logits.argmax()) == int(other.logits.argmax()),
-            first_token_kl(reference.logits, other.logits),
-        )
+        return {
+            "answers_identical": answer.token_ids == full_answer.token_ids,
+            "first_token_agrees": int(reference.logits.argmax()) == int(other.logits.argmax()),
+            "first_token_kl": first_token_kl(reference.logits, other.logits),
+        }
 
     def explanation(self) -> Explanation:
         """Return the state of every token of the blended prompt. The modes "blend" and "full" must have been answered.
@@ -167,20 +162,17 @@ class Comparison:
         (blended, answer), (full, full_answer) = self._kept["blend"], self._kept["full"]
         request = self._request
         found, deviations = self._stored or self._keep_stored(full)
-        agreement = self.agreement("blend")
         remaining = _deviations(full.fused, blended.fused, request.prompt.num_tokens)
         self._kept = {mode: kept for mode, kept in self._kept.items() if mode in ("full", "blend")}
         return Explanation(
-            self._engine.name,
-            _question(self._engine, request),
-            answer.text,
-            full_answer.text,
-            agreement.answers_identical,
-            agreement.first_token_agrees,
-            agreement.first_token_kl,
-            answer.report,
-            full_answer.report,
-            tuple(_segments(self._engine, request, blended, found, deviations, remaining)),
+            model=self._engine.name,
+            question=_question(self._engine, request),
+            answer=answer.text,
+            full_answer=full_answer.text,
+            **self.agreement("blend"),
+            report=answer.report,
+            full_report=full_answer.report,
+            segments=tuple(_segments(self._engine, request, blended, found, deviations, remaining)),
         )
 
     def _keep_stored(self, full: PrefillResult) -> tuple[set[int], list[float]]:

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentKey
@@ -62,20 +62,13 @@ def _from_json(body: Any) -> Prompt:
     return Prompt.from_messages(turns, tools, chunks)
 
 
-class MissedReuse(NamedTuple):
-    """A stored text not reused whole, and the reason. `share`: share of the text's words that the prompt contains."""
-
-    document: str  # "" for an index's text and for one without a document
-    text: str
-    share: float
-    reason: str
-
-
-def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[MissedReuse]:
+def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any]]:
     """Return the stored texts that the prompt contains in whole or in large part, but that are not reused whole.
 
-    If the prompt contains none, return the nearest text; see `find_near_texts`. Reads every text of the store. Texts of
-    other namespaces and tokenizers are included.
+    Each is a JSON object of its "document" ("" for an index's text and for one without a document), its "text", the
+    "share" of the text's words that the prompt contains, and the "reason". If the prompt contains no stored text, the
+    nearest one is returned; see `find_near_texts`. Reads every text of the store. Texts of other namespaces and
+    tokenizers are included.
     """
     num_matched: Counter[tuple[int, ...]] = Counter()
     for run in engine.match(prompt).runs:
@@ -88,9 +81,12 @@ def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[MissedReuse]:
     with closing(open_registry(engine.store, create=False)) as registry:
         near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
         return [
-            MissedReuse(
-                _name_of(registry.documents_of(each.text)), each.text, each.share, _reason(each, engine, registry)
-            )
+            {
+                "document": _name_of(registry.documents_of(each.text)),
+                "text": each.text,
+                "share": each.share,
+                "reason": _reason(each, engine, registry),
+            }
             for each in near
         ]
 

@@ -117,17 +117,13 @@ def token_log_probs(
     return layers.logits(hidden[prompt.num_tokens - start - 1 :]).double().log_softmax(-1)
 
 
-class FidelityScore(NamedTuple):
-    """Distance of a configuration from full prefill. `kl`: KL(full || this), nats, mean over full prefill's answer."""
+def score_fidelity(found: Tensor, full: Tensor) -> tuple[float, float]:
+    """Compare two log-probabilities [A, vocabulary] of the same answer of A tokens.
 
-    kl: float
-    agreement: float  # share of the answer's tokens whose most likely token is the same
-
-
-def score_fidelity(found: Tensor, full: Tensor) -> FidelityScore:
-    """Return the distance between two log-probabilities [A, vocabulary] of the same answer of A tokens."""
+    Return KL(full || found) in nats, mean over the tokens, and the share of tokens whose most likely token is the same.
+    """
     divergences = (full.exp() * (full - found)).sum(-1).clamp_min(0)
-    return FidelityScore(float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean()))
+    return float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean())
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> float:

@@ -35,7 +35,7 @@ from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, Facts, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.plots import plot_quality
-from ragblend.lab.quality.data import QaCase, SimilarPassages, build_prompt, load_cases, stored_chunks
+from ragblend.lab.quality.data import QaCase, build_prompt, find_similar_texts, load_cases, stored_chunks
 from ragblend.lab.quality.measures import (
     FULL,
     PREFIX,
@@ -115,14 +115,14 @@ def run_quality(config: QualityConfig, on_progress: Progress = ignore_progress, 
         config = replace(config, contexts=config.contexts or (base.default_context,))
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
         cases = load_cases(config)
-        near = SimilarPassages(cases, base, embedder, config) if "similar" in config.contexts else None
+        similar = find_similar_texts(cases, base, embedder, config) if "similar" in config.contexts else {}
         chosen = configurations(config, base.layers.num_layers)
         records: dict[Configuration, list[QualityRecord]] = {each: [] for each in chosen}
         lengths = []
         for number, case in enumerate(cases):
             on_progress("questions", number, len(cases))
             prompt = build_prompt(case, base, embedder, config)
-            stored = {context: stored_chunks(prompt, context, near) for context in config.contexts}
+            stored = {context: stored_chunks(prompt, context, similar) for context in config.contexts}
             found, num_tokens = measure_prompt(base, prompt, case, chosen, config.answer_tokens, stored)
             lengths.append(num_tokens)
             for each, record in {**found, **(also(base, prompt, case) if also else {})}.items():
@@ -185,15 +185,15 @@ class FullPrefillReference(NamedTuple):
 
         `scores`: log-probabilities of full prefill's answer tokens over the KV of `answer` (`token_log_probs`).
         """
-        far = score_fidelity(scores, self.reading)
+        answer_kl, agreement = score_fidelity(scores, self.reading)
         f1, match, contains, overlap = (
             math.nan if (score := best_score(measure, answer.text, self.case.answers)) is None else score
             for measure in (answer_f1, exact_match, contains_answer, rouge_l)
         )
         return QualityRecord(
             kl(self.full.log_probs, answer.log_probs),
-            far.kl,
-            far.agreement,
+            answer_kl,
+            agreement,
             _gold_loss(engine, answer, prompt, self.gold_ids),
             f1,
             match,

@@ -76,8 +76,7 @@ def make_app(
 
     async def state(request: Request) -> Response:
         now = jobs.current
-        facts = await run_in_threadpool(ui.collect_page_state)
-        return JSONResponse({**facts, "now": now._asdict() if now is not None else None})
+        return JSONResponse({**await run_in_threadpool(ui.collect_page_state), "now": now})
 
     async def upload(request: Request) -> Response:
         folder, name = uploads_folder(settings.store), request.query_params.get("name", "")

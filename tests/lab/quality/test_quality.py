@@ -310,7 +310,7 @@ def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only
     for panel in QUALITY_PANELS:
         axes = Figure().add_subplot()
         plot_panel(axes, panel, runs)
-        exact = {"full", "prefix"} if panel.place == "ttft_s" else set()
+        exact = {"full", "prefix"} if panel[0] == "ttft_s" else set()
         assert set(axes.get_legend_handles_labels()[1]) == {"reuse", *rules, *exact}
 
 
