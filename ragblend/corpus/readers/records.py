@@ -171,12 +171,15 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
     if isinstance(value, str):
         yield ParsedRecord(key, value, {})
     elif isinstance(value, list):
-        flat = flatten(value)
-        yield ParsedRecord(key, flat.text, {}, notes=flat.notes)
+        yield flatten(value)._replace(key=key)
     elif not isinstance(value, dict):
         raise NotADocumentError(f"is {json.dumps(value, default=str)}, which is neither a text nor an object with one")
     elif text_field:
-        yield _parse_field(value, key, text_field)
+        if (found := read_text_field(value, text_field)) is None:
+            raise UnreadableDocumentError(
+                f"has no field {text_field!r}, but {_list_names(value)}; name another (`text_field`)"
+            )
+        yield found._replace(key=key)
     elif isinstance(value.get("ctxs"), list):
         # The question and the answers are not metadata, because they belong to the record.
         for number, passage in enumerate(value["ctxs"]):
@@ -188,17 +191,7 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
         for name in passages:
             yield ParsedRecord(f"{key}{joint}{name}", value[name], {})
     else:
-        found = read_record(value)
-        yield ParsedRecord(key, found.text, found.metadata, notes=found.notes)
-
-
-def _parse_field(value: dict[str, Any], key: str, text_field: str) -> ParsedRecord:
-    found = read_text_field(value, text_field)
-    if found is None:
-        raise UnreadableDocumentError(
-            f"has no field {text_field!r}, but {_list_names(value)}; name another (`text_field`)"
-        )
-    return ParsedRecord(key, found.text, found.metadata, notes=found.notes)
+        yield read_record(value)._replace(key=key)
 
 
 def _list_names(names: Iterable[str]) -> str:

@@ -74,8 +74,7 @@ def _add_slide(blocks: TextBlocks, container: ZipContainer, part: str, slide: El
     texts = [text for shape in shapes if shape not in titles if (text := _shape_text(container, relationships, shape))]
     heading = " ".join(drawing_text(paragraph) for title in titles for paragraph in _paragraphs(title))
     blocks.add_heading(heading, 1)
-    for text in texts:
-        blocks.add(text)
+    blocks.add(*texts)
     notes = _notes(container, part, relationships)
     if notes:
         blocks.add(f"Notes: {notes}")

@@ -15,8 +15,7 @@ from typing import Self
 
 from ragblend.config import Settings
 from ragblend.corpus.folder_scan import display_source, normal_path, source_path
-from ragblend.corpus.readers.child import check_reading
-from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_READERS, TEXT_SUFFIXES
+from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_READERS, TEXT_SUFFIXES, check_reading
 from ragblend.corpus.readers.rejected import CONVERTIBLE
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes

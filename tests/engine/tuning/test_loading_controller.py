@@ -56,8 +56,8 @@ def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(recompute_
     slow = next(option for option in made["options"] if option["storage"] == "slow")
     assert slow["load_s"] == pytest.approx(load_s * num_layers)
     assert slow["recompute_s"] == pytest.approx(recompute_s * num_layers)
-    assert slow.gb_per_1000_chunks == pytest.approx(1000 * tokens * nbytes / GB)
-    assert slow.usd_per_1000_chunks_month == pytest.approx(slow.gb_per_1000_chunks * 0.05)
+    assert slow["gb_per_1000_chunks"] == pytest.approx(1000 * tokens * nbytes / GB)
+    assert slow["usd_per_1000_chunks_month"] == pytest.approx(slow["gb_per_1000_chunks"] * 0.05)
 
 
 # --- laws ---
