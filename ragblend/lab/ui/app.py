@@ -13,7 +13,6 @@ import socket
 import webbrowser
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +23,8 @@ try:
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
     from starlette.types import ASGIApp
 except ImportError as error:
     raise ImportError("ragblend ui needs Starlette and uvicorn: pip install 'ragblend[ui]'") from error
@@ -78,6 +78,9 @@ def make_app(
         now = jobs.current
         return JSONResponse({**await run_in_threadpool(ui.collect_page_state), "now": now})
 
+    async def style(request: Request) -> Response:
+        return Response(tokens_style(), media_type="text/css")
+
     async def upload(request: Request) -> Response:
         folder, name = uploads_folder(settings.store), request.query_params.get("name", "")
         async with _read_body_parts(request) as parts:
@@ -119,12 +122,13 @@ def make_app(
 
     app = Starlette(
         routes=[
-            *(Route(path, _file(name, kind)) for path, (name, kind) in _FILES.items()),
             Route("/state", state),
             Route("/documents", upload, methods=["POST"]),
             Route("/ingest", take, methods=["POST"]),
             Route("/ask", question, methods=["POST"]),
             Route("/blend", again, methods=["POST"]),
+            Route("/tokens.css", style),
+            Mount("/", StaticFiles(directory=_PAGE, html=True)),
         ],
         exception_handlers={RagblendError: _error_response, ClientDisconnect: _disconnected_response},
         lifespan=lifespan,
@@ -257,24 +261,3 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 async def _disconnected_response(request: Request, error: Exception) -> Response:
     return Response(status_code=400)  # the client has gone, so nothing receives it
-
-
-_FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-
-
-def _file(name: str, kind: str) -> Callable[[Request], Response]:
-    def answer(request: Request) -> Response:
-        return Response(_text(name), media_type=kind)
-
-    return answer
-
-
-@cache
-def _text(name: str) -> str:
-    text = (_PAGE / name).read_text(encoding="utf-8")
-    return tokens_style() + text if name == "page.css" else text

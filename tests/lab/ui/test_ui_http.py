@@ -263,7 +263,7 @@ def test_a_program_without_an_origin_may_ask(site):
 
 
 def test_pages_cannot_be_framed_and_run_no_script_but_their_own(site):
-    for path in ("/", "/page.css", "/page.js", "/state", "/nothing"):
+    for path in ("/", "/page.css", "/tokens.css", "/page.js", "/state", "/nothing"):
         headers = site.client.get(path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy
