@@ -28,9 +28,9 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.hardware import hardware_card, hardware_lines
-from ragblend.lab.bench.common.output import Column, format_table
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import engine_for, make_engine, make_prompts
+from ragblend.lab.tables import Column, format_table
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 

@@ -27,7 +27,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.output import Benchmark, Echo, Facts
+from ragblend.lab.bench.common.output import Benchmark, Echo
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, token_log_probs
@@ -38,6 +38,7 @@ from ragblend.lab.quality.study import (
     run_quality,
     table_lines,
 )
+from ragblend.lab.tables import Facts
 from ragblend.prompt.types import Prompt
 
 PANELS: tuple[Panel, ...] = (

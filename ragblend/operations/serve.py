@@ -46,7 +46,6 @@ class ServerCommand:
 
     command: tuple[str, ...]
     environment: Mapping[str, str]  # with the secrets, which a command line would show to other users
-    url: str
     store: Path
     checkpoint: Checkpoint
 
@@ -112,9 +111,7 @@ def build_server_command(
     if api_key:
         added[API_KEY] = api_key
     added.update({f"RAGBLEND_{name.upper()}": url for name, url in urls.items()})  # the connector reads them there
-    host = LOOPBACK if host in ("0.0.0.0", "::") else host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return ServerCommand(tuple(command), added, url, store, checkpoint)
+    return ServerCommand(tuple(command), added, store, checkpoint)
 
 
 def _check_store(path: Path, checkpoint: Checkpoint) -> None:

@@ -15,6 +15,7 @@ from ragblend.cli.printing import print_result, progress_bars
 from ragblend.cli.session import open_engine, set_num_threads
 from ragblend.config import Settings
 from ragblend.errors import UsageError
+from ragblend.lab.tables import Column, format_table
 from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
@@ -140,10 +141,8 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{need['num_chunks']} chunks x {need['chunk_tokens']} tokens, ratio {need['ratio']:.0%}; full prefill takes "
         f"{plan['full_s']:.3g} s",
-        f"{'storage':<12}{'load s':>8}{'recompute s':>12}{'TTFT s':>8}{'delay':>7}{'hides':>7}{'GB/1000':>9}"
-        f"{'USD/month':>11}{'uses to repay':>15}" + ("  uses/month" if need["usd_per_hour"] else ""),
+        *format_table((*_COLUMNS, *([_USES_PER_MONTH] if need["usd_per_hour"] else []), _NOTE), plan["options"]),
     ]
-    lines += [_option_line(option) for option in plan["options"]]
     if cheapest is None:
         ways = ["a faster one", "a higher ratio"]
         ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if need["probes_before_selection"] else []
@@ -151,13 +150,12 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{cheapest} is the cheapest that adds no delay"]
 
 
-def _option_line(option: Mapping[str, Any]) -> str:
-    repaid = "never" if option["reuses_to_repay"] is None else str(option["reuses_to_repay"])
-    monthly = "" if option["reuses_per_month"] is None else f"{option['reuses_per_month']:>12.3g}"
-    delay = "yes" if option["adds_delay"] else "no"
-    return (
-        f"{option['storage']:<12}{option['load_s']:>8.3f}{option['recompute_s']:>12.3f}{option['ttft_s']:>8.3f}"
-        f"{delay:>7}{option['hidden_ratio']:>7.0%}{option['gb_per_1000_chunks']:>9.2f}"
-        f"{option['usd_per_1000_chunks_month']:>11.4f}{repaid:>15}{monthly}"
-        + ("" if option["pays"] else "  full prefill is faster")
-    )
+_COLUMNS: tuple[Column, ...] = (
+    ("storage", "<12", "storage"), ("load s", ">8.3f", "load_s"), ("recompute s", ">12.3f", "recompute_s"),
+    ("TTFT s", ">8.3f", "ttft_s"), ("delay", ">7", lambda option: "yes" if option["adds_delay"] else "no"),
+    ("hides", ">7.0%", "hidden_ratio"), ("GB/1000", ">9.2f", "gb_per_1000_chunks"),
+    ("USD/month", ">11.4f", "usd_per_1000_chunks_month"),
+    ("uses to repay", ">15", lambda option: option["reuses_to_repay"] or "never"),
+)  # fmt: skip
+_USES_PER_MONTH: Column = ("  uses/month", ">12.3g", "reuses_per_month")
+_NOTE: Column = ("", "<24", lambda option: "" if option["pays"] else "  full prefill is faster")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
-from ragblend.corpus.readers.types import Mark
+from ragblend.corpus.readers.types import Mark, ParsedRecord
 from ragblend.errors import UnreadableDocumentError
 
 _LINE_BREAKS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -107,10 +109,12 @@ class TextBlocks:
         else:
             self.add(*blocks)
 
-    def build(self) -> tuple[str, tuple[Mark, ...]]:
-        """Return the joined text and its marks. A page without text has its mark at the offset of the next text."""
+    def build(
+        self, metadata: Mapping[str, Any] = MappingProxyType({}), notes: Iterable[str] = (), key: str = ""
+    ) -> ParsedRecord:
+        """Return the record of the joined text. A page without text has its mark at the offset of the next text."""
         self._place_pages(self._num_chars)
-        return "\n\n".join(self._blocks), tuple(self.marks)
+        return ParsedRecord(key, "\n\n".join(self._blocks), dict(metadata), tuple(self.marks), tuple(notes))
 
     def _next_offset(self) -> int:
         return self._num_chars + 2 if self._blocks else 0

@@ -10,7 +10,7 @@ from selectolax.lexbor import LexborHTMLParser, LexborNode
 from ragblend.corpus.readers.encodings import decode_text
 from ragblend.corpus.readers.html_blocks import PageWriter
 from ragblend.corpus.readers.html_markup import simplify_markup
-from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w:.-]+)""", re.IGNORECASE)
 _INVISIBLE = frozenset(
@@ -44,10 +44,9 @@ def parse_html(markup: str) -> ParsedRecord:
     root = tree.body or tree.root
     if root is None:
         return ParsedRecord("", "", {})
-    text, marks = _write(root, shows_menus=False)
-    if not text:
-        text, marks = _write(root, shows_menus=True)
-    return ParsedRecord("", text, {"title": title} if (title := " ".join(title.split())) else {}, marks)
+    title = " ".join(title.split())
+    without_menus = _write(root, title, shows_menus=False)
+    return without_menus if without_menus.text else _write(root, title, shows_menus=True)
 
 
 def _visibility(root: LexborNode, shows_menus: bool) -> Callable[[LexborNode, str, bool], bool]:
@@ -72,7 +71,7 @@ def _visibility(root: LexborNode, shows_menus: bool) -> Callable[[LexborNode, st
     return is_shown
 
 
-def _write(root: LexborNode, shows_menus: bool) -> tuple[str, tuple[Mark, ...]]:
+def _write(root: LexborNode, title: str, shows_menus: bool) -> ParsedRecord:
     """Write the content of `root`. Does not recurse, because elements may be nested deeply."""
     writer, is_shown = PageWriter(), _visibility(root, shows_menus)
     ancestors: list[tuple[LexborNode, str]] = []
@@ -102,4 +101,4 @@ def _write(root: LexborNode, shows_menus: bool) -> tuple[str, tuple[Mark, ...]]:
             writer.close(tag)
             following = node.next
         node = following
-    return writer.build()
+    return writer.build(title)

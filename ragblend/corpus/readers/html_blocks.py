@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ragblend.corpus.readers.blocks import TextBlocks, table_row
 from ragblend.corpus.readers.encodings import unify_line_breaks
-from ragblend.corpus.readers.types import Mark
+from ragblend.corpus.readers.types import ParsedRecord
 
 _BLOCKS = frozenset(
     {
@@ -111,11 +111,11 @@ class PageWriter:
         if tag in _STRUCTURED:
             self._end(tag)
 
-    def build(self) -> tuple[str, tuple[Mark, ...]]:
-        """Return the text and its marks."""
+    def build(self, title: str) -> ParsedRecord:
+        """Return the page's record."""
         self._end_block(ends_heading=True)
         self._end_group()
-        return self._output.build()
+        return self._output.build({"title": title} if title else {})
 
     def _begin(self, tag: str) -> None:
         if tag in _HEADINGS:

@@ -73,8 +73,7 @@ def _parse_mail(data: bytes, key: str) -> ParsedRecord:
         )
     reader = _PartReader()
     reader.read(mail)
-    text, marks = reader.blocks.build()
-    return ParsedRecord(key, text, _metadata(mail), marks, tuple(dict.fromkeys(reader.notes)))
+    return reader.blocks.build(_metadata(mail), dict.fromkeys(reader.notes), key)
 
 
 def _to_ascii_compatible(data: bytes) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ragblend.corpus.readers.blocks import TextBlocks
 from ragblend.corpus.readers.encodings import decode_text, unify_line_breaks
-from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import Mark, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
 MAX_OUTPUT_CHARS = 2000
@@ -33,9 +33,8 @@ def read_notebook(data: bytes) -> ParsedRecords:
     blocks = TextBlocks()
     num_cut = sum(_add_cell(blocks, cell, language) for cell in _cells(notebook))
     notes = (f"outputs of {num_cut} cells were cut after {MAX_OUTPUT_CHARS} characters",) if num_cut else ()
-    text, marks = blocks.build()
     title = metadata.get("title")
-    yield ParsedRecord("", text, {"title": title} if title and isinstance(title, str) else {}, marks, notes)
+    yield blocks.build({"title": title} if title and isinstance(title, str) else {}, notes)
 
 
 def _parse(data: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, table_row
 from ragblend.corpus.readers.office_xml import Step, attribute, parse_number, parse_part, read_properties, walk
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
@@ -35,12 +35,11 @@ def _read(kind: str, data: bytes) -> ParsedRecords:
     reader = _ContentReader()
     for step in walk(parse_part(container, "content.xml"), _LEFT_OUT):
         reader.take(step)
-    text, marks = reader.blocks.build() if reader.num_texts else ("", ())
     metadata = {
         **read_properties(container, "meta.xml"),
         **({"num_pages": reader.num_pages} if reader.num_pages else {}),
     }
-    yield ParsedRecord("", text, metadata, marks)
+    yield (reader.blocks if reader.num_texts else TextBlocks()).build(metadata)
 
 
 read_odt = partial(_read, "OpenDocument text")

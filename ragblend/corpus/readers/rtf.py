@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, table_blocks
 from ragblend.corpus.readers.encodings import SAMPLE_CHARS, check_is_text
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
 RTF_MAGIC = b"{\\rtf"
@@ -48,10 +48,10 @@ def read_rtf(data: bytes) -> ParsedRecords:
         raise UnreadableDocumentError("is no RTF file: it does not begin with {\\rtf; correct its name's ending")
     reader = _RtfReader()
     reader.read(data[start:].decode("latin-1"))
-    text, marks = reader.blocks.build()
-    check_is_text(text[:SAMPLE_CHARS])
     title = " ".join("".join(reader.title).split())
-    yield ParsedRecord("", text, {"title": title} if title else {}, marks)
+    record = reader.blocks.build({"title": title} if title else {})
+    check_is_text(record.text[:SAMPLE_CHARS])
+    yield record
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from ragblend.corpus.readers.office_xml import (
     read_properties,
     read_relationships,
 )
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
@@ -47,11 +47,10 @@ def read_pptx(data: bytes) -> ParsedRecords:
             notes.append(f"slide {number} has a picture and no text; run OCR on it")
     if slides and len([note for note in notes if "left out" in note]) == len(slides):
         raise UnreadableDocumentError(f"has no readable slide; {notes[0]}")
-    text, marks = blocks.build()
-    if notes and not text:
+    record = blocks.build({**read_properties(container, "docProps/core.xml"), "num_pages": len(slides)}, notes)
+    if notes and not record.text:
         raise UnreadableDocumentError("holds pictures and no text; export it as PDF and run OCR on it: ocrmypdf")
-    metadata = {**read_properties(container, "docProps/core.xml"), "num_pages": len(slides)}
-    yield ParsedRecord("", text, metadata, marks, tuple(notes))
+    yield record
 
 
 def _slide_parts(container: ZipContainer) -> Iterator[str]:

@@ -12,7 +12,7 @@ from ragblend.corpus.readers.html import read_html
 from ragblend.corpus.readers.rejected import OLE_MAGIC, ZIP_MAGIC
 from ragblend.corpus.readers.sheets import LARGE
 from ragblend.corpus.readers.tables import read_csv
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
@@ -43,8 +43,9 @@ def read_spreadsheet(data: bytes) -> ParsedRecords:
     for name, lines in sheets:
         blocks.add_heading(name, 1)
         blocks.add("\n".join(lines))
-    text, marks = blocks.build()
-    yield ParsedRecord("", text if len(text.split("\n")) > len(marks) * 2 - 1 else "", {}, marks)
+    record = blocks.build()
+    has_cells = len(record.text.split("\n")) > len(record.marks) * 2 - 1
+    yield record if has_cells else record._replace(text="")
 
 
 def _read_other(data: bytes) -> ParsedRecords:

@@ -24,7 +24,7 @@ from ragblend.corpus.readers.office_xml import (
 from ragblend.corpus.readers.rejected import OLE_MAGIC, ZIP_MAGIC, describe_ole
 from ragblend.corpus.readers.rtf import RTF_MAGIC, read_rtf
 from ragblend.corpus.readers.text import read_text
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.word_styles import ListLabels, Style, outline_level, read_styles, value_of
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
@@ -41,8 +41,7 @@ def read_docx(data: bytes) -> ParsedRecords:
     main = find_main_part(container, "word/document.xml")
     reader = _BodyReader(container, main)
     reader.read(parse_part(container, main))
-    text, marks = reader.blocks.build()
-    yield ParsedRecord("", text, read_properties(container, "docProps/core.xml"), marks)
+    yield reader.blocks.build(read_properties(container, "docProps/core.xml"))
 
 
 def read_mislabeled_doc(data: bytes) -> ParsedRecords:

@@ -21,9 +21,10 @@ from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import IngestConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import Benchmark, Column, Facts, format_table, result_facts
+from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import ContextPolicy
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.types import Chunk

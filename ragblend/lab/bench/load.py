@@ -32,12 +32,13 @@ from ragblend.errors import RagblendError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import Benchmark, Column, Facts, format_table, median_fields, result_facts
+from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads, vocab_size
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 from ragblend.lab.plots import plot_load
 from ragblend.lab.profile import ProfileConfig, measure_machine
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.prompt.types import Chunk, Prompt
 
 TARGET = 1.15

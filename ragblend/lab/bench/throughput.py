@@ -23,10 +23,11 @@ from ragblend.engine.vllm.base_engine import VllmRequest
 from ragblend.errors import RagblendError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
-from ragblend.lab.bench.common.output import Benchmark, Column, Facts, format_table, result_facts
+from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.bench.common.workloads import make_prompts, precompute_chunks, torch_threads, vocab_size
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card, warm_prefix_cache
 from ragblend.lab.plots import plot_throughput
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:

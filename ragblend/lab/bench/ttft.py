@@ -22,7 +22,7 @@ from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
-from ragblend.lab.bench.common.output import Benchmark, Column, Facts, format_table, median_fields, result_facts
+from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
     engine_for,
@@ -35,6 +35,7 @@ from ragblend.lab.bench.common.workloads import (
 )
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card, warm_prefix_cache
 from ragblend.lab.plots import plot_ttft
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 

@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import Benchmark, Facts, result_facts
+from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.plots import plot_quality
 from ragblend.lab.quality.data import QaCase, build_prompt, find_similar_texts, load_cases, stored_chunks
@@ -54,6 +55,7 @@ from ragblend.lab.quality.measures import (
     score_fidelity,
     token_log_probs,
 )
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import MatchedPrompt, Part, Prompt
 
@@ -249,47 +251,48 @@ def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence
         groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
     runs = []
     for kind, places in groups.items():
-        tables = {each: np.array(found)[places] for each, found in records.items()}  # [Q, measures]
+        tables = {
+            each: dict(zip(QualityRecord._fields, np.array(found)[places].T, strict=True))
+            for each, found in records.items()
+        }
         runs += [_run(each, kind, tables) for each in tables]
     return runs
 
 
-def _run(configuration: Configuration, kind: str, tables: dict[Configuration, NDArray[np.float64]]) -> dict[str, Any]:
+Table = dict[str, NDArray[np.float64]]
+"""The measures of one configuration by name: [Q], one number per question."""
+
+
+def _run(configuration: Configuration, kind: str, tables: Mapping[Configuration, Table]) -> dict[str, Any]:
     table, base, reuse = tables[configuration], _in_first_context(tables, BASE), _in_first_context(tables, REUSE)
     equals = {rule: configuration._replace(rule=rule) for rule in PAPER_RULES if configuration.mode == "blend"}
     equal = {rule: tables[each] for rule, each in equals.items() if each in tables and each != configuration}
-    run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table)}
-    for column, name in enumerate(QualityRecord._fields):
-        values = table[:, column]
+    run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table["ttft_s"])}
+    for name, values in table.items():
         run[name] = None if np.isnan(values).all() else float(np.nanmean(values))
-    run["ttft_s"] = float(np.median(table[:, QualityRecord._fields.index("ttft_s")]))  # the first one warms up
+    run["ttft_s"] = float(np.median(table["ttft_s"]))  # the first one warms up
     for name in MEASURES:
-        column = QualityRecord._fields.index(name)
         if run[name] is not None:
-            run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_drop_nan(table[:, column]))
+            run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_drop_nan(table[name]))
             if base is not None:
-                run[f"{name}_over_base"] = _difference(table, base, column)
+                run[f"{name}_over_base"] = _difference(table[name], base[name])
             if equal:
-                run[f"{name}_over_equal"] = {rule: _difference(table, each, column) for rule, each in equal.items()}
+                run[f"{name}_over_equal"] = {rule: _difference(table[name], each[name]) for rule, each in equal.items()}
     for name, sign in RECOVERED.items():
-        column = QualityRecord._fields.index(name)
+        run[f"recovered_{name}"] = None
         if FULL in tables and reuse is not None:
-            full, found = sign * tables[FULL][:, column], sign * table[:, column]
-            run[f"recovered_{name}"] = compute_gap_recovered(full, sign * reuse[:, column], found)
-        else:
-            run[f"recovered_{name}"] = None
+            losses = (sign * each[name] for each in (tables[FULL], reuse, table))
+            run[f"recovered_{name}"] = compute_gap_recovered(*losses)
     return run
 
 
-def _difference(table: NDArray[np.float64], other: NDArray[np.float64], column: int) -> list[float]:
-    """Return the mean of the paired differences between two tables in `column`, and its 95 % interval."""
-    less = _drop_nan(table[:, column] - other[:, column])
+def _difference(values: NDArray[np.float64], others: NDArray[np.float64]) -> list[float]:
+    """Return the mean of the paired differences between two measurements, and its 95 % interval."""
+    less = _drop_nan(values - others)
     return [float(less.mean()), *mean_interval(less)]
 
 
-def _in_first_context(
-    tables: Mapping[Configuration, NDArray[np.float64]], configuration: Configuration
-) -> NDArray[np.float64] | None:
+def _in_first_context(tables: Mapping[Configuration, Table], configuration: Configuration) -> Table | None:
     """Return the table of `configuration` with the first context policy that was run; None if it was not run."""
     return next((table for each, table in tables.items() if each._replace(context="none") == configuration), None)
 
@@ -328,20 +331,15 @@ def table_lines(facts: Facts) -> list[str]:
     ]
     runs = [run for run in facts["runs"] if run["kind"] == "all" or run["num_questions"] >= MIN_SHOWN]
     for kind in dict.fromkeys(run["kind"] for run in runs):
-        lines += [
-            "",
-            f"{kind:<32}{'charged':>8}{'first-token KL':>22}{'answer KL':>22}{'agree':>7}{'gold loss':>10}{'F1':>7}"
-            f"{'exact':>7}{'answer':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
-        ]
-        for run in (run for run in runs if run["kind"] == kind):
-            cells = [f"{run[m]:.3f} [{run[f'{m}_low']:.3f}, {run[f'{m}_high']:.3f}]" for m in MEASURES[:2]]
-            compared = ("token_f1", "exact_match", "contains_answer", "rouge_l")
-            words = "".join(f"{_number(run[name]):>7}" for name in compared)
-            share = "-" if run["recovered_gold_loss"] is None else f"{run['recovered_gold_loss']:.0%}"
-            lines.append(
-                f"{run_label(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
-                f"{run['agreement']:>7.3f}{_number(run['gold_loss']):>10}{words}{share:>10}{run['ttft_s']:>8.3f}"
-            )
+        columns: tuple[Column, ...] = (
+            (kind, "<32", run_label), ("charged", ">8.3f", "charged_budget_32"),
+            ("first-token KL", ">22", partial(_with_interval, "first_token_kl")),
+            ("answer KL", ">22", partial(_with_interval, "answer_kl")),
+            ("agree", ">7.3f", "agreement"), ("gold loss", ">10.3f", "gold_loss"), ("F1", ">7.3f", "token_f1"),
+            ("exact", ">7.3f", "exact_match"), ("answer", ">7.3f", "contains_answer"), ("ROUGE", ">7.3f", "rouge_l"),
+            ("recovered", ">10.0%", "recovered_gold_loss"), ("TTFT s", ">8.3f", "ttft_s"),
+        )  # fmt: skip
+        lines += ["", *format_table(columns, (run for run in runs if run["kind"] == kind))]
     return [
         *lines,
         "",
@@ -350,16 +348,16 @@ def table_lines(facts: Facts) -> list[str]:
     ]
 
 
+def _with_interval(name: str, run: Facts) -> str:
+    return f"{run[name]:.3f} [{run[f'{name}_low']:.3f}, {run[f'{name}_high']:.3f}]"
+
+
 def run_label(run: dict[str, Any]) -> str:
     """Return the label of a run's configuration."""
     behind = f", {run['context']}" if run["context"] != "none" else ""
     if run["mode"] != "blend":
         return f"{run['mode']}{behind}"
     return f"{run['rule']} {run['ratio']:.1%}{behind}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 BENCHMARK = Benchmark(run_quality, table_lines, plot_quality)

@@ -19,7 +19,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import ThroughputConfig
-from ragblend.lab.bench.common.output import Facts, result_facts
+from ragblend.lab.bench.common.output import result_facts
 from ragblend.lab.bench.common.workloads import make_prompts
 from ragblend.lab.bench.throughput import (
     TimedAnswer,
@@ -35,6 +35,7 @@ from ragblend.lab.bench.throughput import (
 )
 from ragblend.lab.bench.ttft import ModeAndRule
 from ragblend.lab.plots import plot_throughput
+from ragblend.lab.tables import Facts
 from ragblend.prompt.types import Prompt
 
 FULL, PREFIX, BLEND = ModeAndRule("full", "none"), ModeAndRule("prefix", "none"), ModeAndRule("blend", "cacheblend")

@@ -4,9 +4,8 @@ from it."""
 from __future__ import annotations
 
 import json
-import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +14,9 @@ from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import BenchConfig, PromptConfig
 from ragblend.lab.bench.common.hardware import hardware_lines
 from ragblend.lab.plots import check_plot
+from ragblend.lab.tables import Facts
 
 Echo = Callable[[str], None]
-Facts = dict[str, Any]
-"""A JSON object: the result of a benchmark, or one of its runs."""
 
 
 def result_facts(config: BenchConfig, model: str, hardware: Mapping[str, Any], **measured: Any) -> Facts:
@@ -60,29 +58,6 @@ class Benchmark(NamedTuple):
             self.draw(facts, path)
             echo(f"plot in {path}")
         return facts
-
-
-Column = tuple[str, str, str | Callable[[Facts], Any]]
-"""A column of a table: its title, its format, where ">8.2fx" appends an x, and a key or a function of a run."""
-
-
-def format_table(columns: Sequence[Column], runs: Iterable[Facts]) -> list[str]:
-    """Return a line of titles, then one line per run, with "-" for None."""
-    lines = ["".join(_cell(title, re.findall(r"^.\d+", form)[0]) for title, form, _ in columns)]
-    for run in runs:
-        lines.append("".join(_cell(value(run) if callable(value) else run[value], form) for _, form, value in columns))
-    return lines
-
-
-def _cell(value: Any, form: str) -> str:
-    """Return a value as text.
-
-    >>> _cell(2.5, ">8.2fx"), _cell(None, ">4.1f")
-    ('   2.50x', '   -')
-    """
-    width, kind, suffix = re.findall(r"([<>]\d+)(.*?)(x?)$", form)[0]
-    text = "-" if value is None else f"{value:{kind}}{suffix}"
-    return f"{text:{width}}"
 
 
 def median_fields(reports: Sequence[BlendReport], *names: str) -> Facts:
