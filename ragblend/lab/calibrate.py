@@ -91,33 +91,37 @@ def calibrate(
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     check_target(target, num_questions)
-    fitter = require_transformers_engine(engine)
+    if not isinstance(engine, TransformersEngine):
+        raise UsageError(
+            "calibrate compares first-token distributions, which vLLM does not show. Calibrate with --backend "
+            "transformers on the store that vLLM serves from: the calibration is for both"
+        )
     disk = engine.store.disk_tier if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
     fitted, others = split_questions(questions, num_questions, num_held_out, target)
     grid = (0.0, *sorted({validate_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
-    names = unique_rule_names(rules, fitter.layers.num_layers)
+    names = unique_rule_names(rules, engine.layers.num_layers)
 
     def prompts(texts: Sequence[str]) -> list[Prompt]:
         hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
         return [
-            Prompt([hit.chunk for hit in found], text, fitter.system) for found, text in zip(hits, texts, strict=True)
+            Prompt([hit.chunk for hit in found], text, engine.system) for found, text in zip(hits, texts, strict=True)
         ]
 
-    curves = measure_curves(fitter, prompts(fitted), names, grid, progress)
+    curves = measure_curves(engine, prompts(fitted), names, grid, progress)
     calibration = Calibration(
-        fitter.fingerprint,
-        fitter.default_prefix_ids,
+        engine.fingerprint,
+        engine.default_prefix_ids,
         index.manifest.chunker,
         time.time(),
         target,
         len(fitted),
         f"k {k}, neighbours {neighbours}, order {order}",
-        fit_all(curves, target, default_check_layer(fitter.layers.global_layers)),
+        fit_all(curves, target, default_check_layer(engine.layers.global_layers)),
     )
     path = str(save_calibration(disk, calibration)) if disk is not None else None
-    held_out = evaluate_held_out(fitter, prompts(others), calibration, progress) if others else None
+    held_out = evaluate_held_out(engine, prompts(others), calibration, progress) if others else None
     num_prefills = len(fitted) * (3 + len(names) * (len(grid) - 2)) + 2 * len(others)
     elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
     return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out, len(others))
@@ -285,13 +289,3 @@ def fit_all(curves: Mapping[str, Curve], target: float, check_layer: int = CHECK
     """Return a fit per rule, smallest charged budget first; equal ones in the order of `curves`."""
     fits = [fit_ratio(rule, curve, target, check_layer) for rule, curve in curves.items()]
     return tuple(sorted(fits, key=lambda each: each.point.charged_budget))
-
-
-def require_transformers_engine(engine: Engine) -> TransformersEngine:
-    """Return the engine. Raises UsageError if it does not provide first-token distributions."""
-    if not isinstance(engine, TransformersEngine):
-        raise UsageError(
-            "calibrate compares first-token distributions, which vLLM does not show. Calibrate with --backend "
-            "transformers on the store that vLLM serves from: the calibration is for both"
-        )
-    return engine

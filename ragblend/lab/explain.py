@@ -8,7 +8,7 @@ modes and other ratios. Works on engines that decode themselves. Does not depend
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 import torch
@@ -91,10 +91,6 @@ class Explanation:
     def count(self, state: TokenState) -> int:
         """Return the number of tokens in that state."""
         return sum(token.state == state for token in self.tokens)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the explanation as JSON values."""
-        return asdict(self)
 
 
 def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:

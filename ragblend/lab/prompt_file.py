@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
-from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.base import LEAST_QUOTE, LocalEngine
 from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
@@ -80,19 +79,12 @@ def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any
 
     with closing(open_registry(engine.store, create=False)) as registry:
         near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
-        return [
-            {
-                "document": _name_of(registry.documents_of(each.text)),
-                "text": each.text,
-                "share": each.share,
-                "reason": _reason(each, engine, registry),
-            }
-            for each in near
-        ]
-
-
-def _name_of(documents: Sequence[DocumentKey]) -> str:
-    return next((f"{each.collection}/{each.id}".lstrip("/") for each in documents if each.id), "")
+        missed = []
+        for each in near:
+            names = (f"{key.collection}/{key.id}".lstrip("/") for key in registry.documents_of(each.text) if key.id)
+            reason = _reason(each, engine, registry)
+            missed.append({"document": next(names, ""), "text": each.text, "share": each.share, "reason": reason})
+        return missed
 
 
 def _reason(near: NearText, engine: LocalEngine, registry: ChunkRegistry) -> str:

@@ -76,7 +76,6 @@ def calibrate(
     if ratios is not None:
         grid["ratios"] = split_numbers(ratios)
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened, progress_bars() as progress:
-        fitting.require_transformers_engine(engine)
         asked = _questions(questions, opened, engine.name, num_questions + held_out)
         found = fitting.calibrate(
             engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +74,7 @@ def explain(
         write_html(explanation, page)
         print_notice(f"{page} written")
     if json_:
-        facts = {**explanation.as_dict(), "sources": [source_facts(hit) for hit in hits]}
+        facts = {**asdict(explanation), "sources": [source_facts(hit) for hit in hits]}
         facts["question"] = explanation.question if question is None else question
         print_json({**facts, "unmatched_texts": missed})
         return

@@ -69,7 +69,10 @@ def run_load(config: LoadConfig, on_progress: Progress = ignore_progress) -> Fac
 
 
 def _run(config: LoadConfig, engine: TransformersEngine | VllmEngine, disk: DiskStore, on_progress: Progress) -> Facts:
-    profile = measure_machine(engine, _effort(config), directory=disk.root, on_progress=on_progress)
+    # For the controller: these prompts' length, ratios from 0 to well above `ratio`.
+    ratios = dict.fromkeys((0.0, config.blend_ratio, min(1.0, max(0.5, 2 * config.blend_ratio))))
+    effort = ProfileConfig(config.num_chunks, config.chunk_tokens, 2, tuple(ratios), config.rule)
+    profile = measure_machine(engine, effort, directory=disk.root, on_progress=on_progress)
     chunks, prompts = _prompts(config, vocab_size(engine))
     for number, _ in enumerate(engine.precompute_all(chunks)):
         on_progress("precompute", number + 1, len(chunks))
@@ -294,12 +297,6 @@ def table_lines(facts: Facts) -> list[str]:
 
 
 BENCHMARK = Benchmark(run_load, table_lines, plot_load)
-
-
-def _effort(config: LoadConfig) -> ProfileConfig:
-    """Return what to measure for the controller: these prompts' length, ratios from 0 to well above `ratio`."""
-    ratios = (0.0, config.blend_ratio, min(1.0, max(0.5, 2 * config.blend_ratio)))
-    return ProfileConfig(config.num_chunks, config.chunk_tokens, 2, tuple(dict.fromkeys(ratios)), config.rule)
 
 
 def _prompts(config: LoadConfig, vocab_size: int) -> tuple[list[Chunk], list[Prompt]]:

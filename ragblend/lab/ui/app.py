@@ -14,6 +14,7 @@ import webbrowser
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from types import FrameType
 from typing import Any
 
@@ -37,7 +38,15 @@ from ragblend.lab.explain_page import tokens_style
 from ragblend.lab.ui.answers import RetrieveChunks, UiState, answer_question, blend_again
 from ragblend.lab.ui.guard import OriginGuard, is_loopback
 from ragblend.lab.ui.job_queue import JobQueue, UiJob
-from ragblend.lab.ui.uploads import TooLargeError, Upload, ingest_uploads, uploads_folder, validate_file_name
+from ragblend.lab.ui.uploads import (
+    SPOOL_BYTES,
+    TooLargeError,
+    check_upload_size,
+    ingest_uploads,
+    save_upload,
+    uploads_folder,
+    validate_file_name,
+)
 from ragblend.options import SHARE
 
 log = logging.getLogger(__name__)
@@ -82,14 +91,17 @@ def make_app(
         return Response(tokens_style(), media_type="text/css")
 
     async def upload(request: Request) -> Response:
-        folder, name = uploads_folder(settings.store), request.query_params.get("name", "")
+        num_bytes, limit_mib = 0, settings.max_file_mib
         async with _read_body_parts(request) as parts:
-            with Upload(folder, name, settings.max_file_mib) as to:
-                to.check_size(int(request.headers.get("content-length") or 0))
+            name = validate_file_name(request.query_params.get("name", ""))
+            check_upload_size(name, int(request.headers.get("content-length") or 0), limit_mib)
+            with SpooledTemporaryFile(SPOOL_BYTES) as file:
                 async for data in parts:
-                    to.add(data)
-                await run_in_threadpool(to.commit)
-        return JSONResponse({"name": request.query_params["name"]}, 201)
+                    num_bytes += len(data)
+                    check_upload_size(name, num_bytes, limit_mib)
+                    file.write(data)
+                await run_in_threadpool(save_upload, uploads_folder(settings.store) / name, file, num_bytes)
+        return JSONResponse({"name": name}, 201)
 
     async def take(request: Request) -> Response:
         names = (await _read_json_body(request)).get("names")

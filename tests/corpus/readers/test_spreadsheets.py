@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -110,7 +111,7 @@ def test_a_long_text_in_every_cell_does_not_fill_memory():
 
 def test_without_calamine_the_install_line_is_named(tmp_path, monkeypatch):
     (tmp_path / "python_calamine.py").write_text("raise ImportError('not there')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
     with pytest.raises(UnreadableDocumentError, match=r"pip install 'ragblend\[documents\]'"):
         read(make_xlsx({"S": cells("x")}))
 
