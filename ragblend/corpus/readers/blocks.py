@@ -133,6 +133,14 @@ def collapse_whitespace(text: str) -> str:
     return _SPACES.sub(" ", text).strip()
 
 
+def fence_code(code: str, language: str = "") -> str:
+    """Return code between fences that do not occur in it; "" for blank code."""
+    if not code.strip():
+        return ""
+    fence = "`" * (max((len(run) for run in re.findall("`{3,}", code)), default=2) + 1)
+    return f"{fence}{language}\n{code}\n{fence}"
+
+
 def table_row(cells: Sequence[str]) -> str:
     """Return the line of a table's row, without empty cells at its end.
 

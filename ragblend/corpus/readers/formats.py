@@ -28,7 +28,7 @@ from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.word import read_docx, read_mislabeled_doc
 from ragblend.corpus.readers.xml_text import read_xml
 
-READERS_VERSION = 3
+READERS_VERSION = 4
 """Raise it when a reader returns another text for the same bytes; ingestion then reads unchanged files again."""
 
 JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})

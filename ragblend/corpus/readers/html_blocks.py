@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragblend.corpus.readers.blocks import TextBlocks, table_row
+from ragblend.corpus.readers.blocks import TextBlocks, fence_code, table_row
 from ragblend.corpus.readers.encodings import unify_line_breaks
 from ragblend.corpus.readers.types import ParsedRecord
 
@@ -31,7 +31,6 @@ _STRUCTURED = frozenset({*_HEADINGS, *_LISTS, "li", "dt", "dd", "pre", "table", 
 _MAX_CELL_CHARS = 2000  # a table with a longer cell only arranges the page
 _MAX_INDENTED = 8
 _BLANK_LINES = re.compile(r"\n{3,}")
-_FENCE = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 
 class _Block(NamedTuple):
@@ -201,8 +200,7 @@ class PageWriter:
         if not text:
             return
         if "\n" in text:
-            fence = max((found[1] for found in _FENCE.finditer(text)), key=len, default="``") + "`"
-            text = f"{fence}\n{text}\n{fence}"
+            text = fence_code(text)
         self._emit(_Block(text))
         self._prefix, self._group = "", 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import unicodedata
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from itertools import islice
@@ -83,16 +82,6 @@ def _parse_json(text: str) -> Any:
     return json.loads(text, parse_int=number)
 
 
-def _as_number(digits: str) -> tuple[int, str]:
-    """Return a sort key for decimal digits of any script and number.
-
-    >>> sorted(["10", "9", "009", "1" * 5000], key=_as_number)[:3]
-    ['9', '009', '10']
-    """
-    plain = "".join(str(unicodedata.decimal(digit)) for digit in digits).lstrip("0")
-    return len(plain), plain
-
-
 def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a JSON value from each line."""
     decoded = decode_text(data)
@@ -159,7 +148,8 @@ def _has_known_shape(value: dict[str, Any]) -> bool:
 
 def _passages(value: dict[str, Any]) -> list[str]:
     """Return the names of numbered passages, in the order of their numbers."""
-    return sorted((name for name in value if name.isdecimal() and isinstance(value[name], str)), key=_as_number)
+    names = [name for name in value if name.isascii() and name.isdecimal() and isinstance(value[name], str)]
+    return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))  # more digits than int() takes
 
 
 def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator[ParsedRecord]:

@@ -209,7 +209,8 @@ class _RtfReader:
         elif word == "outlinelevel" and number is not None and number < 9:
             self._outline_level = number + 1
         elif word in ("cell", "nestcell"):
-            self._row.append([self._take_paragraph(), *self._take_notes()])
+            text, notes = self._take_paragraph()
+            self._row.append([text, *notes])
         elif word in ("row", "nestrow"):
             self._rows.append(self._row)
             self._row = []
@@ -218,7 +219,7 @@ class _RtfReader:
         if self._is_in_table:
             self._add("\n")
             return
-        text, notes = self._take_paragraph(), self._take_notes()
+        text, notes = self._take_paragraph()
         if not text and not notes:
             return
         self._end_table()
@@ -228,15 +229,10 @@ class _RtfReader:
             self.blocks.add(text)
         self.blocks.add(*notes)
 
-    def _take_paragraph(self) -> str:
-        text = _join(self._paragraphs[0].texts).strip()
-        self._paragraphs[0].texts.clear()
-        return text
-
-    def _take_notes(self) -> list[str]:
-        notes = list(self._paragraphs[0].notes)
-        self._paragraphs[0].notes.clear()
-        return notes
+    def _take_paragraph(self) -> tuple[str, list[str]]:
+        """Return the text and the footnotes of the body's paragraph, and begin another one."""
+        paragraph, self._paragraphs[0] = self._paragraphs[0], OpenParagraph()
+        return _join(paragraph.texts).strip(), paragraph.notes
 
     def _end_table(self) -> None:
         self.blocks.add(*table_blocks([*self._rows, self._row]))

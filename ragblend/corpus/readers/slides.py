@@ -98,16 +98,13 @@ def _shape_text(container: ZipContainer, relationships: dict[str, Relationship],
     if local_name(shape) != "graphicFrame":
         return "\n".join(text for paragraph in _paragraphs(shape) if (text := drawing_text(paragraph).strip()))
     rows = outermost(shape, "tr", left_out=_LEFT_OUT)
-    lines = [table_row([_cell_text(cell) for cell in row if local_name(cell) == "tc"]) for row in rows]
+    cells = ([_paragraphs(cell) for cell in row if local_name(cell) == "tc"] for row in rows)
+    lines = [table_row([" ".join(map(drawing_text, paragraphs)) for paragraphs in row]) for row in cells]
     drawings = [
         read_drawing(container, relationships, reference)
         for reference in outermost(shape, *DRAWING_REFERENCES, left_out=_LEFT_OUT)
     ]
     return "\n".join(line for line in (*lines, *drawings) if line)
-
-
-def _cell_text(cell: Element) -> str:
-    return " ".join(drawing_text(paragraph) for paragraph in _paragraphs(cell))
 
 
 def _paragraphs(shape: Element) -> Iterator[Element]:

@@ -20,7 +20,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
+from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig, expand_cases
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
@@ -86,13 +86,13 @@ def _measure(
     engine: TransformersEngine | VllmEngine, config: TtftConfig, prompts: Sequence[Prompt], on_progress: Progress
 ) -> dict[ModeAndRule, list[TtftSample]]:
     """Run every case once as a warm-up, then all cases in turns. Return the samples by case."""
-    for case in config.cases:
+    samples: dict[ModeAndRule, list[TtftSample]] = {case: [] for case in expand_cases(config.modes, config.rules)}
+    for case in samples:
         _sample(engine, prompts[0], case, config.ratio)
-    samples: dict[ModeAndRule, list[TtftSample]] = {case: [] for case in config.cases}
     rounds = [prompt for _ in range(config.repeats) for prompt in prompts]
     for number, prompt in enumerate(rounds):
         on_progress("measure", number, len(rounds))
-        for case in config.cases:
+        for case in samples:
             samples[case].append(_sample(engine, prompt, case, config.ratio))
     return samples
 

@@ -26,7 +26,6 @@ from ragblend.corpus.embedders import default_embedder, load_embedder
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine
-from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion.sync import Progress, ignore_progress
@@ -34,7 +33,6 @@ from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, result_facts
-from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.plots import plot_quality
 from ragblend.lab.quality.data import QaCase, build_prompt, find_similar_texts, load_cases, stored_chunks
 from ragblend.lab.quality.measures import (
@@ -111,8 +109,8 @@ def run_quality(config: QualityConfig, on_progress: Progress = ignore_progress, 
 
     `also` is called for each prompt and returns further records.
     """
-    dtype = dtype_name(find_dtype(config.dtype))
-    with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
+    opened = load_engine(config.model, dtype=config.dtype, device=config.device, on_miss="inline")
+    with opened as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
         config = replace(config, contexts=config.contexts or (base.default_context,))
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()

@@ -60,11 +60,6 @@ class UiJob:
         if self._stop.is_set():
             raise JobCancelled
 
-    def cancel_unless_kept(self) -> None:
-        """Cancel the job, unless `is_kept`. Called when its listener has closed the connection."""
-        if not self._is_kept:
-            self._stop.set()
-
     def cancel(self) -> None:
         """Cancel the job, even if `is_kept` is True."""
         self._stop.set()
@@ -96,7 +91,8 @@ class UiJob:
                     name, facts = "", {}
                 yield name, facts
         finally:
-            self.cancel_unless_kept()
+            if not self._is_kept:
+                self._stop.set()
 
 
 class JobQueue:

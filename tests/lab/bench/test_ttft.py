@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ragblend.engine.report import BlendReport
-from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig
+from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig, expand_cases
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.ttft import BENCHMARK, TtftSample, run_ttft, summarize
 from ragblend.lab.plots import plot_ttft
@@ -93,8 +93,9 @@ def test_without_full_prefill_there_is_no_speedup():
 
 def test_blend_runs_once_per_rule_and_the_other_modes_once():
     config = TtftConfig(**SMALL, modes=("blend", "full", "full"), rules=("random", "auto", "random"))
-    assert [case.mode for case in config.cases] == ["blend", "blend", "full"]
-    assert config.cases[0].rule == "random"
+    cases = expand_cases(config.modes, config.rules)
+    assert [case.mode for case in cases] == ["blend", "blend", "full"]
+    assert cases[0].rule == "random"
 
 
 def test_the_json_object_has_the_documented_keys():
