@@ -219,6 +219,8 @@ def measure_curves(
     blended as a calibrated engine blends them."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
+    unmeasured = tuple(CurvePoint(ratio, *(0.0,) * 6) for ratio in (0.0, 1.0))
+    fits = {rule: RuleFit(rule, check_layer, 0.0, False, unmeasured) for rule in rules}
     for number, prompt in enumerate(prompts):
         on_progress("measure", number, len(prompts))
         request, full = _run_full_prefill(engine, prompt)
@@ -226,7 +228,7 @@ def measure_curves(
             trial: CalibrationSample | None = None
             for rule in rules:
                 if trial is None or 0 < ratio < 1:  # at 0 and 1 all rules recompute the same tokens
-                    trial = _run_blend(engine, request, _make_uncalibrated_fit(rule, check_layer), ratio, full)
+                    trial = _run_blend(engine, request, fits[rule], ratio, full)
                 trials[rule, ratio].append(trial)
     on_progress("measure", len(prompts), len(prompts))
     return {rule: tuple(summarize_ratio(ratio, trials[rule, ratio]) for ratio in ratios) for rule in rules}
@@ -267,12 +269,6 @@ def _run_blend(
     report = found.report
     agrees = bool(found.logits.argmax() == full.argmax())
     return agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32
-
-
-def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:
-    """Return the fit of a rule before anything is measured."""
-    nothing = (0.0,) * 6
-    return RuleFit(rule, check_layer, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
 
 
 # -- fitting: arithmetic on what was measured

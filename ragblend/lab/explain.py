@@ -56,7 +56,8 @@ class ExplainedSegment:
     @property
     def deviation(self) -> float | None:
         """Mean deviation of the tokens whose KV was stored; None if there are none."""
-        return _mean(token.deviation for token in self.tokens)
+        known = [token.deviation for token in self.tokens if token.deviation is not None]
+        return sum(known) / len(known) if known else None
 
     @property
     def attention(self) -> float | None:
@@ -246,8 +247,3 @@ def _question(engine: TransformersEngine, request: EngineRequest) -> str:
 
 def _plain(tensor: Tensor | None) -> list[Any]:
     return [] if tensor is None else tensor.tolist()
-
-
-def _mean(values: Iterator[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

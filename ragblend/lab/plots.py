@@ -59,16 +59,10 @@ def _describe(axes: Any, x: str, y: str, title: str = "") -> None:
 
 
 def _title(facts: Facts) -> str:
-    config = facts["config"]
-    return (
-        f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, "
-        f"{format_hardware(facts['hardware'])}"
+    config, hardware = facts["config"], facts["hardware"]
+    return f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, " + (
+        hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
     )
-
-
-def format_hardware(hardware: Facts) -> str:
-    """Return the name of the GPU, or that of the CPU and the number of threads."""
-    return hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
 
 
 # -- time to first token

@@ -143,7 +143,7 @@ def flatten(value: Any) -> ParsedRecord:
             waiting.append((path, _BREAK))
             for each in reversed(item):
                 waiting.extend(((path, each), (path, _BREAK)))
-        elif isinstance(item, str) and _is_encoded(item):
+        elif isinstance(item, str) and len(item) >= _MIN_ENCODED_CHARS and _ENCODED.fullmatch(item):
             is_cut = True
         elif text := ", ".join(filter(None, map(_as_text, item))) if isinstance(item, list) else _as_text(item):
             lines.append(f"{path}: {text}" if path else text)
@@ -168,11 +168,6 @@ def _is_vector(items: list[Any]) -> bool:
     return sum(map(len, rows)) > _MAX_NUMBERS and all(
         isinstance(each, int | float) and not isinstance(each, bool) for row in rows for each in row
     )
-
-
-def _is_encoded(text: str) -> bool:
-    """Return True for bytes in base64, such as a picture."""
-    return len(text) >= _MIN_ENCODED_CHARS and _ENCODED.fullmatch(text) is not None
 
 
 def is_settings(value: Any) -> bool:

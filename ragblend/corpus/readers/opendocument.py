@@ -11,7 +11,7 @@ from functools import partial
 from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, table_row
-from ragblend.corpus.readers.office_xml import Step, attribute, parse_number, parse_part, read_properties, walk
+from ragblend.corpus.readers.office_xml import attribute, parse_number, parse_part, read_properties, walk
 from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
@@ -33,8 +33,7 @@ def _read(kind: str, data: bytes) -> ParsedRecords:
     if "META-INF/manifest.xml" in container and b"encryption-data" in container.read("META-INF/manifest.xml"):
         raise UnreadableDocumentError(f"is an {kind} with a password; save it without one")
     reader = _ContentReader()
-    for step in walk(parse_part(container, "content.xml"), _LEFT_OUT):
-        reader.take(step)
+    reader.read(parse_part(container, "content.xml"))
     metadata = {
         **read_properties(container, "meta.xml"),
         **({"num_pages": reader.num_pages} if reader.num_pages else {}),
@@ -48,7 +47,7 @@ read_ods = partial(_read, "OpenDocument spreadsheet")
 
 
 class _ContentReader:
-    """Builds blocks from the steps of a walk through a file's content."""
+    """Builds blocks from a file's content."""
 
     def __init__(self) -> None:
         self.blocks = TextBlocks()
@@ -61,19 +60,16 @@ class _ContentReader:
         self._frames: list[str] = []  # classes of a slide's open frames: "title", "outline", "notes"
         self._prefix = ""  # of the next paragraph
 
-    def take(self, step: Step) -> None:
-        """Process the next step. Text after an element belongs to its parent."""
-        begins, element, name = step
-        if begins:
-            self._begin(element, name)
-            self._add_text(element.text)
-        else:
-            self._end(element, name)
-            self._add_text(element.tail)
-
-    def _add_text(self, text: str | None) -> None:
-        if text and self._paragraphs:
-            self._paragraphs[-1].texts.append(_WHITE_SPACE.sub(" ", text))
+    def read(self, root: Element) -> None:
+        """Collect the blocks below `root`. Text after an element belongs to its parent."""
+        for begins, element, name in walk(root, _LEFT_OUT):
+            if begins:
+                self._begin(element, name)
+            else:
+                self._end(element, name)
+            text = element.text if begins else element.tail
+            if text and self._paragraphs:
+                self._paragraphs[-1].texts.append(_WHITE_SPACE.sub(" ", text))
 
     def _begin(self, element: Element, name: str) -> None:
         if name in ("p", "h"):

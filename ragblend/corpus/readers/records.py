@@ -49,7 +49,7 @@ def _parse_json_file(text: str, text_field: str) -> ParsedRecords:
         for number, record in enumerate(value):
             yield from _parse_item(record, number, f"item {number + 1}", text_field)
         return
-    if isinstance(value, dict) and not text_field and not _has_known_shape(value) and is_settings(value):
+    if isinstance(value, dict) and not text_field and not _is_record(value) and is_settings(value):
         raise NotADocumentError(
             "holds settings or data, and neither sentences nor a list of records; to read one of its fields: "
             "`text_field='NAME'`"
@@ -142,7 +142,7 @@ def _parse_item(value: Any, number: int, place: str, text_field: str) -> ParsedR
         yield UnreadableRecord(f"#{number}", f"{place} {error}")
 
 
-def _has_known_shape(value: dict[str, Any]) -> bool:
+def _is_record(value: dict[str, Any]) -> bool:
     return any(name in value for name in TEXT_FIELDS) or isinstance(value.get("ctxs"), list) or bool(_passages(value))
 
 

@@ -126,7 +126,8 @@ class _BodyReader:
     def _inline(self, paragraph: OpenParagraph, element: Element, name: str) -> None:
         """Add the content of a paragraph's run to the paragraph's text."""
         if name == "r":
-            paragraph.is_hidden = _is_on(child(element, "rPr", "vanish"))
+            switch = child(element, "rPr", "vanish")
+            paragraph.is_hidden = switch is not None and value_of(switch) not in ("0", "false", "off")
         elif paragraph.is_hidden:
             return
         elif name == "t":
@@ -171,7 +172,3 @@ def _symbol(code: str) -> str:
     except ValueError:
         return ""
     return chr(number) if ord(" ") <= number < _FIRST_SURROGATE else ""
-
-
-def _is_on(switch: Element | None) -> bool:
-    return switch is not None and value_of(switch) not in ("0", "false", "off")

@@ -142,7 +142,7 @@ def make_app(
             Route("/tokens.css", style),
             Mount("/", StaticFiles(directory=_PAGE, html=True)),
         ],
-        exception_handlers={RagblendError: _error_response, ClientDisconnect: _disconnected_response},
+        exception_handlers={RagblendError: _error_response, ClientDisconnect: _error_response},
         lifespan=lifespan,
     )
     return OriginGuard(app, host)
@@ -266,10 +266,7 @@ def _stream_events(job: UiJob) -> Response:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
+    """Return the error's message; a client that has disconnected does not receive it."""
     statuses = {TooLargeError: 413, StoreFullError: 507}
     status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
     return JSONResponse({"error": arguments_to_flags(str(error))}, status, {"connection": "close"})
-
-
-async def _disconnected_response(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # the client has gone, so nothing receives it

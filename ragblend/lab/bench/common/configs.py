@@ -72,11 +72,6 @@ class BenchConfig:
     def resolve_options(self) -> None:
         """Set defaults that depend on other options. Raise UsageError for values that this benchmark rejects."""
 
-    @property
-    def command(self) -> str:
-        """The benchmark's name, such as quality for QualityConfig."""
-        return type(self).__name__.removesuffix("Config").lower()
-
     def as_dict(self) -> dict[str, Any]:
         """Return the configuration as JSON values, without the store's path, which is of this machine."""
         facts = {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}

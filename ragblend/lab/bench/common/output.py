@@ -23,7 +23,7 @@ def result_facts(config: BenchConfig, model: str, hardware: Mapping[str, Any], *
     """Return the JSON object of a benchmark: its configuration, the model, the hardware card, and what was measured."""
     facts = {
         "schema_version": config.schema_version,
-        "command": f"bench {config.command}",
+        "command": f"bench {type(config).__name__.removesuffix('Config').lower()}",
         "hardware": hardware,
         "config": config.as_dict(),
         "model": Path(model).name,  # without its folder, which is of this machine

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ragblend.engine.api import Engine
 from ragblend.engine.base import LocalEngine
@@ -86,17 +85,13 @@ def random_model(
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
-        else:
-            _fill_normal(parameter.view(-1), generator)
+            continue
+        flat = parameter.view(-1)
+        flat[:_BLOCK_VALUES].normal_(std=_WEIGHT_STD, generator=generator)
+        for start in range(_BLOCK_VALUES, len(flat), _BLOCK_VALUES):
+            count = min(_BLOCK_VALUES, len(flat) - start)
+            flat[start : start + count] = flat[:count]
     return model.eval()
-
-
-def _fill_normal(flat: Tensor, generator: torch.Generator) -> None:
-    """Fill `flat` [N] with random values, drawn for the first block and repeated for the others."""
-    flat[:_BLOCK_VALUES].normal_(std=_WEIGHT_STD, generator=generator)
-    for start in range(_BLOCK_VALUES, len(flat), _BLOCK_VALUES):
-        count = min(_BLOCK_VALUES, len(flat) - start)
-        flat[start : start + count] = flat[:count]
 
 
 def number_tokenizer(vocab_size: int) -> Any:
