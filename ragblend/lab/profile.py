@@ -99,12 +99,12 @@ def measure_machine(
             f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones (--num-chunks, --chunk-tokens)"
         )
     with nullcontext(engine) if isinstance(engine, VllmEngine) else _with_own_store(engine) as subject:
-        for number, chunk in enumerate(chunks):
-            on_progress("precompute", number, len(chunks))
-            subject.known_chunks.add([f"chunk {number}"], lambda _, chunk=chunk: chunk)  # type: ignore[misc]
-            subject.precompute_ids(chunk)
         keys = [subject.key_of(chunk) for chunk in chunks]
         try:
+            for number, chunk in enumerate(chunks):
+                on_progress("precompute", number, len(chunks))
+                subject.known_chunks.add([f"chunk {number}"], lambda _, chunk=chunk: chunk)  # type: ignore[misc]
+                subject.precompute_ids(chunk)
             full_s, blend_s = _measure_times(subject, prompts, effort, on_progress)
             stored = [load_into_memory(kv) for key in keys if (kv := subject.store.get(key)) is not None]
         finally:
