@@ -39,7 +39,9 @@ def _parse_json_file(text: str, text_field: str) -> ParsedRecords:
     try:
         value = _parse_json(text)
     except json.JSONDecodeError as error:
-        if not _has_value_per_line(text, error):
+        # In exports of databases, a value ends with its line and another one follows.
+        first = text[: error.pos]
+        if error.msg != "Extra data" or "\n" in first.strip() or not first.endswith("\n"):
             raise _not_json(error) from error
         yield from _parse_jsonl(text.split("\n"), text_field)
         return
@@ -62,12 +64,6 @@ def _parse_json_file(text: str, text_field: str) -> ParsedRecords:
 
 def _not_json(error: Exception) -> UnreadableDocumentError:
     return UnreadableDocumentError(f"is not JSON ({error}); repair it or rename it to .txt")
-
-
-def _has_value_per_line(text: str, error: json.JSONDecodeError) -> bool:
-    """Return True if a value ends with its line and another one follows, as in exports of databases."""
-    first = text[: error.pos].strip()
-    return error.msg == "Extra data" and "\n" not in first and text[: error.pos].endswith("\n")
 
 
 def _parse_json(text: str) -> Any:

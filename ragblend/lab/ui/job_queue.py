@@ -60,6 +60,11 @@ class UiJob:
         if self._stop.is_set():
             raise JobCancelled
 
+    def cancel_unless_kept(self) -> None:
+        """Cancel the job, unless `is_kept`. Called when its listener has closed the connection."""
+        if not self._is_kept:
+            self._stop.set()
+
     def cancel(self) -> None:
         """Cancel the job, even if `is_kept` is True."""
         self._stop.set()
@@ -91,8 +96,7 @@ class UiJob:
                     name, facts = "", {}
                 yield name, facts
         finally:
-            if not self._is_kept:
-                self._stop.set()
+            self.cancel_unless_kept()
 
 
 class JobQueue:
