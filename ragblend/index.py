@@ -1,9 +1,9 @@
 """`ChunkIndex`: adds, replaces, removes and searches chunks with their vectors on disk.
 
-The catalogue contains all data (see `catalog.documents`). `vectors.faiss` is derived from it. Opening an index reads
-the file and adds the rows written since; a missing or damaged file is rebuilt. One machine has one writer at a time and
-any number of readers. Depends on vectors and chunks, not on prompts, KV or LLMs. Read `search` first, then
-`_sync_vectors`.
+The catalogue contains all data (see `catalog.documents`). The file `vectors.faiss` is derived from the catalogue. An
+index that is opened reads this file and adds the catalogue's later rows; a missing or damaged file is rebuilt. One
+machine has one writer at a time and any number of readers. Depends on vectors and chunks, not on prompts, KV or LLMs.
+Read `search` first, then `_sync_vectors`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ _MAX_PROBE_DISTANCE = 0.1  # between unit vectors: MiniLM in bfloat16 is .008 fr
 
 
 class SearchHit(NamedTuple):
-    """A chunk that a search found. `score`: cosine. `rank`: 0 is best. A neighbour has its hit's score and rank."""
+    """A chunk that a search returns. `score`: cosine. `rank`: 0 is best. `is_neighbour`: the chunk is not a hit, but
+    near a hit in its document, and has that hit's score and rank."""
 
     chunk: Chunk
     score: float
@@ -108,9 +109,9 @@ def open_index(
 
     A relative path is resolved at once, so a later change of the working folder has no effect. `embedder`: by default
     the index's own, which is loaded when the first text is embedded; for a new index `default_embedder()`. The other
-    arguments are facts of a new index. Raises NotFoundError for a missing index, StoreMismatchError for another
-    embedder or schema, CorruptError for damage. Embedding the first text raises StoreMismatchError if an embedder has
-    the recorded name but returns other vectors.
+    arguments are facts of a new index (`chunk_size` in tokens). Raises NotFoundError for a missing index, UsageError if
+    `path` is a file, StoreMismatchError for another embedder or schema, CorruptError for damage. Embedding the first
+    text raises StoreMismatchError if an embedder has the recorded name but returns other vectors.
     """
     named = expand_user_path(path, "index")
     folder = resolve_and_migrate_store_folder(named, "index")
@@ -201,7 +202,7 @@ class ChunkIndex(IndexedDocuments):
     def embedder(self) -> Embedder:
         """Embedder of this index. If none was given, it is loaded by the recorded name.
 
-        Raises StoreMismatchError if its vector of the probe text differs from the recorded one.
+        Raises StoreMismatchError if it embeds PROBE_TEXT to another vector than the one recorded in the index.
         """
         with self._embedder_lock:
             if self._embedder is None:
@@ -243,9 +244,9 @@ class ChunkIndex(IndexedDocuments):
     ) -> None:
         """Store a document in place of its older version, in one transaction. Equal chunks are stored once.
 
-        vectors: [len(chunks), dim], which are normalized; None: embed the texts now. file: the path of the file that
-        contains the document; "" for none. `save` writes `vectors.faiss`. Raises UsageError for a chunk with another
-        `source`, and for text that is not valid Unicode.
+        content_hash: the document's version, for `content_hashes_by_file`. vectors: [len(chunks), dim], of any length;
+        None: embed the texts now. file: the path of the file that contains the document; "" for none. `save` writes
+        `vectors.faiss`. Raises UsageError for a chunk with another `source`, and for text that is not valid Unicode.
         """
         for text in (source, *(chunk.text for chunk in chunks)):
             check_unicode(text, f"the document {source!r}")

@@ -1,8 +1,8 @@
 """Ingestion: documents are chunked, embedded into an index, and their KV is precomputed into a store.
 
-Read `ingest` first. An interrupted call continues where it ended: files and documents are identified by the hash of
-their content, chunks by the key of their KV. Depends on the index, the chunker and the Engine protocol, not on a
-framework.
+Read `ingest` first. After an interruption, the same call continues where the first one ended: files and documents are
+identified by the hash of their content, chunks by the key of their KV. Depends on the index, the chunker and the Engine
+protocol, not on a framework.
 """
 
 from __future__ import annotations
@@ -87,24 +87,23 @@ def ingest(
     """Read, chunk, embed and index `paths`, and precompute the KV of every chunk that is not stored.
 
     A later call with the same paths updates the index: edited files are replaced, and documents whose file or record
-    no longer exists are removed with their KV, registered texts and pins, unless `keep_missing`. Documents from other
-    paths stay, and so do files that `glob` excludes or that cannot be read. See `folder_scan.scan_folders` for the
-    files of a folder that are read.
+    no longer exists are removed with their KV, registered texts and pins. Documents from other paths stay, and so do
+    documents of files that `glob` excludes or that cannot be read.
 
-    chunk_size: most tokens of a chunk, by the engine's tokenizer; None is the index's. `splitter` replaces the default
-    splitter (`chunker.adapt_splitter` accepts LangChain's and LlamaIndex's). If either changed, documents are cut
-    again, and `notify` is called with a message.
-
-    context: the store's context policy, see `engine.store.keys`. None is the stored one, and in a new store the default
-    for the model: "similar" from 12 layers on, else "none". "similar" stores a second variant of each chunk, which
-    doubles the store. Raises UsageError for another policy than the stored one; `precompute_index` can change it.
-
-    text_field: field with the text of records in CSV, JSON and Parquet files; a dotted path names a field of nested
-    objects. With "", the reader finds it. loader: a function from a path to documents of ragblend, LangChain or
-    LlamaIndex, or strings, which reads every file instead of ragblend's readers. With another `text_field` or `loader`,
-    files are read again.
-
-    workers: processes that embed and prefill instead of this one (`RayWorkers`).
+    - index: an open index, or an index folder, which is created if missing. embedder: its name, for a new index.
+    - chunk_size: largest number of tokens of a chunk, by the engine's tokenizer; None: the size that the index records.
+    - splitter: replaces the default splitter; `chunker.adapt_splitter` accepts LangChain's and LlamaIndex's. If the
+      splitter or `chunk_size` changed, documents are split again, and `notify` is called with a message.
+    - glob: pattern of the files to read in folders; see `folder_scan.scan_folders`.
+    - precompute: False only indexes. keep_missing: True removes no documents.
+    - context: the store's context policy, see `engine.store.keys`. None: the stored policy; in a new store "similar"
+      for models of 12 layers or more, else "none". "similar" stores a second variant of each chunk, which doubles the
+      store. Raises UsageError for "none" if "similar" is stored; `precompute_index` can change the policy.
+    - text_field: field with the text of records in CSV, JSON and Parquet files; a dotted path names a field of nested
+      objects. With "", the reader finds the field.
+    - loader: a function from a path to documents of ragblend, LangChain or LlamaIndex, or strings. It reads every file
+      in place of ragblend's readers. With another `text_field` or `loader`, files are read again.
+    - workers: processes that embed and prefill instead of this one (`RayWorkers`).
 
     `report.failures` lists text files that cannot be read, files larger than `max_file_mib` (0: no limit), and
     documents with a chunk that the engine cannot prefill; `report.skipped` lists other files that are no documents.
@@ -174,13 +173,13 @@ def precompute_chunks(
 ) -> IngestReport:
     """Prefill every chunk that is not stored. `report.failures` lists chunks that the engine cannot prefill.
 
-    Stored chunks are kept in their dtype. With `rewrite`, they are converted to the store's `kv_dtype`: KV as computed
-    is rounded, and KV in eight bits is prefilled again, because rounding cannot be undone. The size of the new KV is
-    passed to `notify` and checked against the disk before any prefill.
+    Stored chunks keep their dtype. With `rewrite`, chunks in another dtype than the store's `kv_dtype` are converted:
+    KV in the model's dtype is rounded; KV in eight bits is prefilled again, because rounding cannot be undone. Before
+    any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
-    `index` finds the texts after which similar variants are computed. Without it, similar variants raise UsageError.
-    `register_texts` registers the chunks' texts; by default they are registered for the index. `prefill` computes the
-    KV, in this process by default.
+    - index: finds the texts after which similar variants are computed; None raises UsageError if a variant needs some.
+    - register_texts: registers the chunks' texts; None registers them for `index`, or else as texts without an id.
+    - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     on_progress = progress or (lambda stage, done, total: None)
@@ -249,7 +248,7 @@ def precompute_chunks(
 
 
 def save_store_defaults(engine: Engine) -> None:
-    """Store the engine's model and system text in the store's folder, as defaults of later commands and engines."""
+    """Store the engine's model and system prompt in the store's folder, as defaults of later commands and engines."""
     disk = engine.store.disk_tier
     if disk is not None:
         path = Path(engine.name)
@@ -274,8 +273,9 @@ def precompute_index(
 ) -> IngestReport:
     """Prefill every variant of indexed chunks that the store's context policy requires and that is not stored.
 
-    With another `context` than the store's, the policy is stored first, and the variants of the old policy are deleted
-    last, so that a killed call can be repeated. `rewrite`: see `precompute_chunks`; `workers`: see `ingest`.
+    context: the store's new context policy; None keeps the stored one. The new policy is stored first, and variants
+    that it does not require are deleted last, so that a killed call can be repeated. `rewrite`: see
+    `precompute_chunks`; `workers`: see `ingest`.
     """
     engine.check_not_forked()
     if context is not None:
@@ -308,22 +308,23 @@ def precompute_documents(
     prefill: Prefill | None = None,
     embedder: Embedder | None = None,
 ) -> IngestReport:
-    """Precompute the KV of documents that are chunks already: strings, Chunks, LangChain Documents, LlamaIndex nodes.
+    """Precompute the KV of chunks: strings, Chunks, LangChain Documents or LlamaIndex nodes, each used as one chunk.
 
-    `llm_or_engine` is an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend). `ids`: the id of each
-    document, the same for all chunks of one document, "" for none; by default the `id` of LangChain Documents. The
-    chunks of an id replace its earlier chunks in the `collection`, and KV that no other document has is deleted. With
-    `versions`, a version per document (for example a hash of its file), chunks of the same id and version are added
-    to the earlier ones, so that a document may be passed in several calls. `workers`: processes that prefill instead of
-    this one (`RayWorkers`). `prefill`: the function that prefills in this process.
+    - llm_or_engine: an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend).
+    - ids: for each chunk, the id of the document that it belongs to; "" for none. Default: the `id` of LangChain
+      Documents. The chunks passed for an id replace all earlier chunks of this id in `collection`, and the KV of texts
+      that no document has any more is deleted.
+    - versions: for each chunk, the version of its document, for example a hash of the file. Chunks with the stored
+      version are added to the earlier chunks of their id, so that a document may be passed in several calls.
+    - workers: processes that prefill instead of this one (`RayWorkers`). prefill: a function to call instead of both.
 
-    A document that the engine cannot prefill (longer than the model's context, or not Unicode) does not stop the
-    others: it is logged, and listed in `report.failures` with its id and source. A document without visible text is in
+    A chunk that the engine cannot prefill (longer than the model's context length, or not Unicode) does not stop the
+    others: it is logged, and listed in `report.failures` with its id and source. A chunk without visible text is in
     `report.skipped`.
 
     In a store with the context policy "similar" (the default for models of 12 layers or more), a second variant of each
     chunk is stored. It is computed after the most similar chunks of all documents added this way, by the vectors of
-    `embedder`; `embedder` None is MiniLM if the extra `demo` is installed, else hashed words.
+    `embedder`; None is MiniLM if the extra `demo` is installed, else hashed words.
     """
     start_s = perf_counter()
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)

@@ -44,10 +44,10 @@ def resolve_catalog(folder: Path, url: str | None = None) -> str | Path:
 class Catalog:
     """The catalogue at `place`: an SQLite file, the URL of a PostgreSQL database, or None for one in memory.
 
-    Safe between threads and processes. Each call sees the commits of other processes. The next call after `close`, a
-    lost connection, or the deletion or replacement of the file opens the database again. Raises CorruptError for a
-    damaged file, StoreMismatchError for a database with other tables, BackendUnreachableError for a server that does
-    not answer.
+    Safe between threads and processes. Each call sees the commits of other processes. A call after `close` opens the
+    database again, and so does a call after a lost connection or after the file was deleted or replaced. Raises
+    CorruptError for a damaged file, StoreMismatchError for a database with other tables, BackendUnreachableError for a
+    server that does not answer.
     """
 
     def __init__(self, place: str | Path | None = None) -> None:
@@ -104,7 +104,7 @@ class Catalog:
             return found
 
     def remove_damaged_rows(self) -> None:
-        """Delete the rows whose checksum does not match. Ingesting their documents adds them again."""
+        """Delete the rows whose checksum does not match. Ingesting the same documents adds these rows again."""
         with self._write() as connection:
             for what, damaged in self._damaged_rows().items():
                 table = CHECKED_TABLES.get(what, TEXTS)

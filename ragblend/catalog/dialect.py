@@ -25,9 +25,9 @@ class Dialect(ABC):
     is_shared = False
     """True for a database server, whose catalogue stores on several machines may share."""
     opened_file_id: object = None
-    """Set by `connect`. None for a database server, and for a database in memory."""
+    """The `file_id` of the opened file, set by `connect_and_create_tables`; None without a file."""
     identity: object = None
-    """Set by `connect`. Differs between a database and the one that later replaces it at the same place."""
+    """A value that changes if another database replaces this one, set by `connect_and_create_tables`."""
 
     @abstractmethod
     def connect_and_create_tables(self) -> Connection:
@@ -47,7 +47,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def begin(self, connection: Connection, kind: TransactionKind) -> None:
-        """Begin a transaction. A DEFERRED one reads one state throughout; an IMMEDIATE one excludes other writers."""
+        """Begin a transaction. In a DEFERRED one, all reads see one state; an IMMEDIATE one excludes other writers."""
 
     @abstractmethod
     def change_counter(self, connection: Connection) -> int:

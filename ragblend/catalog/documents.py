@@ -160,7 +160,7 @@ class IndexedDocuments:
     def chunks(self, source: str | None = None) -> Iterator[Chunk]:
         """Yield all chunks, or those of one document, in reading order.
 
-        Each document is read in one transaction; documents may change between two of them.
+        Each document is read in a separate transaction, so the index may change between two documents.
         """
         for name in self.sources() if source is None else [source]:
             yield from (as_chunk(row) for row in self._intact_rows(_OF_SOURCE, source=name))
@@ -255,7 +255,7 @@ class IndexedDocuments:
             )
 
     def schedule_deletions(self, entries: Iterable[PendingDeletion], orphaned: OrphanedTexts) -> None:
-        """Record the entries to be deleted, and delete the `orphaned` texts from the catalogue."""
+        """Record `entries` as pending deletions, in place of the records of the `orphaned` texts, which are deleted."""
         with self._write() as connection:
             last_of = {(entry.key, entry.place): entry for entry in entries}
             self.clear_deletions(last_of.values())

@@ -1,4 +1,4 @@
-"""Copies the rows of database files that earlier versions wrote into the catalogue, once.
+"""Copies rows into the catalogue, once, from the database files of earlier versions.
 
 Most rows keep their checksums, so `verify` still finds the damaged ones.
 """
@@ -84,10 +84,10 @@ _NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
 
 
 def import_former_files(folder: Path, connection: sqlite3.Connection, *, removes_files: bool) -> None:
-    """Copy the files of an earlier version into the catalogue. With `removes_files`, remove the copied files.
+    """Copy the rows of an earlier version's files in the store's `folder` into the catalogue, opened as `connection`.
 
-    After a kill, the next call copies the remaining files. Raises CorruptError for a damaged file, StoreMismatchError
-    for an index of an unsupported version.
+    removes_files: remove each copied file. After a kill, the next call copies the remaining files. Raises CorruptError
+    for a damaged file, StoreMismatchError for an index of an unsupported version.
     """
     for name, copies in _COPIES.items():
         path = folder / name

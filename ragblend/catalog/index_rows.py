@@ -44,7 +44,7 @@ class PendingDeletion(NamedTuple):
     key: str
     place: str  # the tier: "" for the local tiers, else the remote tier's URL
     source: str  # the document that had the text
-    text_key: bytes
+    text_key: bytes  # of the removed text; b"" if unknown: the entry is deleted in any case
 
 
 def row_id(chunk_id: str) -> int:

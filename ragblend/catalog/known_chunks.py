@@ -1,8 +1,8 @@
 """`KnownChunks`: finds the registered chunks of one tokenizer and one namespace in prompts.
 
 The token ids are in the store's registry. The first search builds an index over them, which all engines of the process
-share. Later searches add and remove what this process or another has changed. Depends on token ids and the registry,
-not on KV or engines.
+share. Later searches update the index from the rows that any process has added or removed. Depends on token ids and the
+registry, not on KV or engines.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OUTAGE_PAUSE_S = 5.0  # seconds without another call to a catalogue that did no
 
 
 class KnownChunks:
-    """Finds runs of chunks in prompts. The chunks are those of `registry` with token ids for one tokenizer and
-    namespace.
+    """Finds runs in prompts: runs of the chunks in `registry` that have token ids for a tokenizer (its fingerprint) and
+    a namespace.
 
     While the registry's server does not answer, no run is found and one warning is logged, so prompts are prefilled
     without stored KV. Thread-safe. Create it with `open_known_chunks`.
@@ -67,7 +67,7 @@ class KnownChunks:
         return isinstance(text, str) and self._search(lambda _: self._has_text(text, self._version), False)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
-        """Return the runs of chunks in a prompt, in its order; they do not overlap."""
+        """Return the runs of known chunks in a prompt, in the prompt's order. Runs do not overlap."""
         return self._search(
             lambda index: [
                 _chunk_run(run, ids, self._cached_document(run.chunk))
@@ -158,7 +158,7 @@ class KnownChunks:
 
 
 def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:
-    """Return the runs of these few chunks in a prompt, in its order; they do not overlap."""
+    """Return the runs of a few `chunks` (token ids) in a prompt, in the prompt's order. Runs do not overlap."""
     arrays = [np.asarray(ids) for ids in chunks]
     index = TokenIndex(arrays.__getitem__)
     index.add(enumerate(arrays))

@@ -32,7 +32,7 @@ class Leases(Catalog):
         super().__init__(place)
 
     def take(self, names: Collection[str]) -> set[str]:
-        """Take or renew leases for `LEASE_S` seconds. Return the names that no other owner has leased."""
+        """Take or renew leases for `LEASE_S` seconds. Return the names without a lease of another owner."""
         values = {"owner": self._owner, "lease_s": LEASE_S, "names": sorted({*names})}
         with self._locked() as connection:
             return {str(name) for name in connection.execute(_TAKE, values).scalars()}

@@ -3,9 +3,8 @@
 - Texts belong to documents (`DocumentKey`). Two texts are identical if they are equal after `strip()`. When the last
   document releases a text, its KV can be deleted.
 - Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
-- Stored entries are recorded, so that `verify` reports missing ones.
-- Each entry's chunks are recorded: those that it contains and those in its context. The entries of a removed text are
-  found by them, without reading files.
+- Stored entries are recorded, so that `verify` reports missing ones. For each entry, the chunk that it contains and the
+  chunks in its context are recorded. So the entries of a removed text are found without reading files.
 - Similar variants of chunks that frameworks add are recorded with vectors, because these chunks are in no index.
 
 Depends on texts and ids, not on KV, engines or frameworks.
@@ -57,7 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """A framework's chunk whose KV is, or has to be, computed after the most similar chunks: its similar variant."""
+    """The similar variant of a chunk that a framework added. Its KV is stored, or has yet to be computed."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -172,7 +171,7 @@ class ChunkRegistry(Catalog):
         return bool(self._rows(_HAS_TEXT, b_key=key))
 
     def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
-        """Return the `texts` that no document has, without duplicates and blank ones."""
+        """Return the `texts` that no document has. Duplicates and blank texts are left out."""
         key_of = {text: text_key(stripped) for text in texts if (stripped := _normalize(text))}
         with self._locked() as connection:
             known = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
@@ -192,7 +191,7 @@ class ChunkRegistry(Catalog):
         return {DocumentKey(*row[:-1]): row[-1] for row in self._rows(query)}
 
     def count_by_collection(self) -> dict[str, dict[str, int]]:
-        """Return `num_documents` and `num_chunks` by collection, without indexes.
+        """Return `num_documents` and `num_chunks` by collection. Indexes are left out.
 
         Texts without a document id are counted under "texts without an id". A collection in a namespace is named
         "COLLECTION (namespace NAMESPACE)".
@@ -225,7 +224,7 @@ class ChunkRegistry(Catalog):
     # --- changing texts and documents: adding known texts writes nothing ---
 
     def add(self, texts: Iterable[str], document: DocumentKey = UNNAMED) -> int:
-        """Add texts to a document, without blank ones. Return the number of texts that no document had."""
+        """Add `texts`, except blank ones, to a document. Return the number of texts that no document had before."""
         text_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
 
         def missing_texts(connection: Connection) -> list[dict[str, object]]:
@@ -326,10 +325,8 @@ class ChunkRegistry(Catalog):
     # --- token ids ---
 
     def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
-        """Store token ids of (text, token ids) for a tokenizer (its fingerprint) and a namespace.
-
-        Rows that exist and are intact are not changed.
-        """
+        """Store the token ids of `chunks`, pairs (text, token ids), for a tokenizer (its fingerprint) and a namespace.
+        Intact rows are not changed."""
         rows = {text_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
         owner = {"tokenizer": tokenizer, "namespace": namespace}
 
@@ -429,10 +426,8 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, STORED_ENTRIES, keys)
 
     def fingerprints_by_key(self) -> dict[str, str]:
-        """Return the fingerprint of the model by key, for every entry that was stored and not deleted.
-
-        Damaged rows are left out, because their keys may be wrong.
-        """
+        """Return the model's fingerprint by key, for every entry that was stored and not deleted. Damaged rows are left
+        out, because their keys may be wrong."""
         rows = self._rows(select_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows if is_intact(row)}
 
@@ -461,10 +456,8 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
     def has_all_entry_chunks(self, folder: Path) -> bool:
-        """Return True if `mark_all_entries_recorded` was called for the store's folder.
-
-        False means that an earlier version may have stored entries without recording their chunks.
-        """
+        """Return True if `mark_all_entries_recorded` was called for the store's folder. If False, earlier versions may
+        have stored entries without recording their chunks."""
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
     def mark_all_entries_recorded(self, folder: Path) -> None:
@@ -492,16 +485,16 @@ class ChunkRegistry(Catalog):
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
     def is_variant_recorded(self, key: str, embedder: str) -> bool:
-        """Return True if an intact row records the variant with this store key and a vector of this embedder."""
+        """Return True if an intact row has the variant whose KV has this `key`, with a vector of this embedder."""
         return any(map(is_intact, self._rows(_VARIANT, b_entry=key, b_embedder=embedder)))
 
     def stored_variant_keys(self) -> list[str]:
-        """Return the store keys of all similar variants whose KV is stored, sorted."""
+        """Return the keys of the stored KV of all similar variants, sorted."""
         query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
         return [row.entry for row in self._rows(query)]
 
     def has_stored_variants(self) -> bool:
-        """Return True if a variant is stored."""
+        """Return True if the KV of any similar variant is stored."""
         query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
         return bool(self._rows(query))
 
@@ -524,7 +517,7 @@ class ChunkRegistry(Catalog):
                 connection.execute(_SET_VARIANT_STORED, rows)
 
     def remove_variants(self, entries: Iterable[str]) -> None:
-        """Delete the records of variants that are no longer requested."""
+        """Delete the records of the variants whose KV has the keys `entries`."""
         with self._write() as connection:
             _delete_entries(connection, VARIANTS, entries)
 

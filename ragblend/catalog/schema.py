@@ -46,8 +46,8 @@ INDEX_MARK = "index:"
 class DocumentKey(NamedTuple):
     """Key of a document in the registry: its collection, its id, and the namespace that it belongs to.
 
-    Texts that were added to a collection without an id belong to one document, with the id "". All texts of an index
-    also belong to one document: its collection is `ChunkIndex.collection`, and its id and its namespace are "".
+    All texts that were added to a namespace without an id belong to one document, whose collection and id are "". All
+    texts of an index also belong to one document: its collection is `ChunkIndex.collection`, its id and namespace "".
     """
 
     collection: str = ""
@@ -60,7 +60,7 @@ class DocumentKey(NamedTuple):
 
     @property
     def is_index(self) -> bool:
-        """True for the document that has all texts of an index."""
+        """True for the document to which all texts of an index belong."""
         return self.collection.startswith(INDEX_MARK) and not self.id
 
 

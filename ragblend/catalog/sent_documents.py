@@ -1,7 +1,8 @@
 """The documents that clients sent to a server, with their status: pending, stored or failed.
 
-A document is pending while its row has a body, which contains the text or chunks to store. It is stored if the version
-stored last is the version sent last. Only reads and writes rows; the server splits and prefills.
+A document is stored if the version stored last is the version sent last. Otherwise it is pending while its row has a
+body, which contains the text or chunks to store, and failed without one. Only reads and writes rows; the server splits
+and prefills.
 """
 
 from __future__ import annotations
@@ -165,9 +166,10 @@ class SentDocumentTable(Catalog):
         return num_removed
 
     def status_counts(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
-        """Return by collection the numbers of stored, pending, failed and waiting documents, and their summed counts.
+        """Return for each collection `num_stored`, `num_pending`, `num_failed`, `num_waiting` and summed
+        SentDocumentCounts. A waiting document has a body: it is pending, or stored and sent again.
 
-        Waiting: pending, or stored and sent again. `collection`, `ingestion`: None for all of them.
+        collection, ingestion: count the documents of this collection and this ingestion (its id); None: of all.
         """
         sums: dict[str, ColumnElement[Any]] = {
             f"num_{status}": func.sum(case({status: 1}, value=_STATUS, else_=0)) for status in _STATUSES

@@ -1,7 +1,7 @@
 """`Directory`: writes files in one step, so that readers never see an incomplete file, also after a crash.
 
-The name of a temp file contains its host and process, so that files of dead writers can be identified. Depends on names
-and bytes, not on the contents of files.
+The name of a temp file contains the host and the id of its process, so that the files of dead writers can be
+identified. Depends on names and bytes, not on the contents of files.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 class Directory:
     """Writes files in `root` and below. Without `fsync`, a power failure may lose or damage the latest files.
 
-    The owner may read and write the files. A group that may write to `root` may do so, too. A failed write raises
-    StoreFullError on a full disk, else StoreNotWritableError. `full_hint`: the advice in StoreFullError.
+    The files' owner may read and write them. If the group may write to `root`, it may read and write the files, too. A
+    failed write raises StoreFullError on a full disk, else StoreNotWritableError. full_hint: advice for StoreFullError.
     """
 
     def __init__(self, root: Path, *, fsync: bool, full_hint: str = "", create: bool = True) -> None:
@@ -54,7 +54,10 @@ class Directory:
             raise self.write_error(error, root) from error
 
     def replace(self, path: Path, nbytes: int, write: Callable[[BinaryIO], Any]) -> None:
-        """Write a file in one step: readers see the old file or the complete new one, also after a crash."""
+        """Write a file in one step: readers see the old file or the complete new one, also after a crash.
+
+        write: called with the open temp file. nbytes: size of the new file, for the error of a full disk.
+        """
         temp = path.with_name(f".{path.stem}.{_HOST}.{os.getpid()}.{secrets.token_hex(4)}{TEMP_SUFFIX}")
         try:
             self._make(path.parent)
@@ -121,9 +124,9 @@ def try_remove_file(path: Path) -> bool:
 def make_write_error(
     error: OSError, path: Path, nbytes: int = 0, full_hint: str = "", options: str = "`store`"
 ) -> RagblendError:
-    """Return the error to raise for `path`, which needs `nbytes` and cannot be written.
+    """Return the error to raise for `path`, which needs `nbytes` and cannot be written because of `error`.
 
-    `full_hint`: the advice for a full disk. `options`: the settings that choose another place, named in other errors.
+    full_hint: the advice if the disk is full. options: in other cases, the settings with which to choose another path.
     """
     if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"

@@ -20,7 +20,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 def parse_network_file_system(path: Path, mountinfo: str) -> str:
     """Return the type of the network file system of an absolute path, for example "nfs4"; "" for a local one.
 
-    mountinfo: the text of /proc/self/mountinfo. The last of several mounts at one place counts.
+    mountinfo: the text of /proc/self/mountinfo. If several file systems are mounted at one path, the last one counts.
 
     >>> lines = "22 1 8:1 / / rw - ext4 /dev/a rw\\n30 22 0:44 / /home rw shared:1 - nfs4 host:/home rw"
     >>> parse_network_file_system(Path("/home/a"), lines), parse_network_file_system(Path("/homes"), lines)

@@ -28,7 +28,7 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
     """Return a connection in autocommit mode. Its SQL has the function `row_checksum`.
 
     A file in a read-only folder (a package, a mounted image) has no writer and is opened as immutable. Raises
-    CorruptError, which ends with `fix`, for a path that is not a regular file: SQLite would wait for a named pipe.
+    CorruptError if `path` is not a regular file, because SQLite would wait for a named pipe. fix: the error's advice.
     """
     try:
         check_regular_file(path)

@@ -56,7 +56,7 @@ def resolve_and_migrate_store_folder(path: str | os.PathLike[str], name: str = "
 
 
 def find_kv_dir(folder: Path) -> Path:
-    """Return the default folder of the KV entries of the store in `folder`. It is `folder` itself for a store that
+    """Return the default folder of the KV entries of the store in `folder`: `kv` in it, or `folder` itself if the store
     still has the layout of an earlier version.
     """
     return folder if next(_entry_folders(folder), None) is not None else folder / KV_DIR

@@ -1,8 +1,8 @@
-"""Ingestion contexts: the variants of each chunk that a store keeps, and the chunks that precede a variant's chunk.
+"""Ingestion contexts: which variants of a chunk a store keeps, and after which chunks a similar variant is computed.
 
-The policy belongs to the store (see `engine.store.keys`). A variant is one chunk's KV in one ingestion context. A
-similar variant is computed with the most similar chunks before it; an index or `registered_similar` finds them by
-vectors. Depends on chunks and engines. Prefills nothing.
+A variant is one chunk's KV in one ingestion context. A similar variant is computed after the most similar chunks, which
+an index or `registered_similar` finds by vectors. The store's context policy (see `engine.store.keys`) decides whether
+similar variants are kept. Depends on chunks and engines. Prefills nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SimilarChunkFinder(Protocol):
     """Finds the chunks that are most similar to a chunk. Implementations: ChunkIndex, RegisteredChunkFinder."""
 
     def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """Return the texts nearest to `text`, at most `count`, nearest first. `is_allowed` must return True for each
-        of them. `text` itself and duplicates are left out.
+        """Return the texts nearest to `text`, at most `count`, nearest first. Duplicates, `text` itself, and texts for
+        which `is_allowed` returns False are left out.
         """
 
     def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
@@ -38,8 +38,8 @@ class SimilarChunkFinder(Protocol):
 def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
     """Set the engine's context policy to `requested`, and record it in the store. None: the engine's current policy.
 
-    The default policy "none" is not recorded. Raises UsageError if the store has another policy, because its chunks
-    would then have different variants.
+    The default policy "none" is not recorded. Raises UsageError if the policy would change from "similar" to "none",
+    because new and stored chunks would then have different variants.
     """
     if requested is None and engine.context == engine.default_context == "none":
         return
@@ -75,8 +75,8 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
     """Return `chunks`, and set `context_texts` in each similar variant that has none.
 
     `index` finds these texts: the nearest ones among `chunks` and the chunks stored in the engine's namespace. A
-    variant is left out if there is no such text, or if not even one fits into the model's context with the chunk.
-    Raises UsageError if a variant needs texts and `index` is None.
+    variant is left out if no such text fits into the model's context length together with the chunk. Raises UsageError
+    if a variant needs texts and `index` is None.
     """
     given = {chunk.text.strip() for chunk in chunks}
     known: dict[str, bool] = {}

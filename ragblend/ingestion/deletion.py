@@ -1,7 +1,8 @@
-"""Deletion of removed texts: their KV in every tier, KV with them in its context, registry rows and pins.
+"""Deletion of removed texts: their KV in every tier, KV with such a text in its context, registry rows and pins.
 
 The catalogue records the texts that documents of an index have lost (see `catalog.documents`). `delete_orphaned_kv`
-finds their entries, records them in place of the texts, and deletes them. After a kill, the next call continues.
+finds the entries of these texts, records the entries in place of the texts, and deletes the entries. After a kill, the
+next call continues.
 Depends on the index, engines and stores, not on files or frameworks.
 """
 
@@ -160,10 +161,10 @@ def delete_stale_kv(chunks: Iterable[Chunk], engine: Engine, index: SimilarChunk
 
 
 def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants: Collection[Chunk]) -> None:
-    """Delete those similar `variants` that are stored and have a removed text in their context.
+    """Delete the stored entries of those similar `variants` that have a removed text in their context.
 
-    variants: variants that are not recorded as stored. If one is stored, another process is storing chunks, or was
-    interrupted before `delete_stale_kv`. The contexts are read from the stored entries.
+    variants: similar variants that the registry does not record as stored. The store has an entry of such a variant if
+    another process is storing chunks, or was killed before `delete_stale_kv`. The contexts are read from the entries.
     """
     keys = [engine.key(chunk) for chunk in variants]
     stored = [key for key, is_there in zip(keys, engine.store.contains_many(keys), strict=True) if is_there]
@@ -182,7 +183,7 @@ def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants
 def keys_to_delete(
     texts: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry, *, everywhere: bool = False
 ) -> dict[str, str]:
-    """Return the keys of the KV of `texts`, in the order of deletion. Each value is the text that causes it.
+    """Return the keys of the KV of `texts`, in the order of deletion. Each value is the text that causes the deletion.
 
     `everywhere`: add the keys of other models and prefixes in the engine's namespace, and of KV that was computed with
     one of `texts` in its context. Such keys are found only if this machine has recorded them.

@@ -27,9 +27,9 @@ from ragblend.prompt.types import Chunk
 class Removal(NamedTuple):
     """Numbers of chunks and of KV entries that were deleted.
 
-    `num_other_kv` counts two kinds of deleted entries: those of other models, and those of other chunks that had a
-    deleted chunk in their context. The next ingestion stores the second kind again. The number is 0 for a server, and
-    in the call that finishes a killed removal.
+    `num_other_kv` counts deleted entries of other models, and of other chunks with a deleted chunk in their context.
+    The next ingestion stores the latter again. `num_other_kv` is 0 for a server, and in a call that finishes a removal
+    that was killed.
     """
 
     num_chunks: int
@@ -148,7 +148,7 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: Chun
 
 
 class PinCounts(NamedTuple):
-    """`num_chunks`: number of a pinned document's chunks. `num_stored`: number of those that are stored."""
+    """Numbers of a pinned document's chunks: `num_chunks` in all, `num_stored` with stored KV."""
 
     num_chunks: int
     num_stored: int

@@ -1,8 +1,8 @@
 """`RayWorkers`: processes on a Ray cluster, or on this machine's cores, that embed and prefill for an ingestion.
 
 Each worker loads the model once and writes KV directly to the store. Workers receive texts and return vectors and
-sizes; KV does not pass through Ray. Ray restarts a worker that died and repeats its batch, of which only the chunks
-that are not stored yet are prefilled. Each worker has at most two batches: the current one and the next.
+sizes; KV does not pass through Ray. Ray restarts a worker that died and repeats its batch. Chunks of the batch that are
+stored already are not prefilled again. Each worker has at most two batches: the current one and the next.
 """
 
 from __future__ import annotations

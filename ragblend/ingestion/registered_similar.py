@@ -1,4 +1,4 @@
-"""`RegisteredChunkFinder`: finds similar chunks among those that frameworks add, for stores with similar variants.
+"""`RegisteredChunkFinder`: finds similar chunks among chunks that frameworks added, for stores with similar variants.
 
 Chunks of a LangChain vector store or a LlamaIndex pipeline are in no ragblend index. The store's registry therefore has
 their vectors, and every new chunk is compared with all of them. Depends on the registry, embedders and engines.
@@ -59,10 +59,7 @@ class RegisteredChunkFinder:
         return [Chunk(each.text, context="similar") for each in requested if self._entry(each.text) == each.entry]
 
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
-        """Record in the registry which similar variants in `chunks` are stored: all whose KV is in the store.
-
-        The records of other variants do not change.
-        """
+        """Record in the registry that similar variants in `chunks` are stored, if the store has their KV."""
         entries = [self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"]
         self.registry.set_variants_stored(filter(self.engine.store.contains, entries), is_stored=True)
 

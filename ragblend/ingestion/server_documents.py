@@ -86,7 +86,11 @@ def send_documents(
     engine: Engine,
     progress: Progress | None,
 ) -> IngestReport:
-    """Run `precompute_documents` on the server and return its report."""
+    """Run `precompute_documents` on the server and return its report.
+
+    given: the caller's documents, of any accepted type. chunks, ids, versions: one item per document. progress: called
+    while the server stores documents; None: no calls.
+    """
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     sent: dict[str, dict[str, Any]] = {}
     described: dict[str, str] = {}

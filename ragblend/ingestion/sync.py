@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with a stage ("read", "embed", "prefill"), the number of finished items, and of all items or None."""
+"""Called with a stage ("read", "embed", "prefill"), the number of finished items, and the number of all or None."""
 
 
 def ignore_progress(stage: str, done: int, total: int | None) -> None:
@@ -47,7 +47,7 @@ def ignore_progress(stage: str, done: int, total: int | None) -> None:
 
 
 class ChunkerConfig(NamedTuple):
-    """A function that splits documents into chunks, and its version. Another version splits all documents again."""
+    """A function that splits documents into chunks, and its version. If it changes, documents are split again."""
 
     split: Callable[[Document], list[Chunk]]
     version: str
@@ -265,10 +265,10 @@ class _SyncPass:
 
 
 def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
-    """Return the number of moved files for each ingested path that had some.
+    """Return the number of moved files, by the path through which each was ingested (`IngestedFile.top`).
 
-    A moved file is an indexed file outside of `scan` that no longer exists and had the same bytes as a new file. Its
-    documents are in the index twice.
+    A moved file is an indexed file outside of `scan` that no longer exists and had the same bytes as a new file of this
+    `sync_index`. Its documents are in the index twice.
     """
     lost: dict[str, int] = {}
     for record in index.files().values() if result.new_versions else ():

@@ -30,7 +30,7 @@ class StoreCounters:
     num_misses: int = 0
     num_puts: int = 0
     num_damaged: int = 0
-    num_unsigned: int = 0  # of those, entries without the signature that this store's key makes
+    num_unsigned: int = 0  # damaged entries that lack the signature of this store's key
     num_evicted: int = 0
     num_failures: int = 0  # remote requests that failed or exceeded their time limit; a failed get is also a miss
     num_dropped: int = 0  # background writes that were rejected, did not fit the queue, or were pending at close
@@ -54,11 +54,11 @@ class KVStore(ABC):
     """
 
     is_remote = False
-    """True for a tier on another machine. A request fetches all its keys from it at once (`fetch_many`)."""
+    """True for a tier on another machine. A request fetches all its entries from such a tier with one `fetch_many`."""
     timeout_s = 0.0
     """The longest that a request waits for this tier, in seconds."""
     catalog: str | None = None
-    """The URL of the catalogue of what is stored; None: it is in the store's folder, unless settings name another."""
+    """The catalogue's URL. None: the URL in the user's settings, or else a file in the store's folder."""
     kv_dtype: KvDtype = "auto"
     """How `put` stores KV: "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`)."""
 
@@ -68,8 +68,7 @@ class KVStore(ABC):
 
     @property
     def remote_url(self) -> str:
-        """The URL of a remote tier, without its password, for messages. "" for a tier on this machine, a directory
-        included."""
+        """The URL of a remote tier, without its password, for messages; "" for a tier on this machine."""
         return ""
 
     @property
@@ -107,16 +106,17 @@ class KVStore(ABC):
 
     @abstractmethod
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the entry for `key`, whose tensors are read-only; None for a miss. Never raises.
+        """Return the entry for `key`, with read-only tensors; None for a miss. Never raises.
 
         An entry counts as a miss if it is damaged, truncated or unsigned, or if its token ids differ from `token_ids`.
-        Such a miss is logged as a warning and counted. `token_ids` None accepts any.
+        Such a miss is logged as a warning and counted. token_ids: the chunk's ids; None accepts an entry with any ids.
         """
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> Mapping[str, ChunkKV]:
-        """Fetch from the remote tiers, in parallel, only what no local tier has. Return what has arrived, by key.
+        """Fetch from the remote tiers, in parallel, the entries that no local tier has. Return them by key.
 
-        until_s: the deadline on the monotonic clock; None for the remote tiers' time limit from now.
+        Entries that do not arrive by the deadline are left out. until_s: the deadline, in seconds of the monotonic
+        clock; None: now plus the largest `timeout_s` of the remote tiers.
         """
         return {}
 
@@ -172,14 +172,14 @@ class KVStore(ABC):
     def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
         """Delete entries also from the other processes and machines that share a remote tier (see `tombstones`).
 
-        whole_namespace: the other processes and machines also delete all other entries of this namespace; pass its
-        entries that are known here as `keys`. Return the keys of which this store had an entry. Raises
+        whole_namespace: the other processes and machines also delete every other entry of this namespace. As `keys`,
+        pass the keys of the namespace's entries in this store. Return the keys whose entry this store had. Raises
         BackendUnreachableError if a remote tier does not answer; the entries are then deleted on this machine only.
         """
         return {key for key in keys if self.delete(key)}
 
     def apply_deletions(self) -> None:
-        """Delete on this machine what other processes and machines have deleted with `delete_everywhere`.
+        """Delete on this machine the entries that other processes and machines deleted with `delete_everywhere`.
 
         Call it before entries are stored again: a deletion that is applied later would delete the new entries, too.
         """
@@ -204,7 +204,7 @@ class KVStore(ABC):
     # -- between tiers and in the background
 
     def touch(self, key: str) -> None:
-        """Record the use of an entry that a faster tier returned, which this tier would not notice.
+        """Record a use of the entry. Called if a faster tier returned it, because this tier does not notice such a use.
 
         The least recently used entries are evicted first.
         """
@@ -219,7 +219,7 @@ class KVStore(ABC):
         """
 
     def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the local tiers. A remote tier reads from them the entries that it has queued by key alone."""
+        """Set the tiers from which a remote tier reads entries that its write queue holds by key, without tensors."""
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for background writes; return False if they did not finish within `timeout_s` seconds."""
@@ -234,7 +234,7 @@ class KVStore(ABC):
 
 
 CONTAINS_BATCH = 200
-"""Names in one `ByteStore.contains_many` call."""
+"""Largest number of names in one `ByteStore.contains_many` call."""
 
 
 class ByteStore(Protocol):

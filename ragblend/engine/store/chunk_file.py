@@ -13,7 +13,7 @@ key therefore writes version 3: the layer checksums are BLAKE3 digests, and the 
 computed with the digits of both fields zeroed. The signature authenticates the header and, through the digests, every
 layer; layers are still read and checked one at a time. See `signing`.
 
-Further requirements of a reader are one value, `ReadRequirements`. Works on headers, tensors and one file, or its
+`ReadRequirements` lists what a reader requires apart from intact bytes. Works on headers, tensors and one file, or its
 bytes, at a time. Does not depend on directories, eviction or prompts.
 """
 
@@ -53,9 +53,9 @@ from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.files.reading import dense_size, open_regular_file
 
 FORMAT_VERSION = 1
-"""Version of the file format of entries as computed. LAYOUT_VERSION is the version of the tensors' meaning."""
+"""Version of the file format of KV in the model's dtype. LAYOUT_VERSION is the version of the tensors' meaning."""
 QUANTIZED_FORMAT_VERSION = 2
-"""Version of entries in eight bits. Other entries keep version 1, which every release can read."""
+"""Version of the file format of KV in eight bits. Other unsigned entries keep version 1, which every release reads."""
 SIGNED_FORMAT_VERSION = 3
 """Version of signed entries, in any dtype."""
 
@@ -138,7 +138,7 @@ def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
 
 
 def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: StoreKey | None = None) -> None:
-    """Write a chunk file to an empty, seekable stream, signed with `store_key`. `data_offset`: its `header_nbytes`."""
+    """Write `kv` to an empty, seekable stream. `data_offset`: its `header_nbytes`. `store_key` None: not signed."""
     # Checksums belong in the header but come from the data: write that first, so each layer is copied once.
     stream.seek(data_offset)
     checksums = []

@@ -179,10 +179,11 @@ class DiskStore(StoreMetadata, KVStore):
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Store a chunk; when `put` returns, the entry survives a crash. Needs memory for one more layer at most.
+        """Store a chunk in place of an entry with the same key, and delete that entry's damaged copy.
 
-        Replaces an entry with the same key and deletes its damaged copy. Raises StoreFullError when the disk or the
-        budget is full, StoreNotWritableError for any other failure; no part of the entry is left then.
+        With `fsync`, the entry survives a crash once `put` returns. Raises StoreFullError if the disk or the budget is
+        full, CorruptError if `put` must evict and a pin is damaged, StoreNotWritableError for other failures of the
+        disk. After an error, no part of the entry is left.
         """
         path = self._path(kv.header.key)
         held = load_into_memory(kv)
@@ -241,7 +242,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
-        """Return the result of `nbytes`, without what other processes changed since the directory was last listed.
+        """Return `nbytes` without the changes that other processes have made since the directory was last listed.
 
         With a budget, the directory is listed at the first call, and seldom after it (see `eviction`).
         """
@@ -252,9 +253,9 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.certainly_fits(nbytes)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
-        """Return the current byte budget of the entries; None for no limit. It is never below the bytes already stored.
+        """Return the current byte budget of the entries; None for no limit.
 
-        held_bytes: the result of `nbytes`, if the caller has it.
+        A budget of "auto" is never below the bytes already stored. held_bytes: the result of `nbytes`, if known.
         """
         if self.capacity_bytes != "auto":
             return self.capacity_bytes
@@ -272,8 +273,8 @@ class DiskStore(StoreMetadata, KVStore):
     def touch(self, key: str) -> None:
         """Record a use of an entry that a faster tier returned, so that `gc` keeps it.
 
-        A memory tier reports every chunk of every request, so the file's time is read and set at most once in
-        TOUCH_INTERVAL_S. An eviction goes by this time, and so knows the last use to the minute.
+        A request touches every chunk that it gets from the memory tier, so the file's modification time is read and set
+        at most once in TOUCH_INTERVAL_S. Evictions use this time, which is accurate to a minute.
         """
         now_s = time.time()
         # A due time beyond an interval from now means that the clock was set back and the time on disk may be ahead.
@@ -296,7 +297,7 @@ class DiskStore(StoreMetadata, KVStore):
     def verify(self) -> Iterator[EntryCheck]:
         """Read every byte of every entry. Damaged files are moved aside; intact ones that were moved are restored.
 
-        Shapes are checked against the store's metadata of its models, unless an engine has set them.
+        Shapes are checked against those that an engine has set, or else against the models in the store's metadata.
         """
         for fingerprint, facts in self.models().items():
             if fingerprint not in self._requirements.specs and (shape := KVSpec.from_facts(facts)) is not None:
@@ -357,8 +358,8 @@ class DiskStore(StoreMetadata, KVStore):
         - max_bytes: the byte budget of the remaining entries; None evicts nothing. Pinned entries are not evicted.
         - dry_run: delete nothing, and return what would be deleted.
 
-        Raises CorruptError, with nothing deleted, if a pin cannot be read, and StoreNotWritableError if some files
-        could not be deleted.
+        Raises UsageError for a negative `max_bytes`; CorruptError, with nothing deleted, if a pin cannot be read; and
+        StoreNotWritableError if some files could not be deleted.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
@@ -385,9 +386,9 @@ class DiskStore(StoreMetadata, KVStore):
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
 
     def reclaim(self, keys: Iterable[str]) -> int:
-        """Return the number of bytes freed by deleting entries in this order, as many as possible.
+        """Delete the entries of `keys`; return the number of bytes freed. Keys without an entry are skipped.
 
-        Raises what `gc` raises.
+        Raises StoreNotWritableError, after all keys were tried, if some entries could not be deleted.
         """
         found = []
         for path in map(self._path, keys):

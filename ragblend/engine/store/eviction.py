@@ -1,11 +1,11 @@
-"""Eviction in a directory of entries: a byte budget that does not list the directory at every `put`.
+"""Eviction from a directory of entries under a byte budget. The least recently used entry is evicted first.
 
-A table in memory holds the entries of the directory. It follows the reads and writes of this process. Folders that
-changed are listed again when other processes may have written much of the budget, and before an eviction. The least
-recently used entry is evicted first.
+A `put` does not list the directory: a table in memory has its entries, and this process updates the table when it reads
+or writes one. Other processes write, too. Therefore the folders that have changed are listed again before an eviction,
+and whenever this process has written a sixteenth of the budget.
 
-A budget of "auto" follows the disk: the store grows until it holds as much as it leaves free. Other programs that fill
-the disk end its growth, but do not evict its entries: at its limit each new entry replaces the oldest ones.
+A budget of "auto" depends on the disk: the store grows until it holds as much as it leaves free. If other programs fill
+the disk, the store stops growing and keeps its size: each new entry then replaces the least recently used ones.
 
 Works on names, sizes and times of files. Does not depend on what an entry contains.
 """
@@ -36,7 +36,7 @@ EVICTED_MARK = (
 NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
 
 Capacity = int | Literal["auto"] | None
-"""Bytes of a directory's entries; "auto": AUTO_SHARE of their bytes and the free space; None: no limit."""
+"""Byte budget of a directory's entries. "auto": AUTO_SHARE of (their bytes + the free space); None: no limit."""
 # Half leaves as much to other programs (models, logs, a second store) as the store takes. Two stores on one disk do not
 # starve each other, because each counts the other's bytes as used.
 AUTO_SHARE = 0.5
@@ -52,7 +52,7 @@ class _TrackedEntry(NamedTuple):
 
 
 class DiskEvictor:
-    """Evicts entries of the directory `root` when they exceed `capacity`. None: no limit, and no use is recorded.
+    """Evicts entries of the directory `root`, so that all take at most `capacity` bytes; None evicts nothing.
 
     `pinned` returns the keys of entries that must stay. `evicted` is called with the key of each evicted entry. Safe to
     share between threads.
@@ -80,7 +80,10 @@ class DiskEvictor:
 
     @contextmanager
     def reserve(self, key: str, nbytes: int) -> Iterator[None]:
-        """Context manager: evict entries until the new one fits; the caller writes it inside. Raises StoreFullError."""
+        """Context manager: evict entries until a new entry of `nbytes` fits. The caller writes it inside the block.
+
+        Raises StoreFullError if the entry exceeds the budget, or if pinned entries leave too little space.
+        """
         if self._capacity is None or (self._looked_s is None and self.certainly_fits(nbytes)):
             yield
             return
@@ -92,7 +95,7 @@ class DiskEvictor:
                 self._unseen_bytes += nbytes
 
     def certainly_fits(self, nbytes: int) -> bool:
-        """Return True if `nbytes` more are within the budget, even if the disk held nothing but entries. Lists nothing.
+        """Return True if `nbytes` more fit even if every used byte of the disk belongs to an entry. Lists no folder.
 
         A million entries take seconds to list, and on a disk that is less than half full "auto" needs no listing.
         """
@@ -120,8 +123,8 @@ class DiskEvictor:
         """Return the size in bytes of all entries, damaged ones included.
 
         Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
-        `lists_again` False, with a budget: list nothing if a table exists, and return the table's bytes. The table
-        lacks what other processes changed since the last listing.
+        lists_again: False returns the bytes in the table if there are a budget and a table. The table lacks the changes
+        of other processes since the last listing.
         """
         with self._put_lock:
             if lists_again or self._capacity is None or self._looked_s is None:

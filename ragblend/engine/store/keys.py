@@ -1,10 +1,12 @@
 """Keys of entries, the contexts under which they are looked up, and fingerprints of models.
 
-Keys are equal exactly when KV is the same, and fingerprints exactly when the model is. A chunk is stored after the
-prefix alone ("none"). It can also be prefilled after an *ingestion context*, of which only the chunk's own slice is
-kept: the most similar chunks of the corpus, which are likely to be retrieved with it ("similar"). The chunk has then
-attended to text similar to that of later prompts. The context policy of a store, which its disk tier keeps, is one of
-the two. KV is exact only if the same tokens precede it as when it was computed.
+Two keys are equal exactly when the KV is the same, and two fingerprints exactly when the model is.
+
+A chunk is prefilled after the prefix alone (context "none"). It can also be prefilled after an *ingestion context*
+between the prefix and the chunk: the most similar chunks of the corpus, which are likely to be retrieved with it
+(context "similar"). The chunk has then attended to text like that of later prompts. Only the chunk's own slice of the
+KV is stored. The context policy of a store is "none", or "similar" to store both variants; the disk tier keeps it. In a
+prompt, KV is exact only if the tokens before it are those after which it was computed.
 
 Works on token ids, bytes and files. Does not depend on tensors or stores.
 """
@@ -36,7 +38,7 @@ _READ_BYTES = 16 * 1024 * 1024
 
 
 SIMILAR = "similar"
-"""The context, in keys, of KV that was computed with the most similar chunks before it; the prompt lacks their ids."""
+"""`chunk_key`'s `context` for KV that was computed after the most similar chunks. Their ids are not in the key."""
 
 
 def chunk_key(
@@ -49,8 +51,8 @@ def chunk_key(
     """Return 32 hex digits; equal exactly when layout version, model, prefix, token ids, namespace and context are
     equal.
 
-    Ids may be any integers below 2**32, NumPy's included. `context` names a context that is not in the prompt's ids:
-    SIMILAR, or "" for none.
+    Ids may be any integers below 2**32, NumPy's included. context: SIMILAR for KV that was computed after similar
+    chunks, "" for KV that was computed after the prefix alone.
 
     >>> chunk_key("model", [1], [5, 6]) == chunk_key("model", [1, 5], [6])
     False
@@ -99,9 +101,9 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
 
 
 class IngestionContext(NamedTuple):
-    """The chunks after which a variant is prefilled, in addition to the prefix.
+    """The chunks between the prefix and a chunk in its prefill. No parts: the chunk follows the prefix.
 
-    Each part has the token ids of one chunk and of the separator after it.
+    Each part has the token ids of one such chunk and of the separator after it.
     """
 
     policy: ContextPolicy = "none"
@@ -131,16 +133,16 @@ NO_CONTEXT = IngestionContext()
 
 
 class LookupContext(NamedTuple):
-    """An ingestion context under which a chunk of a prompt is looked up in the store.
+    """A prefix and an ingestion context, which make the key under which a chunk of a prompt is looked up in the store.
 
-    `exact`: the context equals the tokens before the chunk in the prompt.
+    `exact`: the stored KV was computed after exactly the tokens that precede the chunk in the prompt.
     """
 
-    token_ids: tuple[int, ...]  # the token ids in the key
-    match: PrefixMatch  # "exact" if the prompt begins with them
+    token_ids: tuple[int, ...]  # the prefix, `chunk_key`'s `prefix_ids`
+    match: PrefixMatch  # "exact" if the prompt begins with this prefix
     exact: bool
     policy: ContextPolicy
-    name: str = ""  # its name in the key, `chunk_key`'s `context`
+    name: str = ""  # `chunk_key`'s `context`
 
 
 KEY_CONTEXTS: dict[ContextPolicy, str] = {"none": "", "similar": SIMILAR}
@@ -155,11 +157,11 @@ def lookup_contexts(
     *,
     is_beginning: bool = True,
 ) -> list[LookupContext]:
-    """Return the contexts in which to look up the chunk at `start` of a prompt, the best first.
+    """Return the contexts in which to look up the chunk at index `start` of a prompt, the best first.
 
-    The exact context is the best, then that of the store's `policy`, then the chunk alone. Each policy gives one
-    context per prefix, in the order of `prefixes`. is_beginning: the run at `start` begins with the chunk's first
-    token.
+    First the exact context, if any; then those of the store's `policy`; then those of "none". Each policy gives one
+    context per prefix (token ids), in the order of `prefixes`. is_beginning: True if the run at `start` begins with the
+    chunk's first token.
 
     >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]
@@ -188,7 +190,10 @@ def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> s
 
 
 def digest_files(paths: Iterable[Path], cache: Path | None = None) -> str:
-    """Return a digest of file names and contents in any order. `cache` holds digests by path, size and time."""
+    """Return 32 hex digits for the names and contents of files, independent of the order of `paths`. Raises OSError.
+
+    cache: a JSON file with the digests of earlier calls by path, size and modification time; None: no cache.
+    """
     known = _read_cache(cache)
     named_digests = []
     changed = False

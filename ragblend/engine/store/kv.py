@@ -56,11 +56,11 @@ class KVHeader:
     prefix_ids: tuple[int, ...]  # the tokens before the chunk when it was computed; () for a prefix itself
     token_ids: tuple[int, ...]  # T ids
     num_layers: int
-    dtype: str  # a name in DTYPES: what it was computed in, and is read as
+    dtype: str  # a name in DTYPES: the dtype in which the KV was computed, and which `layer` returns
     namespace: str = ""
     layout_version: int = LAYOUT_VERSION
     kv_dtype: str | None = None  # a name in CODE_DTYPES; None: stored as computed, bit for bit
-    context: tuple[int, ...] = ()  # lengths of the similar chunks, the last of `prefix_ids`, which the key leaves out
+    context: tuple[int, ...] = ()  # lengths of the similar chunks; their ids end `prefix_ids`, and are not in the key
 
     @property
     def num_tokens(self) -> int:
@@ -99,12 +99,12 @@ class KVSpec(NamedTuple):
 
     @classmethod
     def from_kv_shapes(cls, dtype: str, shapes: Sequence[tuple[int, int, int]]) -> Self:
-        """Return the spec for a model's `kv_shapes`."""
+        """Return the spec of a model. shapes: (H, D of keys, D of values) of each layer."""
         return cls(dtype, tuple((int(heads), int(keys), int(values)) for heads, keys, values in shapes))
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self | None:
-        """Return the spec in facts that `as_facts` returned; None if they lack it."""
+        """Return the spec that `as_facts` wrote into `facts`; None if `facts` has no valid spec."""
         try:
             shapes = tuple((int(heads), int(keys), int(values)) for heads, keys, values in facts["kv_shapes"])
             count, dtype = int(facts["num_layers"]), str(facts["dtype"])
@@ -250,8 +250,8 @@ def load_into_memory(kv: ChunkKV) -> MemoryKV:
 
 
 def aligned_nbytes(tensor: Tensor) -> int:
-    """Return the number of bytes that a tensor takes in a block of several, so that the next one begins at a multiple
-    of 256."""
+    """Return the tensor's size in bytes, rounded up to a multiple of 256. In a block of several tensors, each begins at
+    such a multiple."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

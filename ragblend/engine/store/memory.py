@@ -36,7 +36,7 @@ class _MemoryEntry(NamedTuple):
 
 
 class MemoryStore(KVStore):
-    """KVStore in memory. At most `capacity_bytes` of tensors are held; the least recently used are evicted.
+    """KVStore in memory. Its tensors take at most `capacity_bytes`; `put` evicts the least recently used entries.
     Thread-safe.
 
     A smaller `capacity_bytes`, set later, takes effect at the next `put`.

@@ -5,7 +5,7 @@
     ROOT/calibrations/NAME.json     a calibration (see `calibration`)
     ROOT/machines/NAME.json         the prefill times and read speeds of a machine (see `machine`)
     ROOT/context.json               the context policy of the chunks (see `keys`)
-    ROOT/store.json                 model and system text of the latest ingestion
+    ROOT/store.json                 model and system prompt of the latest ingestion
 
 Works on names, JSON values and one folder. Does not depend on entries.
 """
@@ -39,9 +39,9 @@ METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
 
 
 class StoreDefaults(NamedTuple):
-    """Model and system text of the latest ingestion, the defaults of later commands.
+    """Model and system prompt of the latest ingestion, the defaults of later commands.
 
-    A model "" or a system text None means that it is not known.
+    `model` is "" and `system` is None if they are not known.
     """
 
     model: str = ""
@@ -112,7 +112,7 @@ class StoreMetadata:
         return path
 
     def put_defaults(self, defaults: StoreDefaults) -> None:
-        """Store model and system text of the latest ingestion, in place of earlier ones. Raises what `put` raises."""
+        """Store model and system prompt of the latest ingestion, in place of earlier ones. Raises what `put` raises."""
         self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
 
     def read_defaults(self) -> StoreDefaults:
@@ -154,10 +154,10 @@ class StoreMetadata:
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[EntryCheck]:
-        """Yield problems of metadata: models, calibrations, machines, pins, context. An EntryCheck's `key` is the file.
+        """Yield an EntryCheck for each metadata file with a problem. Its `key` is the file's path below `root`.
 
-        Answers depend on the metadata: a calibration sets the recompute ratio. `problem_of` returns what is wrong with
-        the content of an intact file, "" for nothing.
+        A file has a problem if it is damaged or lacks its signature, or if `problem_of` returns one. problem_of: called
+        with the path and the facts of each intact model, calibration, machine and pin; returns "" for no problem.
         """
         found = list[EntryCheck]()
 
@@ -177,7 +177,7 @@ class StoreMetadata:
         yield from found
 
     def delete_metadata(self, place: str) -> None:
-        """Delete a metadata file that `verify_metadata` reported. Raises StoreNotWritableError."""
+        """Delete a metadata file. place: the `key` that `verify_metadata` yielded. Raises StoreNotWritableError."""
         remove_file(self.root / place)
 
     def _read_metadata(
@@ -205,8 +205,8 @@ class StoreMetadata:
         return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
 
     def sign_metadata_files_again(self, source: StoreMetadata) -> int:
-        """Sign every metadata file that `source` accepts, and return their number. `source`: the same directory, opened
-        with another key or with none."""
+        """Sign the metadata files that `source` accepts and this store does not. Return their number. source: the same
+        directory, opened with another key or with none."""
         count = 0
         for folder in METADATA_DIRS:
             signed = {path for path, _ in self._read_metadata(folder)}
@@ -238,7 +238,7 @@ def _place(path: Path) -> str:
 
 
 def checked_name(name: str) -> str:
-    """Return a key or fingerprint; raises UsageError for what cannot name a file of a store."""
+    """Return `name`, a key or a fingerprint. Raises UsageError if it does not match NAME, so cannot name a file."""
     if not NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a file of a store; use `store.keys`'s chunk_key or fingerprint")
     return name

@@ -27,17 +27,22 @@ def open_store(
 ) -> TieredStore:
     """Open a store of up to three tiers, fastest first: memory, the directory `path`, and a remote backend.
 
-    `tiers` are TierOptions. `memory_gib`: budget of the memory tier; 0 omits the tier. `path` None omits the disk tier;
-    `kv_dir` puts its entries elsewhere; `disk_gib` limits their size in GiB ("auto": by the free space of the disk, see
-    `eviction`; 0: no limit). `remote`: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or another object store; a `get`
-    takes at most `remote_timeout_s` seconds. `catalog`: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of
-    a fleet, which is a file in `path` by default. `kv_dtype`: how new KV is stored, "auto" as computed, "int8" or "fp8"
-    in eight bits; stored entries of any dtype are read. `fsync` False is for a disk tier whose entries may be lost in a
-    power cut. `store_key`: the key that signs entries, and that read entries must be signed with; "auto" is the
-    process's own key, if there is one (`signing.find_process_key`).
+    - path: the store's folder; None omits the disk tier. `create` False: the folder must exist.
+    - fsync: False if a power cut may lose the latest entries of the disk tier.
+    - store_key: signs new entries; stored entries without its signature are misses. "auto": the process's own key, if
+      there is one (`signing.find_process_key`).
 
-    Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL. The remote is
-    not contacted yet.
+    `tiers` are the fields of TierOptions:
+
+    - memory_gib: budget of the memory tier in GiB; 0 omits the tier.
+    - disk_gib: budget of the disk tier in GiB; "auto": by the free space of the disk, see `eviction`; 0: no limit.
+    - kv_dir: the folder of the disk tier's entries, if it is not `kv` in `path`.
+    - remote: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or another object store. It is not contacted yet.
+    - remote_timeout_s: the longest that a `get` waits for the remote tier, in seconds.
+    - catalog: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of a fleet. Default: a file in `path`.
+    - kv_dtype: the dtype of new KV: "auto" as computed, "int8" or "fp8" in eight bits. Entries of any dtype are read.
+
+    Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL.
     """
     options = TierOptions(**tiers)
     from ragblend.engine.store.disk import DiskStore
@@ -68,5 +73,5 @@ def open_store(
 
 
 def parse_capacity(disk_gib: DiskBudget) -> Capacity:
-    """Return `disk_gib` as the `capacity_bytes` of a DiskStore."""
+    """Return `disk_gib` as a DiskStore's `capacity_bytes`, in bytes. "auto" stays "auto"; 0 is None, no limit."""
     return "auto" if disk_gib == "auto" else int(disk_gib * GIB) or None

@@ -80,8 +80,9 @@ def dequantize(layer: QuantizedLayer) -> tuple[Tensor, Tensor]:
 
 
 def stored_bytes_per_token(head_dims: int, heads: int, itemsize: int, kv_dtype: str) -> int:
-    """Return the number of bytes of one token in one layer of a long chunk. head_dims: elements of K and V over all
-    heads.
+    """Return the stored bytes of one token in one layer, for a chunk so long that its other bytes can be neglected.
+
+    head_dims: elements of the token's K and V over all heads. itemsize: bytes per element in the model's dtype.
 
     >>> stored_bytes_per_token(2 * 4 * 64, 4, 2, "auto"), stored_bytes_per_token(2 * 4 * 64, 4, 2, "int8")
     (1024, 528)

@@ -1,9 +1,9 @@
 """The store key: a secret that signs entries and metadata, so that only its holders can write what a store accepts.
 
-A signature is keyed BLAKE2b (RFC 7693) over a whole header, which contains a BLAKE3 digest of every layer. Each
-namespace has a key for its entries, derived from the store key, and each kind of metadata (calibrations, models,
-machines) another, so a signature is valid for one purpose only. The key comes from the environment or from a file of
-the user, never from a working folder, and is never printed. Works on bytes, JSON values and the places of keys.
+A signature is keyed BLAKE2b (RFC 7693) over a whole header, which contains a BLAKE3 digest of every layer. From the
+store key, one key is derived for the entries of each namespace, and one for each kind of metadata (calibrations,
+models, machines). A signature is therefore valid for one purpose only. The store key comes from the environment or from
+a file of the user, never from a working folder, and is never printed. Works on bytes, JSON values and paths.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StoreKey:
         return self._derived("id").hex()[:8]
 
     def sign(self, namespace: str, message: bytes | bytearray | memoryview) -> str:
-        """Return the signature, 64 hex digits, of an entry's header in a namespace."""
+        """Return the signature, 64 hex digits, of the entry's header `message` in this namespace."""
         return _mac(self._derived("entry", namespace), message)
 
     def has_signed(self, namespace: str, message: bytes | bytearray | memoryview, signature: str) -> bool:
@@ -134,8 +134,8 @@ def key_origin() -> str:
 
 
 def read_key(path: Path) -> StoreKey:
-    """Return the key in a file. Raises NotFoundError without the file, and UsageError if others than its owner may
-    write it, if others than owner and group may read it, or if it is not a key."""
+    """Return the key in a file. Raises NotFoundError for a missing file. Raises UsageError if the file has no key,
+    belongs to another user than this one or root, may be written by its group, or may be read or written by others."""
     try:
         with os.fdopen(open_regular_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())

@@ -58,9 +58,9 @@ class TieredStore(KVStore):
     store stays usable.
 
     `kv_dtype`: how `put` stores KV, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). Reading does
-    not depend on it: each entry names its own dtype.
+    not depend on it: each entry's header names its dtype.
 
-    Stores over the same remote tier learn of `delete_everywhere` by tombstones (see `tombstones`).
+    Other stores over the same remote tier apply each `delete_everywhere` by its tombstones (see `tombstones`).
     """
 
     def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto", catalog: str | None = None) -> None:
@@ -139,8 +139,8 @@ class TieredStore(KVStore):
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
         """Fetch from remote tiers, in parallel, the entries that no local tier has, and promote them.
 
-        Returns when every entry has arrived or missed, at the latest at `until_s` (monotonic seconds). By default all
-        remote tiers together have as long as the largest of their time limits.
+        Returns when every entry has arrived or missed, at the latest at `until_s`, in seconds of the monotonic clock.
+        None: now plus the largest time limit of the remote tiers, for all of them together.
         """
         until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
@@ -228,7 +228,7 @@ class TieredStore(KVStore):
 
     @contextmanager
     def recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
-        """Context manager: the caller writes an entry inside. Records the start of the write for the tombstones.
+        """Context manager: the caller writes the entry inside the block. Records the write's start for the tombstones.
 
         is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
         """
@@ -264,11 +264,11 @@ class TieredStore(KVStore):
     # -- writing
 
     def put(self, kv: ChunkKV) -> None:
-        """Write to every tier, in the store's dtype. A memory tier that cannot hold the entry is skipped.
+        """Write the entry to every tier, in the store's dtype. A remote tier writes in the background.
 
-        A remote tier writes in the background. Raises the first tier's error after all tiers were tried. Raises
-        BackendUnreachableError, with no tier written, if the catalogue's server does not answer. KV with infinity or
-        NaN is not stored, with a warning, because no reader would accept it.
+        A memory tier that is too small for the entry is skipped. If a tier fails, the others are written, and then the
+        first error is raised. Raises BackendUnreachableError before any tier is written if the catalogue's server does
+        not answer. KV with infinity or NaN is not stored but logged, because no reader would accept it.
         """
         held = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
         if not kv_is_finite(held):
@@ -315,7 +315,7 @@ class TieredStore(KVStore):
         return self.delete_from(key, [tier for tier in self._tiers if not tier.is_remote])
 
     def delete_from(self, key: str, tiers: Sequence[KVStore]) -> bool:
-        """Delete the entry from some tiers, the slowest first so that it is not promoted again; return True if any had
+        """Delete the entry from these tiers, the slowest first so that it is not promoted again. Return True if any had
         it. Raises BackendUnreachableError like `delete`."""
         with self._lock:
             self.num_deletes += 1
@@ -339,7 +339,7 @@ class TieredStore(KVStore):
         """Delete entries from every tier of this store. Then write tombstones, records by which other processes and
         machines delete the entries from their tiers. See KVStore for `whole_namespace` and the result.
 
-        A tombstone is written after the deletion, so that a store which has applied it cannot fetch such an entry.
+        A tombstone is written after the deletion, so that a store which has applied it cannot fetch the entry again.
         """
         found: set[str] = set()
         failure: BackendUnreachableError | None = None
@@ -360,13 +360,13 @@ class TieredStore(KVStore):
         return found
 
     def apply_deletions(self) -> None:
-        """Delete from the local tiers what other processes and machines have deleted with `delete_everywhere`."""
+        """Delete from the local tiers the entries that other processes and machines have deleted everywhere."""
         for tombstones in self._tombstones:
             tombstones.poll()
 
     def watch_deletions(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
-        """Delete in the background, until `close`, what other processes and machines deleted. Wait up to `timeout_s`
-        seconds until that is done for the first time.
+        """Call `apply_deletions` every few seconds in the background, until `close`. Wait up to `timeout_s` seconds for
+        the first call.
 
         skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """

@@ -4,11 +4,13 @@
     ROOT/forgotten/ID.json  the same, once its entries are deleted from this disk
 
 `TieredStore.delete_everywhere` deletes entries, and then writes a tombstone to the remote tier. Every other store over
-it polls for new tombstones, every few seconds and before entries are stored, and deletes their entries from its memory
-and its disk, once: an entry that is stored again later stays. A name begins with the time, so a poll lists the names
-since the one before, however many there are. Every five seconds all are listed: a store that has applied a tombstone
-writes it back if the remote tier has lost it, and after TOMBSTONE_TTL_S it is deleted everywhere. Works on stores, keys
-and namespaces. Does not depend on servers, prompts or models.
+this remote tier polls for new tombstones, every few seconds and before it stores entries. It deletes their entries from
+its memory and its disk. It applies each tombstone once, so an entry that is stored again later stays.
+
+The name of a tombstone begins with its time, so a poll lists only the names since the previous poll. Every five
+seconds, a poll lists all names. A store with a disk then writes back the tombstones that it has applied and that the
+remote tier has lost. Tombstones older than TOMBSTONE_TTL_S are deleted. Works on stores, keys and namespaces. Does not
+depend on servers, prompts or models.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class _Write(NamedTuple):
 
 
 class Tombstones:
-    """The tombstones (records of deletions) in `remote`, a tier of `store`: writes new ones, and applies others'."""
+    """Writes tombstones of `store` to `remote`, a tier of `store`, and applies the tombstones of other stores."""
 
     def __init__(self, store: TieredStore, remote: RemoteStore) -> None:
         self._store, self._remote, self._disk = store, remote, store.disk_tier
@@ -69,11 +71,10 @@ class Tombstones:
         self._lock = threading.Lock()
 
     def publish(self, keys: Collection[str] = (), *, whole_namespace: str | None = None) -> None:
-        """Write tombstones of entries that were deleted from this store: those of `keys`, and all entries of
+        """Write tombstones for entries that were deleted from this store: the entries of `keys`, and all entries of
         `whole_namespace`, if given.
 
-        Raises BackendUnreachableError if the remote tier does not answer; other stores then do not learn of the
-        deletion.
+        Raises BackendUnreachableError if the remote tier does not answer; other stores then keep these entries.
         """
         listed = sorted(keys)
         for start in range(0, max(len(listed), whole_namespace is not None), MAX_KEYS):
@@ -85,12 +86,12 @@ class Tombstones:
                 self._record_applied(name, data)
 
     def record_write(self, header: KVHeader, *, is_copy: bool) -> None:
-        """Record that the store begins to write an entry. `is_copy`: it was fetched from the remote tier."""
+        """Record that the store begins to write an entry. is_copy: the entry was fetched from the remote tier."""
         self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
     def watch(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
-        """Poll at once and every POLL_INTERVAL_S seconds in a thread. Wait up to `timeout_s` seconds for the first
-        poll. It applies the tombstones that were written before the store was opened.
+        """Start a thread that polls at once, then every POLL_INTERVAL_S seconds. Wait up to `timeout_s` seconds for the
+        first poll, which applies the tombstones that were written before the store was opened.
 
         skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
@@ -115,7 +116,7 @@ class Tombstones:
             self._watch_ended = None
 
     def poll(self) -> None:
-        """Apply new tombstones. Every five seconds, restore those that the remote tier has lost, and delete old ones.
+        """Apply new tombstones. Every five seconds, write back tombstones that the remote tier lost; delete old ones.
 
         Logs one warning for several errors in a row, and none if the remote tier does not answer, because the next
         request to that tier logs it.

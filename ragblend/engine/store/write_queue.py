@@ -29,7 +29,7 @@ class WriteQueue:
     after a pause; after any other error it is dropped. `pause_s()` returns the seconds to wait before the next write, 0
     for none. With `read_back(key)`, a chunk that does not fit into the queue is kept by key alone and read again at its
     turn; `read_back` returns None for a deleted chunk. Each dropped chunk adds 1 to `num_dropped`, and logs a warning
-    that ends with the text `fix`. The caller never waits.
+    that ends with the text `fix`. `put` never waits.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WriteQueue:
         return len(self._waiting) + (self._current is not None)
 
     def put(self, kv: MemoryKV) -> bool:
-        """Queue a chunk. Return False, and count it as dropped, if it does not fit."""
+        """Queue a chunk. If the queue is full, count the chunk as dropped and return False."""
         key = kv.header.key
         with self._changed:
             known = self._waiting.get(key)
@@ -113,8 +113,8 @@ class WriteQueue:
             return self._changed.wait_for(lambda: not self.num_waiting, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds, then drop the rest. True if none was dropped. A later `put` starts it
-        again."""
+        """Wait up to `timeout_s` seconds for the queued writes, then drop the others. Return True if none was dropped.
+        The queue stays usable."""
         drained = self.flush(timeout_s)
         with self._changed:
             self._give_up_all("the store was closed")

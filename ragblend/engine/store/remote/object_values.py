@@ -42,8 +42,8 @@ _user_pid: int | None = None  # the process that sent the first request
 class ObjectValues:
     """ByteStore in a bucket or folder: `PREFIX/ab/abcdef....safetensors`, with the layout of a disk store's directory.
 
-    `timeout_s` bounds each request as a whole, body included. The size that a reply announces is checked before its
-    body is read. obstore retries nothing here, because the breaker of the tier decides.
+    `timeout_s` limits each request with its body; writes and lists have WRITE_TIMEOUT_S. A size that a reply announces
+    is checked before its body is read. obstore retries nothing here, because the tier's breaker counts failures.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
@@ -104,7 +104,7 @@ class ObjectValues:
         return self.contains(name) and self._remove(self._path(name))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Return every name with its object's bytes. Lists the whole prefix."""
+        """Return every name with its object's size in bytes. Lists the whole prefix."""
         return self._list("", SUFFIX)
 
     def delete_temporary_files(self) -> int:

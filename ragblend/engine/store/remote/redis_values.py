@@ -45,7 +45,8 @@ _SCAN_BATCH = 500
 class RedisValues:
     """ByteStore in one Redis database or cluster, under `ragblend:kv:KEY`. Connects at the first call.
 
-    `timeout_s` bounds each call as a whole. Nothing is retried here; the caller counts failures.
+    `timeout_s` limits each call, except `put` (WRITE_TIMEOUT_S) and `sizes` (WALK_TIMEOUT_S). Nothing is retried here;
+    the caller counts failures.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
@@ -111,7 +112,7 @@ class RedisValues:
             return bool(self._client.delete(PREFIX + name))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Yield every name with the bytes of its value. Raises BackendUnreachableError if the scan does not end."""
+        """Yield every name with its value's size in bytes. Raises BackendUnreachableError if the scan does not end."""
         until_s = monotonic() + WALK_TIMEOUT_S
         with self._call(self._timeout_s):
             found = self._client.scan_iter(match=f"{PREFIX}*", count=_SCAN_BATCH)

@@ -1,10 +1,10 @@
 """The shared tier: the bytes of chunk files in Redis or an object store, without delaying answers.
 
-A value is exactly the content of a disk tier's file, so the same code verifies it. It arrives whole: one round trip per
-chunk, the chunks of a request in parallel (`fetch_many`) within one time limit, all verified before the plan is made,
-so damage is a miss at once and never restarts a request. Writes wait in a queue until the backend accepts them. A
-failed or late fetch is a miss and is counted, even if it arrives in the end. After several failures the breaker stops
-requests until a probe, sent in the background, succeeds.
+A value has the bytes of a disk tier's file, so the same code verifies it. A value arrives whole, in one round trip.
+`fetch_many` fetches the chunks of a request in parallel, within one time limit. Each is verified before the request's
+KV is placed, so a damaged chunk is a miss and never restarts the request. A failed or late fetch is a miss and a
+counted failure, even if the value arrives later. Writes wait in a queue until the backend accepts them. After several
+failures the breaker stops requests until a probe, sent in the background, succeeds.
 
 Works on ChunkKV and a ByteStore. Does not depend on servers, other tiers, models or prompts.
 """
@@ -82,8 +82,8 @@ class RemoteStore(KVStore):
     `store_key`: new entries are signed with this key, and entries that it has not signed are ignored (see `signing`).
     The default is the process's own key, if there is one.
 
-    Concurrent requests for the same chunk fetch it once. If the backend does not answer, only `delete` raises
-    BackendUnreachableError, because its caller must know whether the entry was deleted. `flush` waits for queued
+    Concurrent requests for the same chunk fetch it once. A method raises BackendUnreachableError only if its docstring
+    says so: `delete`, for example, because its caller must know whether the entry was deleted. `flush` waits for queued
     writes; `close` waits for them, then releases threads and connections. Both may be called again.
     """
 
@@ -148,9 +148,9 @@ class RemoteStore(KVStore):
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
-        """Fetch `keys` in parallel; return those that arrived by `until_s` (monotonic), default `timeout_s` from now.
+        """Fetch `keys` in parallel. Return the entries that arrived by `until_s`, by key. Each key counts as a `get`.
 
-        Each key counts as a `get`.
+        until_s: in seconds of the monotonic clock; None: `timeout_s` seconds from now.
         """
         until_s = monotonic() + self.timeout_s if until_s is None else until_s
         flights = self.start_fetches(keys)
@@ -165,7 +165,7 @@ class RemoteStore(KVStore):
         return fetched
 
     def start_fetches(self, keys: Sequence[str]) -> dict[str, _InFlightFetch]:
-        """Start to fetch `keys` in parallel, without waiting. A later `get` waits for the fetch."""
+        """Start to fetch `keys` in parallel, and return the fetches by key. A later `get` waits for its fetch."""
         wanted = [key for key in dict.fromkeys(keys) if self._queue.peek(key) is None]
         return {key: flight for key in wanted if (flight := self._start(key)) is not None}
 
