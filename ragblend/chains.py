@@ -55,8 +55,8 @@ REPHRASE_PROMPT = ChatPromptTemplate.from_messages(
 class BlendRetriever(BaseRetriever):
     """The chunks of a ragblend index as LangChain documents, best first.
 
-    `index` is an open ChunkIndex or its folder. `k`, `neighbours` and `order` are those of `ChunkIndex.search`, and may
-    be given per call: `retriever.invoke(question, k=3)`.
+    `index` is an open ChunkIndex or its folder. `k`, `neighbours` and `order` are arguments of `ChunkIndex.search`. A
+    call may override them: `retriever.invoke(question, k=3)`.
     """
 
     index: Any
@@ -107,8 +107,8 @@ def create_blend_chain(
     Invoke it with a question or `{"input": question}`. The result has `input`, `context` (the documents), `sources`
     (their distinct sources), `citations` (file, pages and heading of each document, such as `a.pdf, p. 12, "Leave"`),
     `answer` and `report` (a BlendReport as a dictionary). A stream yields the documents, then the answer piece by
-    piece, then the report. `llm` is a ChatBlend or BlendLLM; any other chat model is sent the same documents as plain
-    text, and there is no report.
+    piece, then the report. `llm` is a ChatBlend or BlendLLM. Any other chat model receives the same documents as plain
+    text, and the result has no report. Invoking the chain with an empty question raises UsageError.
     """
     return _chain(RunnableLambda(_as_input), "input", retriever, _chat(llm), system).with_config(run_name="blend_chain")
 
@@ -122,9 +122,9 @@ def create_history_aware_blend_chain(
 ) -> Runnable[Any, dict[str, Any]]:
     """Return `create_blend_chain` for conversations: input `{"input": question, "chat_history": [messages]}`.
 
-    `rephrase`: turns question and history into the question to search for, if there is a history. By default the llm
-    rephrases with REPHRASE_PROMPT. If the model is too small to rephrase, pass `rephrase=lambda x: x["input"]`. The
-    result has the question that was searched for as `search_query`.
+    If the history is not empty, `rephrase` receives the input and returns the question to search for. By default the
+    llm rephrases with REPHRASE_PROMPT. If the model is too small to rephrase, pass `rephrase=lambda x: x["input"]`.
+    `search_query` in the result is the question that was searched for.
     """
     chat = _chat(llm)
     # A question alone has no chunk, so a strict model would reject it.
@@ -243,7 +243,7 @@ def create_long_document_chain(
     combine_prompt: str = COMBINE_PROMPT,
     no_answer: str = NO_ANSWER,
 ) -> Runnable[Any, dict[str, Any]]:
-    """Return a chain that reads a document longer than the context in overlapping windows, and answers from it.
+    """Return a chain that answers from a document longer than the model's context length, in overlapping windows.
 
     Invoke it with `{"input": question, "document": document}`, or with the document alone if `instruction` replaces
     the question ("Summarize the document."). A document is a text, a LangChain Document or a list of either. It is cut
@@ -256,10 +256,10 @@ def create_long_document_chain(
     - "rerank": the model answers every window; the result is the answer whose tokens have the highest probability.
 
     "reduce" and "rerank" omit answers that contain `no_answer`; "" omits none. If all remaining answers are equal, that
-    answer is the result. The prompts may have the fields {input}, {no_answer}, and {answer} or {answers}.
+    answer is the result. The three prompts may have the fields {input}, {no_answer}, and {answer} or {answers}.
 
     The result has `input`, `answer`, `windows`, `tokens` and, if the last answer was combined from others, its
-    `report`. `windows`: a dictionary for each, in order, with `source`, `start`, `last_source`, `end`, `answer`,
+    `report`. `windows`: a dictionary for each window, in order, with `source`, `start`, `last_source`, `end`, `answer`,
     `report`, and for "rerank" `score`. `tokens`: the sums `num_chunk_tokens`, `num_prefilled_tokens` (of chunks that
     were not stored), `prompt_tokens`, `num_reused_tokens` and `num_recomputed_tokens`. A stream yields the windows,
     then the answer. `llm`: a ChatBlend or BlendLLM, bound or not; its tokenizer counts the windows. Raises UsageError

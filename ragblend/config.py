@@ -88,7 +88,7 @@ class Settings(TierOptions):
     dtype: str = copy_option(ModelOptions, "dtype")
     device: str = copy_option(ModelOptions, "device")
     store: str = option(DEFAULT_STORE, "Directory of the documents and their KV.")
-    store_key_file: str | None = None  # signs and checks what is stored; None: what `ragblend init-key` made, if it did
+    store_key_file: str | None = None  # key that signs and checks stored KV; None: that of `ragblend init-key`, if any
     embedder: str = option("auto", "minilm, hashing, a Hugging Face id or a folder.")  # auto: minilm if installed
     chunk_size: int | None = option(None, "Most tokens of a chunk. Default: the store's, or 512.", at_least(1))
     max_file_mib: float = option(
@@ -111,7 +111,7 @@ class Settings(TierOptions):
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
     system: str | None = option(None, "System text before all chunks. Default: the store's.")
-    namespace: str = option("", "Tenant whose KV is used; no tenant reads another's. Give each a store.")
+    namespace: str = option("", "Tenant whose KV is used. Tenants share no KV. Give each tenant a separate store.")
     trust_remote_code: bool = copy_option(ModelOptions, "trust_remote_code")
     shadow: float = option(
         0.0,
@@ -146,7 +146,11 @@ class Settings(TierOptions):
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None = None) -> Settings:
-    """Read settings from `flags` (None is unset), the environment, `ragblend.toml` in `directory` and the user file."""
+    """Return the settings from `flags`, the environment, `ragblend.toml` in `directory` and the user's file.
+
+    An earlier source overrides a later one. A flag that is None is not set. `directory`: by default the working folder.
+    Raises UsageError for an unknown setting in a file, and for an invalid value.
+    """
     folder = directory or Path.cwd()
     own = _read_settings_file(user_folder() / USER_FILE)
     said = read_environment(os.environ) | {name: value for name, value in (flags or {}).items() if value is not None}
@@ -154,7 +158,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None
 
 
 def trusted_setting(name: str) -> Any:
-    """Return a setting that no folder's file may set, from the environment or the user's file; None if unset."""
+    """Return a setting from the environment or the user's file, never from a folder's file; None if neither sets it."""
     if (variable := f"RAGBLEND_{name.upper()}") in os.environ:
         return _cast(name, os.environ[variable], variable)
     return _read_settings_file(user_folder() / USER_FILE).get(name)
@@ -230,7 +234,7 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
 
 
 def read_environment(environment: Mapping[str, str], names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the settings that `environment` has as `RAGBLEND_NAME`: all, or those in `names`."""
+    """Return the settings in the variables `RAGBLEND_NAME` of `environment`; with `names`, only these settings."""
     values = {}
     for field in fields(Settings):
         variable = f"RAGBLEND_{field.name.upper()}"
@@ -240,7 +244,7 @@ def read_environment(environment: Mapping[str, str], names: Collection[str] | No
 
 
 def flag_name(argument: str) -> str:
-    """Return the flag that sets a setting or another argument on the command line; "" where no flag does.
+    """Return the command-line flag of a setting or of another argument; "" if it has no flag.
 
     >>> flag_name("k"), flag_name("kv_dtype"), flag_name("recompute_ratio"), flag_name("disk_gib")
     ('-k', '--kv-dtype', '--ratio', '')
@@ -256,7 +260,7 @@ unflagged_settings: ContextVar[Collection[str]] = ContextVar("unflagged_settings
 
 
 def arguments_to_flags(message: str) -> str:
-    """Return a message of the library as the command line prints it: with flags in the place of argument names.
+    """Return a message of the library for the command line: flags replace the names of arguments.
 
     The library writes an argument in backquotes: `` `k` `` or `` `model='demo'` ``. A setting without a flag becomes
     its environment variable. Other texts in backquotes stay as they are.
@@ -282,7 +286,9 @@ def arguments_to_flags(message: str) -> str:
 
 @cache
 def setting_type(name: str) -> tuple[type, tuple[str, ...]]:
-    """Return the type of a setting's values, and the words that it accepts: those of a choice, or words like "auto".
+    """Return the type of a setting's values, and the words that the setting accepts instead, such as "auto".
+
+    A setting that accepts only words, such as `mode`, has the type str.
 
     >>> setting_type("chunk_size"), setting_type("ratio")
     ((<class 'int'>, ()), (<class 'float'>, ('auto',)))

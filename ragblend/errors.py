@@ -57,7 +57,7 @@ class UnsupportedModelError(RagblendError):
 
 
 class PromptTooLongError(RagblendError):
-    """More tokens than the model's context holds."""
+    """A prompt or a chunk that is longer than the model's context length."""
 
 
 class StoreMismatchError(RagblendError):

@@ -13,7 +13,7 @@ NUM_RESAMPLES = 1000  # of the bootstrap
 
 
 def wilson_interval(share: float, num: int) -> tuple[float, float]:
-    """Return Wilson's interval of a share of `num` cases.
+    """Return (low, high) of Wilson's 95 % interval of a share of `num` cases.
 
     >>> tuple(round(bound, 3) for bound in wilson_interval(0.95, 100))
     (0.888, 0.978)
@@ -27,7 +27,7 @@ def wilson_interval(share: float, num: int) -> tuple[float, float]:
 def mean_interval(
     values: Sequence[float] | NDArray[np.float64], num_resamples: int = NUM_RESAMPLES
 ) -> tuple[float, float]:
-    """Return the bootstrap interval of the mean: percentiles over resamples, the same at every call.
+    """Return (low, high) of the 95 % bootstrap interval of the mean. Equal `values` give equal intervals at every call.
 
     >>> mean_interval([2.0, 2.0, 2.0])
     (2.0, 2.0)

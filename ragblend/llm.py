@@ -47,14 +47,15 @@ except ImportError as error:
 class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
     """LangChain chat model that answers from fused chunk KV.
 
-    `ChatBlend(model="demo", store="kv/")`, or `ChatBlend(engine=engine)`. Every call may set mode, rule,
-    recompute_ratio, max_tokens, temperature, top_k and the other fields of sampling, stop and strict. `logprobs=True`
-    adds `logprobs` to `response_metadata`, in OpenAI's form. `n` answers to one prompt are several generations.
-    Content blocks `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}` and the documents in a ToolMessage's
-    artifact name chunks; those that are not stored are stored for later prompts. `bind_tools` and
-    `with_structured_output` constrain the answer during decoding, so that calls and JSON are valid with any model;
-    they need the extra `structured`, except with vLLM. A prompt beyond the context length raises PromptOverflowError,
-    which is a PromptTooLongError and LangChain's ContextOverflowError.
+    `ChatBlend(model="demo", store="kv/")`, or `ChatBlend(engine=engine)`. Every call may set mode, rule, strict, stop,
+    recompute_ratio, max_tokens, and the sampling options: temperature, top_k and others. `logprobs=True` adds
+    `logprobs` to `response_metadata`, in OpenAI's form. `n` answers to one prompt are `n` generations.
+
+    A message names chunks by content blocks `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`, or by the
+    documents in a ToolMessage's artifact. If the store lacks the KV of a named chunk, it is stored for later prompts.
+    `bind_tools` and `with_structured_output` constrain the answer during decoding, so that calls and JSON are valid
+    with any model. They need the extra `structured`, except with vLLM. A prompt beyond the context length raises
+    PromptOverflowError, which is a PromptTooLongError and LangChain's ContextOverflowError.
     """
 
     streaming: bool = False  # True: `invoke` streams internally and calls the token callbacks
@@ -98,10 +99,10 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return this model with tools: functions, Pydantic classes, TypedDicts, LangChain tools or OpenAI's dicts.
 
-        `tool_choice`: with "auto" (and None) the model chooses; "any" and "required" (and True) require a call, the
-        name of a tool requires a call of that tool, "none" allows no call. `parallel_tool_calls` allows several calls;
-        None allows them for "auto" only. `strict` as in OpenAI: every parameter is required. Arguments follow their
-        schema in any case.
+        `tool_choice`: "auto" (or None) lets the model choose; "any", "required" or True requires a call; the name of a
+        tool requires a call of that tool; "none" allows no call. `parallel_tool_calls` allows several calls; None
+        allows several only with "auto". `strict` as in OpenAI: every parameter is required. Arguments follow their
+        schema with and without `strict`.
         """
         from ragblend.langchain.tools import bind_tools
 
@@ -123,8 +124,8 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         Answers are objects of the Pydantic class, else dicts. `method`: "json_schema" constrains the answer to the
         schema, "function_calling" makes the model call a tool with that schema, "json_mode" allows any JSON object.
         Only "function_calling" adds the schema to the prompt; with the others, describe the fields in the prompt.
-        `include_raw=True` returns {"raw": AIMessage, "parsed": ..., "parsing_error": ...}. An answer that reaches
-        max_tokens is no valid JSON.
+        `include_raw=True` returns {"raw": AIMessage, "parsed": ..., "parsing_error": ...}. If max_tokens cuts an
+        answer, the two JSON methods raise OutputParserException. Raises UsageError for another `method`.
         """
         from ragblend.langchain.tools import bind_structured_output
 

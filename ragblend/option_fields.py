@@ -43,7 +43,7 @@ def one_of(*names: str) -> Validator:
 def at_least(least: float, meaning: str = "") -> Validator:
     """Return a validator that accepts numbers of at least `least`.
 
-    `meaning` says, for the error message, what the value `least` does: "no limit".
+    `meaning`: effect of the value `least`, for the error message, such as "no limit".
     """
     low = f"{least} ({meaning})" if meaning else f"{least}"
     return Validator(lambda value: is_number(value) and value >= least, f"{low} or more")
@@ -63,13 +63,13 @@ def int_between(least: int, most: int) -> Validator:
 def between_zero_and_one(zero_meaning: str, one_meaning: str) -> Validator:
     """Return a validator that accepts numbers from 0 to 1.
 
-    `zero_meaning` and `one_meaning` say, for the error message, what the values 0 and 1 do.
+    `zero_meaning` and `one_meaning`: effects of the values 0 and 1, for the error message.
     """
     return Validator(lambda value: is_number(value) and 0 <= value <= 1, f"0 ({zero_meaning}) to 1 ({one_meaning})")
 
 
 def is_sequence(value: object) -> bool:
-    """Return True for a list, a tuple or another sequence, but not for one text."""
+    """Return True for a list, a tuple or another sequence; False for a string and for bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
@@ -172,7 +172,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raise UsageError if `text`, which messages call `what`, has a lone surrogate: half of a character.
+    """Raise UsageError if `text` has a lone surrogate, half of a character. `what` names `text` in the error message.
 
     >>> check_unicode("caf\N{LATIN SMALL LETTER E WITH ACUTE}", "the question")
     """

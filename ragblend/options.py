@@ -238,7 +238,7 @@ class LoadKeywords(TierKeywords, ModelKeywords, total=False):
 @reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class LoadOptions(TierOptions):
-    """Arguments of `load_engine` other than model, store, backend and ModelOptions."""
+    """Arguments of `load_engine`, which explains them. Model, store, backend and ModelOptions are not among them."""
 
     system: str | None = None
     namespace: str = ""
@@ -258,11 +258,12 @@ class LoadOptions(TierOptions):
 class GenerationOptions:
     """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one string.
 
-    `recompute_ratio` (blend): share of chunk tokens to recompute. "auto" and None are the store's calibrated ratio,
-    else the default. On a profiled machine the ratio is raised as far as recomputing takes no longer than loading, and
-    full prefill is used if it is faster. Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that
-    total probability. Penalties and bias also apply to greedy answers. `logprobs` are the model's own, before
-    penalties, bias and temperature.
+    `recompute_ratio` (mode "blend"): share of chunk tokens to recompute. None and "auto" are the store's calibrated
+    ratio, else the rule's default. If `ragblend profile` has measured the machine, they are adapted: the ratio is
+    raised while recomputing takes no longer than loading, and full prefill replaces a blend that would be slower.
+
+    Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
+    also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.
     """
 
     mode: Mode = option("blend", "blend, full, prefix or reuse.", one_of("blend", "full", "prefix", "reuse"))
@@ -287,7 +288,7 @@ class GenerationOptions:
     top_k: int | None = option(None, "Most tokens to choose from; 0: all.", int_at_least(0, "all"))
     min_p: float | None = option(
         None,
-        "Least probability of a token, as a share of the likeliest one's.",
+        "Least probability of a token, as a share of the likeliest token's.",
         between_zero_and_one("any", "the likeliest alone"),
     )
     repetition_penalty: float | None = option(

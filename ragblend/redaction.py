@@ -28,7 +28,9 @@ _MIN_PIECE_CHARS = 3  # shortest piece of a password that is searched for: short
 
 
 def redact_url(url: str) -> str:
-    """Return the URL's scheme, host and path. What comes before its last `@`, and anything that is no host, is hidden.
+    """Return the URL's scheme, host and path. Text before the last `@` is replaced by `***`; a query is left out.
+
+    If the text after that `@` does not begin with a valid host, it is replaced as well, together with the path.
 
     >>> redact_url("redis://:secret@cache:6379/0?socket_timeout=1")
     'redis://***@cache:6379/0'
@@ -44,7 +46,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_message(message: str, url: str) -> str:
-    """Return a library's message without the secrets of `url`, which the library was given, and of other URLs.
+    """Return the message of a library that was called with `url`, without the secrets of `url` and of URLs in it.
 
     >>> redact_message("Port could not be cast to integer value as 'sec'", "redis://:sec#ret@cache")
     "Port could not be cast to integer value as '***'"
@@ -62,7 +64,7 @@ def has_secret(url: str) -> bool:
 
 
 def password_encoding_hint(url: str) -> str:
-    """Return the end of an error message: how to percent-encode the characters that cut off the URL's password.
+    """Return the end of an error message: how to percent-encode characters of a password at which the URL was cut.
 
     Returns "" if the URL's password has no such character.
 

@@ -1,4 +1,4 @@
-"""LangChain vector store over a ragblend index or over any other vector store, whose documents it precomputes.
+"""LangChain vector store that wraps a ragblend index or any other vector store, and precomputes its documents.
 
 `BlendVectorStore` is the ingestion hook for LangChain's own APIs (`add_documents`, `delete`, the indexing API).
 Depends on langchain-core, the index and ingestion. Does not depend on chains.
@@ -137,7 +137,8 @@ class BlendVectorStore(VectorStore):
     llm: a ChatBlend, a BlendLLM or an engine that precomputes; None: documents are only indexed. Documents are indexed
     first. If the precomputation of a document fails, searches still find it, and its text is prefilled in prompts. The
     KV of a text is deleted with the last document that has it.
-    embedding: the LangChain embedding of the index in the folder; None for an index with a ragblend embedder.
+    embedding: only if `inner` is a folder: the LangChain embedding with which its index was made; None if the index was
+    made with a ragblend embedder. An `embedding` for an open `inner` raises UsageError.
     collection: a name for the documents of this vector store in the KV store. Two vector stores may have documents with
     the same ids, so each needs its own name. The default consists of the inner store's class and the name of its data
     (collection, index, table, folder). Stores without such a name, for example in memory, are numbered in the order in
@@ -192,8 +193,8 @@ class BlendVectorStore(VectorStore):
         """Store and precompute documents, and return their ids. A document replaces an older one with the same id.
 
         ids: used instead of the documents' own ids. A document that the model cannot prefill is stored, and a warning
-        is logged; see `precompute_documents`. Raises UsageError if the numbers of ids and documents differ; nothing is
-        stored then.
+        is logged; see `precompute_documents`. If the numbers of ids and documents differ, UsageError is raised, and
+        nothing is stored.
         """
         given = given_or_own_ids(documents, kwargs.get("ids"))
         ids = self.inner.add_documents(documents, **kwargs)
@@ -204,11 +205,10 @@ class BlendVectorStore(VectorStore):
         return ids
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete the documents with these ids, and their KV. Unknown ids are ignored.
+        """Delete the documents with these ids and, if `llm` is set, their KV. Unknown ids are ignored.
 
-        Without `ids`, and if the inner store is a ragblend index, all documents that were added through LangChain are
-        deleted, with their KV. With any other inner store, its own `delete` decides. The KV then stays until `ragblend
-        gc --orphans`.
+        `ids=None` deletes from a ragblend index all documents that were added through LangChain, with their KV. For any
+        other inner store it calls `inner.delete(None)` and deletes no KV; `ragblend remove COLLECTION` deletes the KV.
         """
         if ids is None and isinstance(self.inner, _IndexStore):
             ids = self.inner.ids()

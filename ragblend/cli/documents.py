@@ -50,7 +50,7 @@ def ingest(
     ] = False,
     loader: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Function that returns a path's documents; it reads all files."),
+        typer.Option(metavar="MODULE:FUNCTION", help="Function that reads every file: from a path to its documents."),
     ] = None,
     precompute: Annotated[bool, typer.Option("--precompute/--no-precompute", help="Also prefill the chunks.")] = True,
     workers: Workers = None,
@@ -102,10 +102,10 @@ def precompute(
     workers: Workers = None,
     json_: JsonOption = False,
 ) -> None:
-    """Prefill every indexed chunk for a new model, dtype or system text.
+    """Prefill indexed chunks without KV, such as for a new model, dtype or system text.
 
-    --kv-dtype rewrites stored KV: from auto to int8 or fp8 without prefilling, back by prefilling. --context changes
-    the context policy: missing KV is prefilled, then KV of other contexts is deleted.
+    --kv-dtype converts the stored KV. From auto to int8 or fp8 it is rounded; any other conversion prefills the chunks
+    again. --context changes the context policy: missing KV is prefilled, then KV of other contexts is deleted.
     """
     from ragblend.precompute import precompute_index
 

@@ -104,7 +104,7 @@ class SectionedHelpGroup(TyperGroup):
     """A list of commands, each with its first sentence, under the headings of `GROUPS`."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. The error for a missing flag names the environment variable of its setting."""
+        """Run a command. The error for an unknown flag that names a setting says how to set it without a flag."""
         try:
             return super().invoke(ctx)
         except _ParserError as error:
@@ -116,7 +116,7 @@ class SectionedHelpGroup(TyperGroup):
             raise
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands."""
+        """Write the commands and the first sentences of their help, by group."""
         for heading, names in groupby(self.list_commands(ctx), key=_heading):
             commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):

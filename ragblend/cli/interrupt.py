@@ -1,4 +1,4 @@
-"""Ctrl-C: a line says at once which results are kept and how to continue, and the command ends within seconds.
+"""Ctrl-C: prints at once which results are kept and how to continue, and ends the command within seconds.
 
 typer converts KeyboardInterrupt to an exit code before `main` receives it, and a command ends only after its current
 step. The signal handler therefore writes the line.

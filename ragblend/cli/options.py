@@ -28,9 +28,9 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
     """Return a decorator for a command. It adds flags for the settings `names`, between the command's own arguments and
     options, and passes the Settings as `settings`.
 
-    If a parameter of the command has the name of a setting, its value sets that setting. If it has the name of an added
-    flag, it receives the flag's value. `unflagged`: settings that the command reads without a flag, listed in its help.
-    `demo`: help text of a flag `--demo`; with this flag, settings that are not given have the demo's values.
+    A parameter of the command with the name of a setting sets that setting. A parameter with the name of an added flag
+    receives the flag's value. `unflagged`: settings that the command reads and has no flag for; its help lists them.
+    `demo`: help text of a flag `--demo`, which gives the demo's values to settings that the user does not set.
     """
 
     def decorate(command: Command) -> Command:

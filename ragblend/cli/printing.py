@@ -102,7 +102,7 @@ def print_json(facts: dict[str, Any]) -> None:
 def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     """Print what an ingestion did and cost; notes about the files go to stderr.
 
-    With `ragblend --verbose` it names every file that was removed or skipped and prints every note, instead of a few.
+    It names a few of the files that were removed or skipped, and a few notes; `ragblend --verbose` prints all of them.
     """
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
@@ -151,7 +151,7 @@ def _print_notes(notes: Sequence[ReadFailure], most: int) -> None:
 
 
 def source_facts(hit: SearchHit) -> dict[str, Any]:
-    """Return a retrieved chunk as JSON values; with title, page, page_end and headings where they are known."""
+    """Return a retrieved chunk as JSON values; with title, page, page_end and headings if its metadata has them."""
     from ragblend.corpus.citations import citation_facts
 
     chunk = hit.chunk

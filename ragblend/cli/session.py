@@ -56,7 +56,7 @@ def prepare_demo_settings(arguments: dict[str, Any]) -> Settings:
 
 
 def limit_torch_to_one_thread() -> None:
-    """Limit torch to one thread: two threads of so small a model wait for each other on a busy machine."""
+    """Limit torch to one thread: the embedded model is so small that two threads wait for each other."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -129,7 +129,7 @@ def _engine_options(settings: Settings) -> dict[str, Any]:
 
 @contextmanager
 def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[RayWorkers | None]:
-    """Give Ray workers if a number of them is set, else None."""
+    """Yield Ray workers as `workers` says; None if `workers` is None."""
     if workers is None:
         yield None
         return
@@ -189,7 +189,7 @@ def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkInd
 
 
 def embedder_name(settings: Settings) -> str | None:
-    """Return the embedder that the index must have; None for the index's own."""
+    """Return the name of the embedder that the index must have; None accepts the embedder that the index records."""
     return None if settings.embedder == "auto" else settings.embedder
 
 

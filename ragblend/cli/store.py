@@ -19,7 +19,7 @@ EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
 
 @with_settings("store remote")
 def push(settings: Settings, json_: JsonOption = False) -> None:
-    """Send the remote tier the entries that it lacks. Exits 5 if some did not arrive, 1 if the tier is full."""
+    """Send the store's entries that the remote tier lacks. Exits 5 if some did not arrive, 1 if the tier is full."""
     from ragblend.engine.store.remote.tier import open_remote
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.operations.maintenance import push_store
@@ -40,7 +40,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
 
 @with_settings("model store", unflagged="device dtype namespace system trust_remote_code")
 def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Keep documents' KV: no budget evicts it until `unpin`. After another ingest their new chunks are kept, too."""
+    """Exempt documents' KV from eviction until `unpin`. Chunks that a later ingest adds to them are exempt, too."""
     from ragblend.ingestion.documents import find_indexed_documents, pin_document
 
     with open_document_engine(settings) as engine, open_settings_index(settings, engine) as opened:
@@ -146,7 +146,7 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Remove damaged entries and prefill them again.")] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Read and check every stored byte, also a remote tier's. Exits 4 if anything is still damaged or missing."""
+    """Read and check every byte of the store and the remote tier. Exits 4 if data is still damaged or missing."""
     from ragblend.operations.maintenance import verify_and_quarantine
 
     with progress_bars() as progress:

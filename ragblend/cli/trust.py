@@ -23,7 +23,7 @@ def init_key(
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Make a key. KV stored afterwards is signed, and KV without its signature is not used."""
+    """Make a key that signs stored KV. New KV is signed; KV without a signature of the key is not used."""
     from ragblend.engine.store.signing import KEY_VARIABLE, key_path, write_key
 
     path = (key_path() if out is None else expand_user_path(out, "--key-file")).absolute()
@@ -43,12 +43,15 @@ def sign(
     signed_with: Annotated[
         str | None,
         typer.Option(
-            "--old-key-file", metavar="FILE", help="File of an older key: only entries that it signed are signed again."
+            "--old-key-file", metavar="FILE", help="File of an older key. Only entries signed with it are signed again."
         ),
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Sign the entries that a store holds. Do so only if you trust everyone who could write to it until now."""
+    """Sign a store's entries with the key of `ragblend init-key`.
+
+    Without --old-key-file every intact entry is signed. Do so only if you trust everyone who could write to the store.
+    """
     from ragblend.engine.store.signing import find_process_key, read_key
     from ragblend.errors import NotFoundError
     from ragblend.operations.signing import sign_store

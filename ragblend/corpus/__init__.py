@@ -1,1 +1,1 @@
-"""Documents before a model processes them: reading folders and files, catalogues of chunks and texts, embedders."""
+"""Documents before the LLM reads them: reading of folders and files, cuts of texts, citations, embedders."""

@@ -25,8 +25,9 @@ def add_pages_and_headings(document: Document, chunks: Iterable[Chunk]) -> list[
     """Return `chunks` of `document` with their pages and headings in their metadata.
 
     `page`: page of the chunk's first character, a number or a label such as "iv". `page_end`: page of its last
-    character, if it is another page. `headings`: those above the chunk's first character and a heading that begins the
-    chunk, outermost first; at most six, each of at most 200 characters. A field that a splitter has set is kept.
+    character, if it is another page. `headings`: the headings above the chunk's first character, and the heading with
+    which the chunk begins, outermost first; at most six, each of at most 200 characters. A field that a splitter has
+    set is kept.
     """
     if not document.marks:
         return list(chunks)
@@ -52,7 +53,7 @@ def add_pages_and_headings(document: Document, chunks: Iterable[Chunk]) -> list[
 def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
     """Return one line: a chunk's file and record, its pages, and the innermost heading above it.
 
-    If there is no heading, the title is named. A file below the working folder is named by its relative path.
+    Without a heading, the line has the document's title. A file below the working folder has its relative path.
 
     >>> describe_source("handbook.pdf", {"page": 12, "headings": ["Staff", "Leave"]})
     'handbook.pdf, p. 12, "Leave"'

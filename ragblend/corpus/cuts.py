@@ -25,7 +25,7 @@ _IN_ROW, _AFTER_HEADING, _AT_CODE_LINE, _AT_CODE_PARAGRAPH, _AT_WORD, _AT_LINE, 
 
 
 def start_of_word(text: str, ends: Sequence[int], index: int) -> int:
-    """Return the offset at which word `index` begins. `ends[index]` is its end. After the last word: `len(text)`."""
+    """Return the offset at which word `index` begins; `len(text)` after the last word. `ends`: ends of the words."""
     found = _NO_BLANK.search(text, ends[index - 1] if index else 0)
     return found.start() if found else len(text)
 
@@ -49,12 +49,13 @@ def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> in
 
 
 def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int, layout: Layout) -> int:
-    """Return the index in `ends` of the chunk's last word. The words `first` to `last` fit into a chunk from `start`.
+    """Return the index in `ends` (the words' end offsets) of the last word of the chunk that begins at offset `start`.
 
-    The chunk ends at the strongest gap between words of its second half (see `_strength`), the last of equal ones.
-    There are two exceptions. A chunk of uniform rows of records ends in its last three fifths, before the row with the
-    lowest hash. A row that is inserted before the cut then changes neither the cut nor the chunks after it. If all gaps
-    of the second half separate parts that belong together, a better gap in the quarter before it is used.
+    The words `first` to `last` fit into the chunk. It ends at the strongest gap between words of its second half (see
+    `_strength`); of several, at the last. There are two exceptions. A chunk of uniform rows of records ends in its last
+    three fifths, before the row with the lowest hash, so a row that is inserted before the cut changes neither the cut
+    nor the chunks after it. If every gap of the second half separates what belongs together, the chunk ends at a better
+    gap in the quarter before it.
     """
     size = ends[last] - start
     middle = bisect_right(ends, start + size // 2, first, last)

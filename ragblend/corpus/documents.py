@@ -59,22 +59,22 @@ class Document:
 
     @property
     def content_hash(self) -> str:
-        """Return 32 hex digits that change with text, metadata or marks. Ingestion skips unchanged documents."""
+        """32 hex digits that change with text, metadata or marks. Ingestion skips documents with an unchanged hash."""
         metadata = json.dumps([dict(self.metadata), self.marks], sort_keys=True, default=str)
         return hashlib.blake2b(f"{metadata}\0{self.text}".encode(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True)
 class FileDocuments:
-    """The documents of one file. `failure`: why some records of the file could not be read; "" if all were.
+    """The documents of one file. A record that could not be read has no document.
 
-    The records that could not be read have no document.
+    `failure`: the reasons why records could not be read; "" if all were read.
     """
 
     documents: Iterable[Document]
     failure: str = ""
-    unread: tuple[str, ...] = ()  # sources of these records, or what their sources begin with before a full stop
-    notes: dict[str, str] = field(default_factory=dict)  # sentence on an omission or a guess -> its first source
+    unread: tuple[str, ...] = ()  # sources of unread records; SOURCE stands for all its passages SOURCE.NUMBER, too
+    notes: dict[str, str] = field(default_factory=dict)  # sentence on an omission or guess -> first source it is about
 
     def is_unread_record(self, source: str) -> bool:
         """Return True if `source` belongs to a record that could not be read."""
@@ -91,9 +91,10 @@ class OpenedFile(NamedTuple):
 def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str = "") -> OpenedFile:
     """Return a file's digest and the function `read`, which reads its documents.
 
-    Raises FileNotFoundError, NotADocumentError, and UnreadableDocumentError, also for a file larger than `max_file_mib`
-    (0: no limit). `read` raises the errors of `read_documents`. Of JSON lines and Parquet only some records are in
-    memory at a time: the iterator of the documents raises the errors, and `failure` is complete at its end.
+    Raises FileNotFoundError; NotADocumentError for a file that holds no text; UnreadableDocumentError for a file that
+    cannot be read, or is larger than `max_file_mib` (0: no limit). `read` raises the errors of `read_documents`. JSON
+    lines and Parquet are read some records at a time: the iterator of the documents then raises these errors, and
+    `failure` is complete at its end.
     """
     stream = (
         stream_parquet
@@ -121,8 +122,7 @@ def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
 def open_file(path: str, max_file_mib: float, *, any_kind: bool = False) -> Iterator[BufferedReader]:
     """Yield the file, opened at its beginning.
 
-    Raises UnreadableDocumentError if it cannot be read, or is larger than `max_file_mib`. Raises NotADocumentError for
-    a kind of file that holds no text; `any_kind` turns this check off.
+    Raises the errors of `open_source`. `any_kind=True` accepts kinds of files that hold no text.
     """
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
@@ -240,7 +240,7 @@ def has_visible_text(text: str) -> bool:
 
 
 def reader_version(path: str, text_field: str = "") -> str:
-    """Return what determines a file's text in addition to its bytes: the version of the readers, and `text_field`.
+    """Return an id of what determines a file's text, except its bytes: the version of the readers, and `text_field`.
 
     Versions of the parsers are left out, because every upgrade would make ragblend read every file again. Another
     release changed the text of 0 of 38 pages (selectolax) and of 5 of 93 files (PDFium). READERS_VERSION is raised if a

@@ -1,7 +1,8 @@
-"""Embedders: texts to unit vectors, for retrieval. Three classes, one protocol; a model is loaded at the first text.
+"""Embedders, which map texts to unit vectors for retrieval. There are three classes and one protocol.
 
-A text that is longer than the model's limit is embedded in windows, so retrieval considers all of it. Does not depend
-on chunks, indexes or the LLM. `default_embedder` chooses one; `load_embedder` returns one by its name.
+A model is loaded at the first text. A text that is longer than the model's limit is embedded in windows, so retrieval
+considers all of it. Does not depend on chunks, indexes or the LLM. `default_embedder` returns the best embedder that is
+installed, `load_embedder` the embedder of a name.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Embedder(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the name that the index records. Embedders of one name return equal vectors for equal texts."""
+        """The name that the index records. Embedders with equal names return equal vectors for equal texts."""
 
     @property
     def dim(self) -> int:
@@ -79,7 +80,7 @@ class SentenceTransformerEmbedder:
 
     @property
     def max_tokens(self) -> int | None:
-        """Return the most tokens that the model reads at once; None: no limit. Longer texts are split into windows.
+        """The largest number of tokens that the model reads at once; None: no limit. Longer texts are cut into windows.
 
         Loads the model.
         """
@@ -334,7 +335,7 @@ def embed_question(embedder: Embedder, text: str) -> FloatArray:
 
 
 def embedder_version(embedder: Embedder | str) -> int:
-    """Return the version of the vectors of an embedder, given as an object or by its name. Loads no model."""
+    """Return the `version` of an embedder's vectors. `embedder`: an object or a name. Loads no model."""
     if isinstance(embedder, str):
         named_only = embedder == "hashing" or embedder.startswith(LANGCHAIN_PREFIX)
         return 1 if named_only else SentenceTransformerEmbedder.version
@@ -344,8 +345,8 @@ def embedder_version(embedder: Embedder | str) -> int:
 def load_embedder(name: str | Path) -> Embedder:
     """Return the embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
 
-    Raises NotFoundError for 'minilm' without its package. For a missing model it is raised at the first text.
-    Raises UsageError for the name of a LangChain embedding: its name does not contain its settings, so pass the object.
+    Raises NotFoundError for 'minilm' without its package; another missing model raises it at the first text. Raises
+    UsageError for the name of a LangChain embedding, which does not contain its settings: pass the embedding itself.
     """
     if str(name) == "minilm":
         return MiniLMEmbedder()

@@ -1,4 +1,4 @@
-"""Files to read, from the named files and folders: each once, in order, with the reasons for those left out.
+"""Finds the files to read in named files and folders, each once and in order, and the reasons why others are left out.
 
 Handles names, links, `.gitignore` and ragblend's own folders. Reads no documents. Read `scan_folders` first.
 """
@@ -54,20 +54,20 @@ class ReadFailure(NamedTuple):
 
 @dataclass
 class FolderScan:
-    """Files in the files and folders that a caller named. Every path is a `normal_path`; a file's is its `source`."""
+    """The files that `scan_folders` found. Every path is a `normal_path`; a file's path is its document's source."""
 
     roots: list[str] = field(default_factory=list)  # the named files and folders
     files: dict[str, str] = field(default_factory=dict)  # file to read -> the root that holds it, in reading order
-    named_files: set[str] = field(default_factory=set)  # those of `files` that were named
-    filtered_out: set[str] = field(default_factory=set)  # files that only `glob` leaves out
-    links: set[str] = field(default_factory=set)  # other names of files to read
+    named_files: set[str] = field(default_factory=set)  # the files of `files` that the caller named
+    filtered_out: set[str] = field(default_factory=set)  # files that would be read, but do not match `glob`
+    links: set[str] = field(default_factory=set)  # links to files that are read under another name
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
     outside: list[str] = field(default_factory=list)  # links to files outside of the roots
     not_files: list[ReadFailure] = field(default_factory=list)  # broken links, links to folders, pipes, devices
     unreadable: list[ReadFailure] = field(default_factory=list)
 
     def is_covered(self, path: str) -> bool:
-        """Return True if the scan looked for the file `path`: it was named, or it is below a named folder."""
+        """Return True if the file `path` was named, or is below a named folder."""
         return any(each in self._root_set for each in iter_path_and_parents(path))
 
     def is_below_unreadable(self, path: str) -> bool:
@@ -75,9 +75,9 @@ class FolderScan:
         return any(each in self._unlisted for each in iter_path_and_parents(path))
 
     def has_left_out(self, path: str, top: str) -> bool:
-        """Return True if the scan left out the file `path`, although it scanned one of the file's parent folders.
+        """Return True if the scan left out the file `path` of a named folder for a reason other than `glob`.
 
-        Of the scanned folders, only `top` and those below it count.
+        Only the named folders `top` and below `top` count.
         """
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
@@ -96,14 +96,14 @@ class FolderScan:
 
 
 def scan_folders(paths: Iterable[str | Path], glob: str = "*", excluded: Iterable[str | Path] = ()) -> FolderScan:
-    """Return the files among `paths`, and the files of the folders among `paths`, each folder's ordered by name.
+    """Return the files among `paths`, and the files in the folders among `paths`, which are ordered by name.
 
     Folders are walked recursively. The scan leaves out hidden files, `node_modules`, ragblend's own data, the folders
-    `excluded`, and what `.gitignore` files name: those of the folder, of folders below it, and of folders above it in
-    the same git repository. Links to folders are not followed. A link to a file is read under its own name, unless the
-    file itself is read too; a link to a file outside of `paths` is not read. `glob` filters the files of folders like
-    `Path.rglob`. A named file is always read. Raises NotFoundError for a path that does not exist, UsageError for a
-    pattern that can match nothing.
+    `excluded`, and what `.gitignore` files exclude: that of the folder itself, those of folders below it, and those of
+    folders above it in the same git repository. Links to folders are not followed. A link to a file is read under the
+    link's name, unless the file itself is read too; a link to a file outside of `paths` is not read. `glob` filters the
+    files of folders like `Path.rglob`. A named file is always read. Raises NotFoundError for a path that does not
+    exist, UsageError for a pattern that can match nothing.
     """
     pattern = _split_glob(glob)
     found, excluded_folders = FolderScan(), {os.path.realpath(folder) for folder in excluded}
@@ -171,11 +171,11 @@ def _as_listed(path: str) -> str:
 
 
 def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
-    """Return those of `sources` that `name` means: a source, a file with all its records, or the files below a folder.
+    """Return the sources that `name` names: one source, a file with all its records, or all files below a folder.
 
-    `sources`: (source, file) each. `name` may be what `stats` shows, a path relative to the working folder, an absolute
-    path or a file:// URI, in either Unicode normal form. The files need not exist any more. Raises UsageError for an
-    empty name.
+    `sources`: pairs (source, file). `name`: as `stats` prints it, a path relative to the working folder, an absolute
+    path or a file:// URI, in either Unicode normal form. The files may be deleted already. Returns [] for an unknown
+    name. Raises UsageError for an empty name.
     """
     if not name.strip():
         raise UsageError("the name is empty; pass a file, a folder or a record, as `ragblend stats` lists them")
@@ -194,7 +194,7 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def resolve_source(name: str) -> str:
-    """Return the source of the document `name`: a file's absolute path; another URI unchanged."""
+    """Return the source of the document `name`: the absolute path of a path or a file:// URI; other URIs unchanged."""
     if name.startswith(_FILE_URI):
         _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # the part between is the host, this one
         return normal_path(unquote(slash + path))
@@ -212,7 +212,7 @@ def make_source(path: str, record: str = "") -> str:
 
 
 def source_path(source: str) -> str:
-    """Return the file's path in a source, see `make_source`."""
+    """Return the path of the file from which a source was made (`make_source`)."""
     return source[:-1] if source.endswith("#") else _RECORD.sub("", source)
 
 
@@ -239,7 +239,7 @@ def iter_path_and_parents(path: str) -> Iterator[str]:
 
 
 def display_source(source: str) -> str:
-    """Return a source for display: relative to the working folder if it is below it, without control characters."""
+    """Return a source for display: below the working folder as a relative path, and with control characters escaped."""
     try:
         here = os.getcwd().rstrip("/") + "/"
     except OSError:  # the working folder was deleted

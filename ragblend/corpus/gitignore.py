@@ -17,13 +17,13 @@ _GITIGNORE_BYTES = 1 << 20
 
 
 class GitignoreRules(NamedTuple):
-    """The rules of `.gitignore` files for paths below their folders. Those of inner folders come last and win."""
+    """Rules of `.gitignore` files, each for paths below its folder. Rules of inner folders come last and prevail."""
 
     rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 
     @staticmethod
     def from_parents(top: str) -> GitignoreRules:
-        """Return the rules from the folders above `top` in its git repository; no rules if one ignores `top`."""
+        """Return the rules of the folders above `top` in its git repository; no rules if they ignore `top` itself."""
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):
             parent = os.path.dirname(folder)

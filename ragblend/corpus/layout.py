@@ -1,4 +1,4 @@
-"""Code blocks, headings, tables and rows of records in a text; they determine where it is cut.
+"""Finds code blocks, headings, tables and rows of records in a text, which determine where the text is cut.
 
 Works on characters and marks. Does not depend on tokens or models. Every function takes time linear in the text.
 """
@@ -180,7 +180,7 @@ def find_row_ends_between(text: str, start: int, first_end: int, last_end: int) 
     Rows are paragraphs (of a CSV file), else lines (of a table or a log) without blank lines between them. Two rows are
     similar if their first words have the same form, such as digits in the same places. A row's end is returned only if
     the row and the next one are similar. The rows are uniform if there are at least four, and three in four
-    of them are similar to the next row. This test reads three times the text from `start` to `last_end`.
+    of them are similar to the next row. The test covers also as much text after `last_end` as twice that before it.
     """
     size = last_end - start
     piece = text[start : last_end + 2 * size]

@@ -71,9 +71,9 @@ DEFAULT_READER = FileReader()
 
 
 def import_loader(name: str) -> Loader:
-    """Return the loader that `module:function` names; the module may be in the working folder.
+    """Return the loader `name`, such as "module:function". The module may be in the working folder.
 
-    Raises UsageError if there is none.
+    Raises UsageError if it cannot be imported or called.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:
@@ -102,7 +102,10 @@ def get_loader_version(loader: Loader) -> str:
 
 
 def load_file(loader: Loader, path: str) -> FileDocuments:
-    """Return the documents that `loader` returns for a file; their iterator raises its errors."""
+    """Return the documents that `loader` makes of a file. The loader runs when they are iterated.
+
+    Iterating raises UnreadableDocumentError if the loader fails, NotADocumentError if no document has text.
+    """
     return FileDocuments(_load_documents(loader, path))
 
 

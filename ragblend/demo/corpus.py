@@ -22,7 +22,7 @@ REFERENCE_KINDS = ("cross_ref", "two_hop_ref")
 
 @dataclass(frozen=True, slots=True)
 class DemoDocument:
-    """One document. A title and the first paragraph are one chunk, every other paragraph is one."""
+    """One document. Its title and first paragraph are one chunk; each other paragraph is a chunk."""
 
     filename: str
     markdown: str
@@ -36,7 +36,7 @@ class DemoDocument:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question; `gold`: source, text, start and end of each sentence that answers it."""
+    """One question. `gold`: source, text, start and end of each sentence that answers it; offsets are in characters."""
 
     kind: str
     text: str
@@ -53,7 +53,7 @@ class Corpus:
     questions: tuple[Question, ...]
 
     def first_records(self, num_records: int) -> Corpus:
-        """Return the first records, with the questions that they answer."""
+        """Return a corpus of the first `num_records` records, with the questions that they answer."""
         records = self.records[:num_records]
         text = "\n".join(record.markdown for record in records)
         return Corpus(records, tuple(asked for asked in self.questions if asked.gold and _contains_answer(text, asked)))
@@ -86,7 +86,7 @@ def sample_corpus() -> Corpus:
 
 
 def pick_questions_about(texts: Iterable[str], count: int, seed: int = 0) -> list[str]:
-    """Return at most `count` of the corpus' questions about `texts`, in random order.
+    """Return at most `count` questions of the sample corpus that `texts` answer, in random order.
 
     For `ragblend calibrate` with the embedded model, which cannot answer other questions.
     """

@@ -52,8 +52,8 @@ class Demo:
 
 @contextmanager
 def open_demo(directory: str | Path, progress: Progress | None = None) -> Iterator[Demo]:
-    """Write the sample corpus to `corpus` in `directory`, ingest it into the store `directory`, and yield the Demo with
-    the open engine and index."""
+    """Write the sample corpus to the folder `corpus` in `directory`, ingest it into the store `directory`, and yield
+    the Demo. The engine and index are open until the context ends."""
     directory, corpus = expand_user_path(directory, "--dir"), sample_corpus()
     corpus.write(directory / CORPUS)
     files = [directory / CORPUS / record.filename for record in corpus.records]
@@ -137,7 +137,7 @@ def pick_evenly(questions: Sequence[Question], count: int) -> list[Question]:
 def summarize_modes(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return for each mode the number of right answers, the number of questions, and the median TTFT in seconds.
 
-    The two numbers are also given for the reference questions alone.
+    The two counts are also given for the questions of REFERENCE_KINDS alone.
     """
     prepared = [row for row in rows if row["answer"]]
     references = [row for row in prepared if row["kind"] in REFERENCE_KINDS]

@@ -12,7 +12,7 @@ from ragblend.intervals import wilson_interval
 
 @dataclass(frozen=True, slots=True)
 class ShadowReport:
-    """Result of one shadow comparison: full prefill of the same request against the answer."""
+    """Result of one shadow comparison: an answer against full prefill of the same request."""
 
     first_token_agrees: bool
     first_token_kl: float | None  # KL(full || this), nats; None if the engine returns no distributions

@@ -27,7 +27,7 @@ class Stream(Protocol):
 
 
 class DocumentEngine(Protocol):
-    """What it takes to find, pin and remove documents: a store, a tokenizer and the keys of a model's KV."""
+    """Engine with a store, a tokenizer and the keys of a model's KV: enough to find, pin and remove documents."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class DocumentEngine(Protocol):
 
 
 class Engine(DocumentEngine, Protocol):
-    """Model with a store: precompute chunks, then answer prompts from their fused KV. Safe to share between threads.
+    """Model with a store. It precomputes chunks, and answers prompts from their KV. Safe to share between threads.
 
     `generate` and `stream` take GenerationOptions by name. `precompute` returns the number of bytes that it stored, 0
     if the chunk's KV was stored already. `forget` deletes the chunk's KV and returns True if the KV was stored.

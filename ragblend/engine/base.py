@@ -1,7 +1,7 @@
 """Behaviour shared by all engines: settings and their checks, keys, chunks in prompts, background work, closing.
 
-An engine adds a way to prefill (`precompute_ids`) and a way to answer (`request`, `stream`). Read `match` first.
-Depends on the renderer, the store's keys and its known chunks, not on a model or backend.
+An engine adds a way to prefill (`precompute_ids`) and a way to answer (`request`, `stream`). Read `LocalEngine.match`
+first. Depends on the renderer, the store's keys and its known chunks, not on a model or backend.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
 def default_context_policy(num_layers: int) -> ContextPolicy:
     """Return the context policy of a store for which none is configured or stored.
 
-    It is "similar" for a deep model, where that is closest to full prefill on real questions (`ragblend bench quality
-    --contexts`, docs/fidelity.md). It is "none" for a shallow one, for which there are no measurements.
+    A model of at least DEEP_MODEL_LAYERS layers gets "similar", which is closest to full prefill on real questions
+    (`ragblend bench quality --contexts`, docs/fidelity.md). Other models, which were not measured, get "none".
 
     >>> default_context_policy(32), default_context_policy(5)
     ('similar', 'none')
@@ -60,7 +60,7 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
 
 
 def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
-    """Make the store's disk tier record in its registry the chunks that each entry contains or has in its context.
+    """Make the store's disk tier record each entry's chunks in its registry (see `record_entry`).
 
     An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
     registry; None if the store has no disk tier, or if that tier records its entries already.
@@ -76,7 +76,7 @@ def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
 
 
 def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
-    """Record in the registry the chunks that the entry with this header contains or has in its context."""
+    """Record the chunks of the entry with this header in the registry: its own, and those of its ingestion context."""
     registry.record_entry_chunks(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 
@@ -126,7 +126,7 @@ class EngineBase:
         return not self.closed and self._process == os.getpid()
 
     def check_not_forked(self) -> None:
-        """Raise RagblendError in a process that was forked from the engine's own, because a call would hang there."""
+        """Raise RagblendError if this process was forked after the engine was loaded: the call would hang."""
         if self._process != os.getpid():
             raise RagblendError(
                 f"the engine of {self.name} was loaded before this process was forked; the forked process has none of "
@@ -187,9 +187,9 @@ class LocalEngine(EngineBase, ABC):
     """An engine that holds its tokenizer and its store. It computes keys, finds chunks in prompts and ingests;
     subclasses prefill and answer.
 
-    `on_miss`: "store" precomputes a missing chunk alone, in the background, for later requests; with "inline", its KV
-    is used for this request only and not stored. `context`: the store's context policy (see `keys`); None: the policy
-    that the store has recorded, or if none, the default for a model of `num_layers`.
+    `on_miss` is for chunks of a prompt that the store lacks. "store" precomputes such a chunk alone, in the background,
+    for later requests. "inline" computes its KV for this request only. `context`: the store's context policy (see
+    `store.keys`). None means the policy that the store has recorded, else the default for `num_layers` layers.
     """
 
     def __init__(
@@ -223,9 +223,9 @@ class LocalEngine(EngineBase, ABC):
     def match(self, prompt: Prompt) -> MatchedPrompt:
         """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
 
-        Unknown chunks that the prompt names are matched, too, so that they are stored for later requests. A short run
-        at the end of the last user turn is taken for a quotation in the question and left out. It is kept if the prompt
-        names the run's chunk and has no other run of that chunk.
+        Unknown chunks that the prompt names are matched, too, so that they are stored for later requests. A run of
+        fewer than LEAST_QUOTE tokens at the end of the last user turn is left out as a quotation in the question. Such
+        a run is kept if the prompt names its chunk and contains no other run of that chunk.
         """
         self.check_not_forked()
         start_s = perf_counter()
@@ -317,7 +317,7 @@ class LocalEngine(EngineBase, ABC):
         """
 
     def forget(self, chunk: Part) -> bool:
-        """Delete the chunk's KV after the default prefix. Return True if the KV was stored.
+        """Delete the KV that is stored under `key(chunk)`. Return True if there was any.
 
         The chunk is no longer matched in prompts, unless only its similar variant was deleted.
         """

@@ -18,10 +18,10 @@ from ragblend.prompt.render import Renderer
 
 
 class LogitsProcessors:
-    """Penalties, bias and top-k, top-p and min-p filters of one answer, by transformers' logits processors.
+    """Penalties, bias, and top-k, top-p and min-p filters of one answer, by transformers' logits processors.
 
-    Presence and frequency penalties count the answer's tokens alone, as in OpenAI and vLLM; transformers has no
-    processor for them.
+    Presence and frequency penalties, for which transformers has no processor, are computed here. They count the
+    answer's tokens alone, as in OpenAI and vLLM.
     """
 
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class LogitsProcessors:
         return limited
 
     def record_token(self, token: int) -> None:
-        """Add a chosen token to those that penalties count."""
+        """Append a chosen token to the tokens that penalties count."""
         self._ids.append(token)
 
 
@@ -81,9 +81,9 @@ _PLAIN = (None,) * 6
 class Sampler:
     """Sampler of one answer. It has its own random state, so requests do not influence each other.
 
-    A repetition penalty counts the tokens `prompt_ids` and those of the answer. With `options.logprobs`, the list
-    `logprobs` has one item per token of the answer: its id, its log-probability, and the likeliest tokens as pairs (id,
-    log-probability).
+    A repetition penalty counts the tokens of the prompt, `prompt_ids`, and of the answer. With `options.logprobs`, the
+    list `logprobs` has one item per token of the answer: its id, its log-probability, and the likeliest tokens as pairs
+    (id, log-probability).
     """
 
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:

@@ -37,11 +37,11 @@ MAX_UNREAD_PIECES = 16
 
 @dataclass(slots=True)
 class Conversation:
-    """KV of one conversation so far. The caller passes it with the next turn, which does not prefill the earlier turns
+    """KV of one conversation so far. The caller passes it with the next turn, so that earlier turns are not prefilled
     again.
 
-    For blended chunks it has the approximate KV from which the earlier answers were decoded. A conversation's KV is
-    never stored.
+    Blended chunks keep the approximate KV from which the earlier answers were decoded. A conversation's KV is never
+    stored.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -56,7 +56,7 @@ class EngineKeywords(GenerationKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt with its settings. `options`, `mode` and `rule` are as requested; `ratio` may be a default."""
+    """One prompt with its settings. `mode` and `rule` are as requested; `ratio` may be calibrated or a default."""
 
     prompt: MatchedPrompt
     mode: Mode
@@ -122,8 +122,8 @@ class RunningAnswer:
     def advance(self, logits: Tensor | BaseException | None = None) -> None:
         """Run to the next decode step or the end.
 
-        `logits`: the logits [vocabulary] of the decode step that the answer asked for in `step`, or the exception that
-        computing them raised.
+        `logits`: the logits [vocabulary] of the decode step `step`, or the exception that computing them raised; None
+        for the first call, which prefills.
         """
         if self.is_cancelled:
             self.end()
@@ -293,7 +293,7 @@ class GenerationStream:
 
 
 def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None) -> None:
-    """Start the answers of `streams`, all of one engine, together in its loop; those started before are skipped.
+    """Start the answers of `streams` together in the loop of their engine. Streams that were started are skipped.
 
     `cancel_check` is called after every piece of text; if it returns True, the answer ends.
     """

@@ -63,8 +63,8 @@ def load_engine(
     """Return an engine: a model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded. The
-    pair's model gets ragblend's attention function; in your own calls of the model, that function calls the one that
-    was set before. None is the model that the store's latest ingestion used; over HTTP, the server's.
+    pair's model gets ragblend's attention function, which passes your own calls of the model on to the function that it
+    replaced. None is the model that the store's latest ingestion used; over HTTP, the server's model.
     `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's engine arguments; or "http://HOST:PORT", a server
@@ -75,18 +75,18 @@ def load_engine(
 
     `options` are LoadOptions. ModelOptions load the model: dtype or torch_dtype, device or device_map,
     attn_implementation, revision, cache_dir, local_files_only, trust_remote_code, adapter, model_kwargs. TierOptions
-    are those of `open_store`: budgets, remote and dtype of the directory's store. A KVStore that is passed has its own.
+    are arguments of `open_store`: budgets, remote tier and dtype of a store in a directory, not of a KVStore.
 
-    `system` is the system text after which chunks are precomputed; None is the stored one, "" none. `context` is the
-    context policy (see `store.keys`); None is the one that the store's folder has recorded. A remote tier records none,
-    so pass `context` for KV that another process puts there. Raises StoreMismatchError if all KV in the directory is of
-    other models, unless `new_model` is True.
+    `system` is the system text after which chunks are precomputed. None is the stored system text; "" is no system
+    text. `context` is the context policy (see `store.keys`). None is the policy that the store's folder has recorded. A
+    remote tier records no policy, so pass `context` for KV that another process puts there. Raises StoreMismatchError
+    if all KV in the directory is of other models, unless `new_model` is True.
 
     `shadow`: share of the requests answered from fused KV for which full prefill also runs, after the answer.
     `engine.shadow` counts how often both agree; each report's `shadow` has the comparison.
 
-    `max_num_seqs`: most answers that are decoded together, each with its KV in memory; None is 8. With vLLM it is one
-    of `vllm_options`.
+    `max_num_seqs`: most answers that are decoded together, each with its KV in memory. None is 8. For vLLM, put it into
+    `vllm_options`.
     """
     given: dict[str, Any] = {**options}
     loading = {name: given.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in given}
@@ -144,8 +144,8 @@ def load_document_engine(model: str | None, store: str, **options: Any) -> Docum
 
     `options` are arguments of `load_engine`; dtype, device, trust_remote_code and backend must be among them.
 
-    No weights are loaded if the model's fingerprint is known without them and the store has KV of the model. Otherwise
-    the engine is `load_engine`'s: the fingerprint of a GGUF, an adapter or quantised weights depends on loading them.
+    The engine has no weights if the store has KV of the model and the fingerprint can be computed without loading them.
+    Otherwise it is `load_engine`'s. The fingerprint of a GGUF, an adapter or quantised weights needs the loaded model.
     """
     from ragblend.engine.base import WeightlessEngine
     from ragblend.engine.store.disk import DiskStore
@@ -186,9 +186,9 @@ def load_store_defaults(store: Any) -> StoreDefaults:
 
 
 def find_store_model(store: Any) -> str:
-    """Return the name of the model that the latest ingestion into the folder `store` used, else of its only model.
+    """Return the name of the model that the latest ingestion into the folder `store` used.
 
-    Raises UsageError if the store has KV of no model, or of several.
+    If none is recorded, return the only model whose KV is stored. Raises UsageError if there are several, or none.
     """
     from ragblend.engine.store.disk import DiskStore
 
@@ -377,10 +377,10 @@ def _load_vllm(
 def register_model(
     path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool, catalog: str | None = None
 ) -> None:
-    """Record a model in the store at `path`: its name, and the dtype and shapes of its KV, which `verify` reads. A
-    shared catalogue also records the model.
+    """Record the model with this `fingerprint` in the store at `path`, and in a shared catalogue, if any.
 
-    Raises StoreMismatchError if the store has KV of other models only, unless `new_model` is True.
+    `facts`: the model's name, and the dtype and shapes of its KV, which `verify` reads. Raises StoreMismatchError if
+    the store has KV of other models only, unless `new_model` is True.
     """
     from ragblend.catalog.database import resolve_catalog
     from ragblend.catalog.registry import register_shared_model

@@ -102,7 +102,7 @@ class EngineLoop(Executor):
             answer.ended.wait()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more work, and return when all queued work has ended."""
+        """Accept no more work. If `wait`, return when all queued work has ended; `cancel_futures` has no effect."""
         with self._changed:
             self._is_closed = True
             self.wake()

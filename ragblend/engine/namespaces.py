@@ -12,7 +12,7 @@ _SALTED = "#salt:"
 
 
 def check_namespace(namespace: str) -> None:
-    """Raise UsageError for a namespace that is too long, is no valid Unicode, or contains the mark of cache salts."""
+    """Raise UsageError unless a namespace is Unicode of at most MAX_NAMESPACE characters without "#salt:"."""
     if len(namespace) > MAX_NAMESPACE:
         raise UsageError(f"the namespace has {len(namespace)} characters, but at most {MAX_NAMESPACE} are allowed")
     check_unicode(namespace, "the namespace")
@@ -23,7 +23,7 @@ def check_namespace(namespace: str) -> None:
 def salted_namespace(namespace: str, cache_salt: str | None) -> str:
     """Return the namespace in which the chunks of a request with vLLM's `cache_salt` are stored and found.
 
-    It contains a hash of the salt, because salts are secrets.
+    The namespace contains a hash of the salt, because a salt is a secret.
 
     >>> salted_namespace("acme", None), salted_namespace("acme", "s3cret")
     ('acme', 'acme#salt:43e5f7d9dcee38263874835a0396cefa')

@@ -1,6 +1,6 @@
 """Diagnostics for prompts without reuse: four warnings, each logged once per engine, with the command that fixes it.
 
-Entries of a server or of a remote tier cannot be listed, so an engine over HTTP logs the last warning alone.
+The entries of a server or a remote tier cannot be listed, so an engine over HTTP logs only the warning NO_MATCH.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_MATCH = (
 class NoReuseWarnings:
     """Logs why prompts reuse nothing, one warning for each cause. Thread-safe.
 
-    Ends when a prompt reuses a chunk, or when NUM_PROMPTS_BEFORE_WARNING prompts have reused nothing.
+    Prompts are no longer examined after one has reused a chunk, or NUM_PROMPTS_BEFORE_WARNING have reused nothing.
     """
 
     def __init__(self, engine: EngineBase) -> None:
@@ -47,8 +47,9 @@ class NoReuseWarnings:
     def record_lookup(self, num_tokens: int, hits: Sequence[bool], *prefixes: tuple[int, ...]) -> None:
         """Record the lookup of a prompt of `num_tokens` tokens. If it reused nothing, log the cause, once per cause.
 
-        Call this for modes with reuse only. `hits`: for each chunk of the prompt, True if it was stored. `prefixes`:
-        ids at the beginning of the prompt. A stored chunk can be reused if it was computed after one of these.
+        Call this for modes with reuse only. `hits`: for each chunk of the prompt, True if it was stored. A prompt
+        without chunks is recorded only if it has at least LONG_PROMPT tokens. `prefixes`: ids at the beginning of the
+        prompt. A stored chunk can be reused if it was computed after one of the prefixes.
         """
         if any(hits):
             self.is_settled = True

@@ -1,6 +1,6 @@
 """Reports of requests: reused and recomputed tokens, durations, and the answer with its log-probabilities.
 
-Plain values only. Does not depend on how they are computed.
+Plain values only. Does not depend on the code that computes them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ChunkReport:
     """One chunk of the prompt. `prefix_match` is None for a miss; `exact`: its KV equals that of full prefill.
 
     `kv_dtype` is the dtype in which its KV is stored: "int8", "fp8" or the dtype in which it was computed. It is None
-    if no stored KV was used. A chunk stored in eight bits is never `exact`. If it follows the prefix after which it was
-    computed, it is still reused without recomputing; only ratio 1 recomputes it.
+    if no stored KV was used. A chunk stored in eight bits is never `exact`. If it directly follows the prefix after
+    which it was computed, its tokens are still reused, and only ratio 1 recomputes them.
     """
 
     source: str
@@ -80,8 +80,7 @@ class BlendReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BlendReport:
-        """Return the report that `as_dict` made these values from, perhaps in another version of ragblend. Unknown
-        fields are left out."""
+        """Return a report with `values` from `as_dict`, also of another version. Unknown names are ignored."""
         report = cls(**_known(cls, values))
         report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in values.get("chunks", ())]
         if shadow := values.get("shadow"):
@@ -99,8 +98,7 @@ class BlendReport:
 
 
 def new_chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
-    """Return a report for each chunk matched in the prompt. It says that the chunk is a miss until a lookup fills
-    it."""
+    """Return a report for each chunk matched in the prompt. Each is that of a miss until a lookup changes it."""
     runs = prompt.runs
     return [
         ChunkReport(runs[parts[0]].source, sum(runs[part].num_tokens for part in parts), hit=False)

@@ -54,9 +54,9 @@ class Shadow:
             return replace(self._counters)
 
     def sample(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
-        """Decide at random whether to compare a request whose answer has ended.
+        """Choose at random, with probability `share`, whether to compare a request whose answer has ended.
 
-        If it is chosen, `compare` runs later, and its result is written to `report.shadow`.
+        If so, `compare` runs later, and its result is written to `report.shadow`. A full queue drops the comparison.
         """
         if self._executor is None:
             return
@@ -71,7 +71,7 @@ class Shadow:
             self._pending.append(self._executor.submit(self._work, compare, report))
 
     def sample_vllm_answer(self, stream_full: Callable[[], Stream], answer: Generation) -> None:
-        """Decide at random whether to compare vLLM's finished `answer` with full prefill's, and if so, compare them.
+        """Call `sample` for a finished `answer` of vLLM: compare its tokens with those of full prefill's answer.
 
         `stream_full` requests the answer to the same prompt by full prefill. `answer` must be greedy and complete:
         vLLM returns tokens without their distribution, so other answers cannot be compared.

@@ -37,7 +37,7 @@ ENGINE_OPTIONS = {*MODEL_NAMES, *(each.name for each in fields(LoadOptions))} - 
 @reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class CallOptions(GenerationOptions):
-    """Options of one call. The model's fields and its `call_options` are the defaults."""
+    """Options of one call to a framework's model. Defaults: the model's fields and its `call_options`."""
 
     timeout: float | None = option(None, "Longest time for a whole answer, in seconds.", SECONDS)
     strict: bool = option(False, "Raise an error if a chunk is not reused.", TRUE_OR_FALSE)
@@ -58,7 +58,7 @@ CALL_ALIASES = {other: own for other, own in ALSO_CALLED.items() if own in (*OPT
 
 
 def reject_unknown(field: str, options: Mapping[str, Any] | None, known: Collection[str]) -> None:
-    """Raise UsageError for names in the field `options` that are not `known`."""
+    """Raise UsageError if `options`, the value of `field`, has names that are not in `known`."""
     unknown = sorted(set(options or ()).difference(known))
     if unknown:
         choices = ", ".join(sorted(known))

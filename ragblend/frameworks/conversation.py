@@ -27,7 +27,7 @@ _REPHRASE_TOKENS = 96  # longest rewritten question
 
 
 class ChatSession:
-    """The turns of a conversation and their KV. `stream` asks the next question; a complete answer becomes a turn.
+    """The turns of a conversation and their KV. `stream` answers the next question and then adds a turn.
 
     An engine without `keeps_conversations` (vLLM) is sent all turns each time and fuses their chunks again.
     """
@@ -52,9 +52,9 @@ class ChatSession:
     def condense(self, question: str) -> str:
         """Return the text to search for: `question`, rewritten by the model so that it needs no earlier turn.
 
-        The call contains questions and answers, not chunks, and is not part of the conversation. Returns `question`
-        itself before the first answer, and if the model's text is empty or was cut. Do not call this with a model that
-        is too small to rewrite questions.
+        The model receives the last questions and answers, without chunks. This call is not part of the conversation.
+        Returns `question` unchanged before the first answer, if the last turns exceed the context length, and if the
+        model's text is empty or was cut. Do not call this with a model that is too small to rewrite questions.
         """
         if not self._turns:
             return question
@@ -72,7 +72,8 @@ class ChatSession:
     def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> StreamedReply:
         """Return the stream of the answer to `question` over `chunks`. Chunks of earlier turns are left out.
 
-        `generation`: keyword arguments of `engine.stream`.
+        `generation`: keyword arguments of `engine.stream`. If the conversation exceeds the model's context length, its
+        earlier turns are dropped. Raises PromptTooLongError if there are none to drop.
         """
         new = [chunk for part in chunks if (chunk := as_chunk(part)).text not in self._seen]
         asked = Prompt(new, question).messages[-1]
@@ -99,7 +100,7 @@ class ChatSession:
 
 
 class StreamedReply:
-    """An engine's stream of one answer. Adds the turn to the session when the stream has ended."""
+    """The stream of one answer, as an iterator of texts. At its end it adds the question and answer to the session."""
 
     def __init__(
         self, session: ChatSession, asked: Message, question: str, chunks: Sequence[Chunk], stream: Stream

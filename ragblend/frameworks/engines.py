@@ -1,4 +1,4 @@
-"""One engine for all models of this process that name the same model, store and options."""
+"""Shared engines: one for all framework models of this process with the same model, store and options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
 
 
 def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
-    """Return an engine as `load_engine(model, store, **options)` does, or the one that it returned for equal arguments.
+    """Return the engine of `load_engine(model, store, **options)`; equal arguments give the same engine.
 
     An engine is shared while it is still in use. If `store` is an object and not a path, the engine is not shared.
     """

@@ -74,7 +74,7 @@ NamedMessage = tuple[Message, Sequence[Chunk]]
 
 
 class Request(NamedTuple):
-    """Prompt of one call with its options."""
+    """One call: its prompt and its options."""
 
     prompt: Prompt
     options: CallOptions
@@ -83,20 +83,20 @@ class Request(NamedTuple):
 class BlendModel(BaseModel):
     """Common base of the frameworks' models: fields, the engine, prompts and answers.
 
-    Pass `engine=`, or `model` and `store`; models of one process with the same settings share one engine. `model`:
+    Pass `engine=`, or `model` and `store`. Models of one process with the same settings share one engine. `model`:
     "demo", a Hugging Face id, a local path, or a model that transformers has loaded: a pair (model, tokenizer) or a
     pipeline. None is the model whose KV the store has. `engine_options` are further arguments of `load_engine`: remote,
     memory_gib, adapter, vllm_options and others.
 
-    A call may override the fields from `mode` to `strict`. `call_options` are defaults of the call options that are not
-    fields: min_p, repetition_penalty, logit_bias, structured_outputs. Five field names of other libraries are accepted:
-    `model_name`, `base_url` (`backend`), `torch_dtype`, `max_new_tokens` and `max_completion_tokens`.
+    A call may override the fields from `mode` to `strict`. `call_options` are defaults for options of a call that have
+    no field: min_p, repetition_penalty, logit_bias, structured_outputs. Five field names of other libraries are
+    accepted: `model_name`, `base_url` (`backend`), `torch_dtype`, `max_new_tokens` and `max_completion_tokens`.
+    With `strict=True`, a call raises ChunkNotReusedError unless all chunks of its prompt are stored (`check_chunks`).
 
     A copy, deep or not, shares the engine. A pickled model consists of its settings. Unpickling loads the engine again,
     with the API key from the environment (`RAGBLEND_API_KEY`), because keys are not stored. Pickling raises TypeError
-    for a model made from an engine, a loaded model or a store object. `strict=True` raises ChunkNotReusedError if a
-    prompt contains no known chunk, if it does not contain the text of a chunk that it names, or if a chunk's KV is not
-    in the store. The constructor raises UsageError for an unknown name or an invalid value.
+    for a model made from an engine, a loaded model or a store object. The constructor raises UsageError for an unknown
+    name or an invalid value.
     """
 
     _overflow_error: ClassVar[type[PromptTooLongError]] = PromptTooLongError  # the class that the framework catches
@@ -411,7 +411,7 @@ def _check_time(start_s: float, timeout_s: float | None) -> None:
 
 
 def redact_setting(value: Any) -> Any:
-    """Return a setting without passwords and tokens."""
+    """Return a setting with its passwords and tokens hidden."""
     if isinstance(value, Mapping):
         return hide_secrets(value)
     return redact_url(value) if isinstance(value, str) else value

@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 
 
 class ChunkNotReusedError(RagblendError):
-    """Raised with `strict=True` if a prompt has no known chunk, lacks a named one, or has one without stored KV."""
+    """Raised with `strict=True` if a prompt has no known chunk, or if a chunk that it has or names is not reused."""
 
 
 def check_chunks(engine: Engine, prompt: Prompt) -> None:
-    """Raise ChunkNotReusedError if `prompt` has no known chunk, lacks a named one, or has one without stored KV."""
+    """Raise ChunkNotReusedError if a chunk of `prompt` is not reused.
+
+    That is the case if the prompt contains no ingested chunk, if it names a chunk whose text it does not contain, or if
+    a chunk in it has no stored KV.
+    """
     for chunk in prompt.chunks:
         if not any(chunk.text.strip() in message.content for message in prompt.messages):
             raise ChunkNotReusedError(

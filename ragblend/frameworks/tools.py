@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, Any] | None:
     """Return the `structured_outputs` of a call, from its tools, response_format and own structured_outputs.
 
-    Raises UsageError if they exclude each other.
+    Raises UsageError if two of these exclude each other.
     """
     asked = _parse_response_format(options.response_format) if options.response_format else options.structured_outputs
     if options.response_format and options.structured_outputs:
@@ -68,7 +68,7 @@ def may_return_calls(options: CallOptions) -> bool:
 
 
 def split_text_and_calls(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str, str]]]:
-    """Return an answer's text, and its calls as ids, names and arguments (JSON, unless the answer was cut)."""
+    """Return an answer's text and its calls as (id, name, arguments). Arguments are JSON, cut if the answer was cut."""
     content, calls = read_calls(text, form)
     return content, [(new_call_id(), name, arguments) for name, arguments in calls]
 

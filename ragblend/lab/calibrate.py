@@ -1,9 +1,10 @@
 """Calibration of a corpus: the agreement of each ratio with full prefill, and the smallest ratio that meets a target.
 
 Questions retrieve their chunks as `ask` does. Each prompt is prefilled in full, and blended by every rule at every
-ratio. The first tokens are compared: whether they agree, and KL(full || blend). No answers or labels are needed. The
-fitted ratio is the smallest one for which it and every larger ratio have an agreement whose 95 % interval is above the
-target. The engine loads the calibration from its store (`engine.tuning.calibration`).
+ratio. Two measures compare the first tokens: their agreement, and KL(full || blend). No answers or labels are needed.
+A ratio meets the target if the lower end of the 95 % interval of its agreement is not below the target. The fitted
+ratio is the smallest ratio that meets the target together with all larger measured ratios. The engine loads the
+calibration from its store (`engine.tuning.calibration`).
 
 Read `calibrate` first, then `fit_ratio`. Depends on the transformers engine and the index.
 """
@@ -50,7 +51,7 @@ blend) of the first token, the charged budget, and the charged budget with 32 la
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRun:
-    """A calibration, the path where it was saved (None: not saved), its cost, and the result on held-out questions."""
+    """A calibration, the path of its file (None: not saved), its cost, and the result on held-out questions."""
 
     calibration: Calibration
     path: str | None
@@ -84,10 +85,10 @@ def calibrate(
 ) -> CalibrationRun:
     """Measure `rules` at `ratios` on `num_questions` of `questions`; fit a ratio per rule. Return the CalibrationRun.
 
-    `save`: save the calibration in the engine's store. `num_held_out`: number of other questions that evaluate it. `k`,
-    `neighbours` and `order` are those of `index.search`. Prompts have the engine's system text. Raises
-    UsageError for too few questions for the target, for an engine without logits (vLLM), and for a store without a
-    directory.
+    `target`: agreement to reach, between 0 and 1. `save`: save the calibration in the engine's store. `num_held_out`:
+    number of other questions that evaluate it. `k`, `neighbours` and `order`: arguments of `index.search`. Prompts have
+    the engine's system text. Raises UsageError for too few questions for the target, for an engine without logits
+    (vLLM), and with `save` for a store without a directory.
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     check_target(target, num_questions)
@@ -131,7 +132,7 @@ def calibrate(
 
 
 def read_questions(text: str) -> list[str]:
-    """Return the questions of a text, one per line: plain, or as JSON objects with "question". Raises UsageError."""
+    """Return the questions of a text: its lines, or "question" of the JSON object on each line. Raises UsageError."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not lines[0].startswith("{"):
         return lines
@@ -166,7 +167,7 @@ def generate_questions(chunks: Sequence[Chunk], count: int) -> list[str]:
 def split_questions(
     questions: Sequence[str], num_questions: int, num_held_out: int, target: float
 ) -> tuple[list[str], list[str]]:
-    """Return the questions to fit on and at most `num_held_out` others, drawn at random without repetition."""
+    """Return distinct random questions to fit on, and at most `num_held_out` others. Raises UsageError for too few."""
     distinct = list(dict.fromkeys(question.strip() for question in questions if question.strip()))
     check_target(target, len(distinct))
     drawn = random.Random(0).sample(distinct, len(distinct))
@@ -177,7 +178,7 @@ def split_questions(
 def min_questions(target: float) -> int:
     """Return the smallest number of questions that establish the agreement `target` if all of them agree.
 
-    For n of n, the lower end of the 95 % interval is n / (n + 3.84) (Wilson).
+    If n of n questions agree, the lower end of Wilson's 95 % interval is n / (n + 3.84).
 
     >>> min_questions(0.9), min_questions(0.98)
     (35, 189)
@@ -202,7 +203,7 @@ def check_target(target: float, num_questions: int) -> None:
 
 
 def unique_rule_names(rules: Sequence[str], num_layers: int) -> tuple[str, ...]:
-    """Return the names of rules, each once, the uncalibrated default first."""
+    """Return the distinct names of `rules`. If the default rule is among them, it is the first."""
     standard = find_rule("auto", num_layers).name
     names = dict.fromkeys(find_rule(rule, num_layers).name for rule in rules)
     return tuple(sorted(names, key=lambda name: name != standard))
@@ -215,8 +216,8 @@ def measure_curves(
     ratios: Sequence[float],
     on_progress: Progress,
 ) -> dict[str, Curve]:
-    """Return the curve of each rule: for each ratio, how far blended prompts agree with full prefill. Prompts are
-    blended as a calibrated engine blends them."""
+    """Return the curve of each rule, by name: the agreement of blended prompts with full prefill at each ratio. Prompts
+    are blended as a calibrated engine blends them."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     unmeasured = tuple(CurvePoint(ratio, *(0.0,) * 6) for ratio in (0.0, 1.0))
@@ -282,6 +283,6 @@ def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_L
 
 
 def fit_all(curves: Mapping[str, Curve], target: float, check_layer: int = CHECK_LAYER) -> tuple[RuleFit, ...]:
-    """Return a fit per rule, smallest charged budget first; equal ones in the order of `curves`."""
+    """Return a fit per rule, the smallest charged budget first; rules with equal budgets as in `curves`."""
     fits = [fit_ratio(rule, curve, target, check_layer) for rule, curve in curves.items()]
     return tuple(sorted(fits, key=lambda each: each.point.charged_budget))

@@ -1,4 +1,4 @@
-"""Explanation of one prompt, token by token: reused, recomputed or computed, and how far its KV is from full prefill's.
+"""Explanation of one prompt: for each token its state (reused, recomputed, ...) and the deviation of its KV.
 
 `explain` answers the prompt by blending and by full prefill and compares the KV of both; `Comparison` compares more
 modes and other ratios. Works on engines that decode themselves. Does not depend on how an explanation is drawn
@@ -97,7 +97,7 @@ class Explanation:
 def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
     """Answer `prompt` by blending and by full prefill, and return how both answers and the KV of all tokens compare.
 
-    `options` are those of the engine's `request`. The function takes three prefills and two answers, and holds the KV
+    `options`: arguments of the engine's `request`. The function runs three prefills and two answers, and holds the KV
     of two prompts. Raises UsageError for a mode other than "blend", and for a conversation, because the KV of its
     earlier turns is not computed from the prompt.
     """
@@ -113,7 +113,7 @@ def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[Engine
 class Comparison:
     """One prompt, answered in several modes one at a time, each compared with full prefill.
 
-    Holds full prefill's KV, so blending again with another ratio costs the blending alone. `options` are those of the
+    Holds full prefill's KV, so that blending with another ratio needs no full prefill. `options`: arguments of the
     engine's `request`. For one thread at a time.
     """
 
@@ -152,7 +152,7 @@ class Comparison:
         }
 
     def explanation(self) -> Explanation:
-        """Return the state of every token of the blended prompt. The modes "blend" and "full" must have been answered.
+        """Return the state of every token. The prompt must have been answered in the modes "blend" and "full".
 
         Releases the KV of other modes; their `agreement` is not available afterwards.
         """

@@ -48,8 +48,8 @@ def find_near_texts(
     """Return up to MAX_NEAR of `texts`, the nearest first, that have at least LEAST_SHARE of their words in the prompt.
 
     Texts for which `is_matched` returns True are left out, and so are texts that match about the same part of the
-    prompt as a nearer text. If no text reaches LEAST_SHARE, the nearest one is returned; [] if none has NUM_WORDS in a
-    row in the prompt.
+    prompt as a nearer text. If no text reaches LEAST_SHARE, the result is the nearest text with NUM_WORDS words in a
+    row that the prompt has, too; [] if there is none.
     """
     words = _words(prompt)
     place_of: dict[tuple[str, ...], int] = {}

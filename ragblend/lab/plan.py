@@ -76,7 +76,8 @@ def plan(profile: MachineProfile, storages: Sequence[Storage], prompt: PromptSpe
     """Return the JSON object of a plan: "need" is `prompt`, "full_s" the seconds of full prefill, "options" are the
     estimates of the storages, cheapest first, and "chosen" names the cheapest one that adds no delay (None: all do).
 
-    Raises UsageError for storages with equal names.
+    The chosen storage also makes blending faster than full prefill. Raises UsageError for no storages, and for storages
+    with equal names.
     """
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
@@ -124,7 +125,7 @@ def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSp
 def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
     """Return the storage that `text` describes: `NAME:GB_PER_S:USD_PER_GB_MONTH`. Raises UsageError for another form.
 
-    If GB_PER_S is empty, the speed is that of the tier NAME in `measured`, in bytes per second.
+    If GB_PER_S is empty, the speed is that of the tier NAME in `measured`, which has bytes per second by tier.
 
     >>> parse_storage("ssd:2.5:0.08", {}), parse_storage("disk::0.1", {"disk": 5e8}).bytes_per_s
     (Storage(name='ssd', bytes_per_s=2500000000.0, usd_per_gb_month=0.08), 500000000.0)

@@ -1,5 +1,7 @@
-"""Pictures of results, each drawn from the JSON object of a command, so that a result file can be drawn again. Depends
-on matplotlib (extra `plot`) and on the JSON keys."""
+"""Pictures of results. Each function draws the JSON object of a command, so a stored result can be drawn again.
+
+Depends on matplotlib (extra `plot`) and on the JSON keys.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 def check_plot(place: str | Path | None) -> Path | None:
     """Return the path of a picture that can be drawn and written; None for None. Call it before a long measurement.
 
-    Raises ImportError with the install command if matplotlib is missing, and UsageError for another ending.
+    Raises ImportError with the install command if matplotlib is missing, and UsageError unless the name ends in one of
+    PICTURE_ENDINGS or if the file cannot be written.
     """
     if place is None:
         return None

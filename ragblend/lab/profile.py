@@ -79,11 +79,11 @@ def measure_machine(
     remote: RemoteStore | None = None,
     on_progress: Progress = ignore_progress,
 ) -> MachineProfile:
-    """Time `engine`'s model, the disk of `directory`, and `remote`; omitted tiers are not measured.
+    """Time the model of `engine`, the disk of `directory`, and `remote`. A tier that is None is not measured.
 
-    A VllmEngine needs a memory tier that holds the chunks, see `open_vllm_for_profile`. Results are medians; modes take
-    turns, so a machine that gets slower affects all of them. Raises UsageError for prompts beyond the model's context
-    length, BackendUnreachableError for a remote that does not store or return the chunks.
+    A VllmEngine needs a memory tier that holds the chunks, see `open_vllm_for_profile`. Results are medians. The modes
+    take turns, so a machine that gets slower affects all of them. Raises UsageError for prompts beyond the model's
+    context length, BackendUnreachableError for a remote tier that does not store or return the chunks.
     """
     if isinstance(engine, VllmEngine):
         vocab_size, hardware = engine.vllm_config.model_config.get_vocab_size(), engine.hardware
@@ -204,10 +204,10 @@ def _measure_prefill_s(
 def open_vllm_for_profile(
     settings: Settings, effort: ProfileConfig, vllm_options: Mapping[str, Any] | None = None
 ) -> Iterator[VllmEngine]:
-    """Open vLLM in this process over an empty store in the folder of the settings' store. The memory tier of this empty
-    store can hold the chunks of the measurement.
+    """Open vLLM in this process over an empty temporary store, in the folder of the settings' store. The memory tier of
+    the temporary store can hold the chunks of the measurement.
 
-    `vllm_options` are vLLM's own; its context length is just enough for the prompts unless they set it.
+    `vllm_options`: vLLM's engine arguments. Unless they set the context length, it is just enough for the prompts.
     """
     model = settings.model or find_store_model(settings.store)
     checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto"))
@@ -246,9 +246,10 @@ def measure_disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
 
 
 def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
-    """Return the bytes per second of `remote`, with the chunks fetched in parallel; then delete them there.
+    """Store `chunks` in `remote`, fetch them in parallel, and delete them. Return the bytes per second of the fetch.
 
-    Measured once, because fetched chunks are cached for a moment.
+    It is measured once, because fetched chunks are cached for a moment. Raises BackendUnreachableError if `remote` does
+    not store or return the chunks.
     """
     keys = [kv.header.key for kv in chunks]
     for kv in chunks:

@@ -1,4 +1,4 @@
-"""A prompt that an application sent: read from a file, and compared with the stored texts that it does not reuse."""
+"""A prompt that an application sent: reads it from a file, and finds the stored texts in it that are not reused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _EXPECTED = 'give messages, such as [{"role": "user", "content": "..."}], an Ope
 
 
 def read_prompt(path: str) -> Prompt:
-    """Return the prompt in a file, or on standard input for "-": JSON messages, an OpenAI body, or one user's text.
+    """Return the prompt in the file `path`, or on standard input for "-".
+
+    The file holds JSON messages, the body of an OpenAI request, or plain text, which is one user turn.
 
     Raises UsageError for JSON of another form, NotFoundError for a missing file.
     """

@@ -1,4 +1,4 @@
-"""LangChain documents of a vector store: their ids, metadata filters, and documents of chunks.
+"""LangChain documents of a vector store: their ids, filters by metadata, and documents made from chunks.
 
 Depends on langchain-core and chunks, not on stores.
 """
@@ -36,7 +36,7 @@ def make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | N
 
 
 def given_or_own_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> list[str]:
-    """Return `ids` if they are given, else the id of each document, "" for a document without one.
+    """Return `ids` unless they are None, else the id of each document; a document without an id has "".
 
     Raises UsageError if there are not as many `ids` as documents.
     """

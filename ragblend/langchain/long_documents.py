@@ -42,9 +42,9 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 
 @dataclass(frozen=True, slots=True)
 class LongDocumentChain:
-    """Answers from a document longer than the context. `create_long_document_chain` explains it and its fields.
+    """Builds the chain of `create_long_document_chain`, which explains the fields except `chat` and `sizes`.
 
-    `chat` is a ChatBlend, with bound options or without.
+    `chat`: a ChatBlend, with bound options or without. `sizes`: `window_tokens`, `overlap_tokens` and `chunk_tokens`.
     """
 
     chat: Runnable[Any, Any]
@@ -326,7 +326,7 @@ class DocumentWindow:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Return the sources of its first and last chunk, and the characters where it starts and ends in them."""
+        """The first chunk's source and start, and the last chunk's source and end. Offsets are in characters."""
         first, last = self.chunks[0], self.chunks[-1]
         return {"source": first.source, "start": first.start, "last_source": last.source, "end": last.end}
 
@@ -397,7 +397,7 @@ def window_spans(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[
 
 
 def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
-    """Return how many tokens of chunks fit into the context with `text` and the answer. Raises UsageError for none."""
+    """Return the number of chunk tokens that fit into a prompt with `text` and the answer. Raises UsageError for 0."""
     num_other = len(engine.renderer.render(Prompt(["."], text, system)))
     budget = engine.context_length - num_other - answer_tokens
     if budget < 1:

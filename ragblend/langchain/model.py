@@ -38,13 +38,13 @@ class PromptOverflowError(PromptTooLongError, ContextOverflowError):
 
 
 class LangChainModel(BlendModel):
-    """Common behaviour of ChatBlend and BlendLLM, which differ in their requests, results and chunks."""
+    """Common base of ChatBlend and BlendLLM, which add their requests, results and stream chunks."""
 
     _overflow_error: ClassVar[type[PromptTooLongError]] = PromptOverflowError
 
     @classmethod
     def from_model_id(cls, model_id: str, task: str | None = "text-generation", **settings: Any) -> Self:
-        """Return a model by its name, as langchain-huggingface's classes do. `settings` are the constructor's."""
+        """Return the model `model_id`, as in langchain-huggingface. `settings`: the constructor's other arguments."""
         if task not in (None, "text-generation"):
             raise UsageError(f"task is {task!r}, but only 'text-generation' is supported; leave it out")
         if settings.get("backend") in ("default", "pipeline"):  # langchain-huggingface's names for transformers
@@ -64,7 +64,7 @@ class LangChainModel(BlendModel):
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the number of tokens of the prompt of these messages, chat template and `tools` included.
 
-        For messages that the template rejects, such as an answer alone, it is the sum over their texts.
+        If the template rejects the messages, such as an answer alone, the number is the sum over their texts.
         """
         from ragblend.langchain.tools import describe_tools
 
@@ -92,7 +92,8 @@ class LangChainModel(BlendModel):
     def to_json(self) -> SerializedConstructor | SerializedNotImplemented:
         """Return the settings with which the engine can be loaded again, without secrets.
 
-        A model made from an engine, a loaded model or a store object has no such settings and is "not implemented".
+        A model made from an engine, a loaded model or a store object has no such settings. The result then has
+        LangChain's type "not_implemented".
         """
         whole: Any = super()  # the LangChain class
         try:
@@ -108,8 +109,8 @@ class LangChainModel(BlendModel):
     def batch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
         """Return `invoke`'s result for each input. An engine in this process decodes the answers together.
 
-        Each input has separate callbacks and, with `return_exceptions`, a separate error. `max_concurrency` in the
-        config limits the inputs answered at a time; the default is the engine's `max_num_seqs`.
+        Each input has separate callbacks and, with `return_exceptions=True`, a separate error. `max_concurrency` in the
+        config is the largest number of inputs answered at a time; the default is the engine's `max_num_seqs`.
         """
         return Runnable.batch(self, inputs, self._make_call_configs(config, len(inputs)), **kwargs)  # type: ignore[arg-type]
 
@@ -255,8 +256,8 @@ class _RolesPromptValue(ChatPromptValue):
 
 
 def keep_roles(prompt: PromptValue) -> PromptValue:
-    """Return a chat prompt as a value whose `to_string` keeps the messages with their roles. Return any other prompt
-    unchanged.
+    """Return a chat prompt as a PromptValue whose string also holds the messages with their roles. Any other prompt is
+    returned unchanged.
     """
     if isinstance(prompt, ChatPromptValue) and not isinstance(prompt, _RolesPromptValue):
         if not prompt.messages:

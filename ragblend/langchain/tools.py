@@ -46,7 +46,7 @@ def bind_tools(
 def describe_tools(
     tools: Sequence[Mapping[str, Any] | type | Callable[..., Any] | BaseTool], strict: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's form."""
+    """Return tools in OpenAI's form. `strict`: as in `bind_tools`."""
     return [convert_to_openai_tool(tool, strict=strict) for tool in tools]
 
 
@@ -139,8 +139,9 @@ def _is_complete(result: Sequence[Generation]) -> bool:
 
 
 def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
-    """Return the content and the tool calls of an AIMessage, from the text of an answer with calls in `form`. A call
-    that was cut off is one of the `invalid_tool_calls`.
+    """Return the fields `content`, `tool_calls` and `invalid_tool_calls` of an AIMessage from the text of an answer.
+
+    `form`: how the model writes calls. A call that was cut off is one of the `invalid_tool_calls`.
     """
     content, found = split_text_and_calls(text, form)
     calls: list[ToolCall] = []
@@ -155,7 +156,7 @@ def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
 
 
 def tool_chunks(reader: CallReader, pieces: Iterator[str]) -> Iterator[AIMessageChunk]:
-    """Yield the chunks of text and of calls in an answer's `pieces`."""
+    """Yield an answer, whose text arrives in `pieces`, as message chunks of text and of tool calls."""
     for piece in pieces:
         for found in reader.push(piece):
             if isinstance(found, str):

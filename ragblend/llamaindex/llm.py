@@ -61,11 +61,11 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     """A LlamaIndex LLM that answers from fused chunk KV, calls tools and fills schemas.
 
     `BlendLLM(model="demo", store="kv/")`, or `BlendLLM(engine=engine)`. Every call may set mode, rule, recompute_ratio,
-    max_tokens, temperature, stop and strict. A `CitableBlock` is a chunk; missing KV of chunks is stored in the
-    background. Responses have the report in `raw["ragblend"]`. With `is_chat_model=False` LlamaIndex sends one string
-    instead of messages, and with `raw=True` that string is sent without the model's template. Agents,
-    `structured_predict` and `as_structured_llm` constrain the answer to calls and schemas during generation (extra
-    `structured`, except with vLLM). A stream yields a call once it is complete.
+    max_tokens, temperature, stop and strict. A `CitableBlock` names a chunk; if the store lacks its KV, it is stored in
+    the background. Responses have the report in `raw["ragblend"]`. With `is_chat_model=False` LlamaIndex sends a string
+    instead of messages; `raw=True` sends this string without the model's template. Agents, `structured_predict` and
+    `as_structured_llm` constrain the answer to calls and schemas during generation. They need the extra `structured`,
+    except with vLLM. A stream yields a call once it is complete.
     """
 
     is_chat_model: bool = True
@@ -78,7 +78,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context window and names, which decide how LlamaIndex packs prompts."""
+        """Context length, longest answer and names of the model; LlamaIndex packs prompts by them."""
         return LLMMetadata(
             context_window=self.engine.context_length,
             num_output=self._options({}).max_tokens,
@@ -89,8 +89,8 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """The model's tokenizer, for `Settings.tokenizer = llm.tokenizer`, by which LlamaIndex packs prompts.
-        LlamaIndex's default tokenizer counts GPT's tokens, so packed prompts may exceed this model's context."""
+        """The model's tokenizer. `Settings.tokenizer = llm.tokenizer` makes LlamaIndex pack prompts by it. LlamaIndex's
+        default tokenizer counts GPT's tokens, so packed prompts may exceed this model's context length."""
         return lambda text: list(self.engine.renderer.text_ids(text))
 
     # --- chat ---
@@ -161,7 +161,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the calls in an answer. Raises ValueError if there are none and `error_on_no_tool_call` is set."""
+        """Return the complete calls in an answer. Raises ValueError if it calls no tool and `error_on_no_tool_call`."""
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if not calls and error_on_no_tool_call:
             raise ValueError(
@@ -178,7 +178,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a string. The model's `raw` setting decides how it is sent: as a user turn, or without a chat
+        """Answer the string `prompt`. It is sent as a user turn; with `raw=True` in the constructor, without the chat
         template.
 
         If `formatted` is False and the model has a `completion_to_prompt`, that function converts `prompt` first.

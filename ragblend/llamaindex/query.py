@@ -1,10 +1,10 @@
 """LlamaIndex over one ragblend engine: an LLM, a synthesizer that names nodes as chunks, a query engine, ingestion.
 
-Three ways in: `index.as_query_engine(llm=BlendLLM(...))` reuses stored chunks in LlamaIndex's own prompts;
-`response_synthesizer=BlendSynthesizer(llm)` sends the nodes and the question alone, and stores nodes that are not
-stored yet; `BlendQueryEngine` is a query engine with that synthesizer.
+There are three ways to query. `index.as_query_engine(llm=BlendLLM(...))` reuses stored chunks in LlamaIndex's prompts.
+`response_synthesizer=BlendSynthesizer(llm)` sends only the nodes and the question, and stores the KV of new nodes.
+`BlendQueryEngine` is a query engine with this synthesizer.
 
-Knows llama-index-core, the index and the adapter. Knows nothing about LangChain.
+Depends on llama-index-core, the index and `ragblend.llamaindex.llm`, not on LangChain.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ __all__ = [
 class BlendSynthesizer(BaseSynthesizer):
     """One answer from all nodes in one prompt: the nodes as chunks, then the question, in the model's own layout.
 
-    The report is in `response.metadata["ragblend"]`, for a stream once it has ended. Nodes enter as their plain text.
-    `metadata_mode` puts metadata before this text; the metadata are prefilled in every prompt.
+    The report is in `response.metadata["ragblend"]`; a stream fills it at its end. A node's chunk is its plain text.
+    `metadata_mode` selects metadata that are written before the text, and are prefilled in every prompt.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class BlendSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        """Return the answer to `query` from `nodes`, in one prompt. `additional_source_nodes` only add to its
-        sources."""
+        """Return the answer to `query` from one prompt with all `nodes`. The prompt does not contain
+        `additional_source_nodes`; the answer lists them as sources."""
         own = self._own_arguments(nodes)
         response = super().synthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
         return _with_facts(response, own["facts"])
@@ -134,7 +134,7 @@ class BlendSynthesizer(BaseSynthesizer):
         facts: dict[str, Any] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        """Return the answer to `query_str` from `chunks` if they are given, else from `text_chunks`.
+        """Return the answer to `query_str` from `chunks`, the exact texts of the nodes; if None, from `text_chunks`.
 
         The answer is text, or a generator of text if the synthesizer is streaming. `facts`: a dictionary that receives
         the report of the answer; a stream fills it when it ends.
@@ -209,8 +209,8 @@ class BlendQueryEngine(RetrieverQueryEngine):
     ) -> BlendQueryEngine:
         """Return a query engine over any LlamaIndex retriever; `llm` is a BlendLLM unless a synthesizer is given.
 
-        Raises UsageError for arguments that only LlamaIndex's own prompts use (`response_mode`, prompt templates, ...).
-        Raises it for `streaming` or `system` together with a synthesizer; set them on the synthesizer.
+        Raises UsageError for arguments that only LlamaIndex's own prompts use (`response_mode`, prompt templates, ...),
+        and for `streaming` or `system` together with a synthesizer, which has these settings itself.
         """
         _reject_unknown("from_args", [*map(repr, args), *kwargs])
         if response_synthesizer is not None and (streaming or system is not None):
@@ -328,14 +328,14 @@ _COLLECTION = "llamaindex"  # of documents whose caller names none
 class BlendIngestion(TransformComponent):
     """Last step of an IngestionPipeline: precomputes the KV of its nodes, and returns them unchanged.
 
-    Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the stored one with its id;
-    KV and texts that no document has any more are deleted. Nodes of an unchanged document are added to the stored ones,
-    also if they come in a later batch or from another splitter. A pipeline does not report deletions; `delete_ref_doc`
-    deletes a document and its KV. Pipelines over different documents with equal ids need a `collection` each. Nodes
-    that cannot be prefilled are logged with their id, and returned like the others.
+    Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the stored document with
+    its id, and KV and texts that no document has any more are deleted. Nodes of an unchanged document are added to its
+    stored nodes, also from a later batch or another splitter. A pipeline does not report deletions; `delete_ref_doc`
+    deletes a document and its KV. If two pipelines have different documents with equal ids, give each a `collection`.
+    A node that cannot be prefilled is logged with its id, and returned like the others.
 
-    The pipeline's cache never skips this step; stored KV costs one lookup. A pipeline with a docstore passes only
-    changed documents, so fill a new store once with `precompute_documents`.
+    The pipeline's cache never skips this step. A node with stored KV costs one lookup. A pipeline with a docstore
+    passes only changed documents to this step, so fill a new store once with `precompute_documents`.
     """
 
     llm: Any = Field(exclude=True)
@@ -352,21 +352,21 @@ class BlendIngestion(TransformComponent):
         return super().__getstate__()
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Precompute `nodes`. The nodes of one document may come in several calls."""
+        """Precompute `nodes` and return them. Several calls may pass nodes of the same document."""
         ids = [node.ref_doc_id or "" for node in nodes]
         versions = [node.source_node.hash or "" if node.source_node is not None else "" for node in nodes]
         precompute_documents(nodes, self.llm, ids=ids, versions=versions, collection=self.collection)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Precompute `nodes`, without blocking the event loop."""
+        """Precompute `nodes` and return them, without blocking the event loop."""
         return await run_in_thread(lambda cancelled: self(nodes, **kwargs))
 
 
 def delete_ref_doc(index: BaseIndex[Any], ref_doc_id: str, llm: Any, *, collection: str = _COLLECTION) -> int:
     """Delete a document from `index` and from its docstore, and the KV that `BlendIngestion` made of its nodes.
 
-    Return the number of deleted entries. KV of a text that another document has stays.
+    Return the number of deleted entries. The KV of a text that another document contains is kept.
     """
     index.delete_ref_doc(ref_doc_id, delete_from_docstore=True)
     return delete_precomputed([ref_doc_id], llm, collection=collection)

@@ -51,7 +51,7 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify` and of a repair. The dictionaries contain the reason by key or path of what is damaged."""
+    """Result of `verify` and of a repair. The dictionaries map keys or paths to the reasons why they are reported."""
 
     checked: int = 0  # entries
     damaged: dict[str, str] = field(default_factory=dict)  # entries, by key
@@ -62,8 +62,8 @@ class VerifyReport:
     orphans: int | None = None  # entries that no chunk needs; None without an index
     num_without_kv: int | None = None  # indexed chunks, which is no damage; None without an index
     num_repaired: int = 0  # chunks
-    dropped: list[str] = field(default_factory=list)  # removed files, and how to create them again
-    unrepaired: list[str] = field(default_factory=list)  # remaining problems, and what to do
+    dropped: list[str] = field(default_factory=list)  # sentences: a removed file, and how to create it again
+    unrepaired: list[str] = field(default_factory=list)  # sentences: a remaining problem, and what to do
 
     @property
     def has_problems(self) -> bool:
@@ -72,7 +72,7 @@ class VerifyReport:
         return any(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields. `damaged`, `missing` and `damaged_remote` are counts; `damaged_keys` etc. have reasons."""
+        """Return the fields. `damaged`, `missing`, `damaged_remote` are counts; `damaged_keys` etc. have reasons."""
         facts = asdict(self)
         for name in ("damaged", "missing", "damaged_remote"):
             facts |= {f"{name}_keys": facts[name], name: len(facts[name])}
@@ -82,9 +82,9 @@ class VerifyReport:
 def verify_and_quarantine(
     store: str | Path, progress: Progress = ignore_progress, *, kv_dir: str | None = None
 ) -> VerifyReport:
-    """Read every stored byte and check the index. Damaged entries are moved to quarantine, so that they are never used.
+    """Read every byte of a directory's store and check its index. Damaged entries are moved to quarantine.
 
-    kv_dir: the folder of the entries, if configured.
+    kv_dir: the folder of the entries; None: `kv` in `store`. Raises NotFoundError if there is no store.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     report = VerifyReport()
@@ -154,9 +154,9 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
 
 
 def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress = ignore_progress) -> int:
-    """Prefill the indexed chunks without KV, and repair damaged files. Files that cannot be repaired are deleted.
+    """Prefill the indexed chunks without KV, and repair the damage in `report`. Files beyond repair are deleted.
 
-    Return the number of prefilled chunks. After a kill, the next `verify` finds the remaining damage.
+    Return the number of prefilled chunks. If the process is killed, the next `verify` finds the remaining damage.
     """
     disk = engine.store.disk_tier
     if disk is not None:
@@ -198,7 +198,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 
 
 def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: str | None = None) -> None:
-    """Drop files that prevent an engine from opening the store: damaged defaults and a damaged catalogue."""
+    """Delete what prevents an engine from opening the store: damaged defaults, a damaged catalogue or its bad rows."""
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if DEFAULTS_FILE in report.damaged_files:
         disk.delete_metadata(DEFAULTS_FILE)
@@ -275,9 +275,9 @@ def collect_garbage(
     `max_bytes`.
 
     Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
-    KV with such a chunk in its context, registered texts of such chunks, and pins of documents that are not
-    indexed. Documents that are ingested during the run keep their entries. A dry run removes nothing. Raises
-    RagblendError if the index's tokenizer cannot be loaded.
+    KV with such a chunk in its ingestion context, registered texts of such chunks, and pins of documents that are not
+    indexed. Documents that are ingested during the run keep their entries. A dry run removes nothing. With `orphans`,
+    raises RagblendError if the index's tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if not orphans:

@@ -42,7 +42,7 @@ RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """Command and environment of a server."""
+    """Command line and environment of the server that `ragblend serve` starts."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]  # with the secrets, which a command line would show to other users
@@ -69,7 +69,7 @@ def build_server_command(
     """Return the server's command. vLLM's own `flags` are appended. `keys`: the file of the tenants' API keys.
 
     Downloads the model if it is not local, and writes no other file. Raises RagblendError if the store cannot be
-    served. With `check`, also raises it if vLLM is missing or has an unsupported version.
+    served, and with `check` also if vLLM is missing or has an unsupported version.
     """
     if (settings.model or "").startswith("-"):
         raise UsageError(

@@ -85,7 +85,10 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
 
 
 def repair_remote(remote: RemoteStore, store: str | Path, damaged: Iterable[str], *, kv_dir: str | None = None) -> int:
-    """Delete the `damaged` entries of a remote tier, and send the directory's copies. Return the number sent."""
+    """Replace the `damaged` entries (keys) of a remote tier by the directory's copies. Return the number of copies.
+
+    Entries without an intact copy are only deleted.
+    """
     disk, sent = DiskStore(store, create=False, kv_dir=kv_dir), 0
     for key in damaged:
         remote.delete(key)

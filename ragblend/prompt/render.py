@@ -46,9 +46,9 @@ class TokenizedText(NamedTuple):
 
 
 class Renderer:
-    """Renderer of prompts for a tokenizer with its chat template, or with `template`. Thread-safe.
+    """Renderer of prompts by a tokenizer and `template`, by default the tokenizer's chat template. Thread-safe.
 
-    Raises UsageError for a tokenizer that is written in Python, which does not return the characters of each token.
+    Raises UsageError for a slow tokenizer (written in Python), which does not return the characters of each token.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None) -> None:
@@ -164,7 +164,8 @@ class Renderer:
     def prefix_ids(self, system: str | None = None, *, pins_date: bool = False) -> tuple[int, ...]:
         """Return the ids of everything before the first user message's text: template header, system message if any.
 
-        pins_date: if the template writes today's date, it writes `PINNED_DATE` instead.
+        The result is () if the template accepts no arrangement of these messages. `pins_date`: a template that writes
+        today's date writes `PINNED_DATE` instead.
         """
         if pins_date and "strftime_now" in self._template:
             return Renderer(self._tokenizer, PINNED_CLOCK + self._template).prefix_ids(system)

@@ -65,10 +65,11 @@ def _parsed_arguments(arguments: str) -> Any:
 
 
 def turn_arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
-    """Yield the prompt's turns, then other arrangements of them, which a template may accept if it rejects the turns.
+    """Yield the prompt's turns, and then rearrangements of them for a template that rejects the turns.
 
-    If the prompt has tool calls, their ids become nine letters and digits (Mistral). If it has none, adjacent turns of
-    one role are merged (Gemma, Mistral), and then the system text is moved to the start of the first user turn.
+    A prompt with tool calls has one rearrangement: call ids of nine letters and digits (Mistral). In both, tool results
+    have the name of their tool. A prompt without calls has two: adjacent turns of one role are merged (Gemma, Mistral),
+    and then the system text is also moved to the start of the first user turn.
     """
     if any(message.calls or message.role == "tool" for message in prompt.messages):
         named = _with_tool_names(prompt.messages)

@@ -115,8 +115,8 @@ class TokenIndex:
     def find_runs(self, ids: Sequence[int] | NDArray[np.integer]) -> list[Run]:
         """Return runs that do not overlap, in the order of the prompt.
 
-        Of overlapping runs the longest is returned; of equally long ones the one that starts first; of those the one
-        with the lowest chunk number. The uncovered parts of other runs are returned if they are long enough.
+        Of overlapping runs, the longest is returned. Ties go to the run that starts first, and then to the run of the
+        lowest chunk number. The uncovered parts of other runs are returned if they are long enough.
         """
         prompt = np.asarray(ids, np.int64)
         if len(prompt) < WINDOW or not self._num_chunks:
@@ -290,8 +290,8 @@ def anchor_offsets(chunk_length: int) -> range:
     """Return the offsets, all below 2**16, at which the index hashes WINDOW ids of a chunk: the chunk's anchors.
 
     A chunk of fewer than MIN_RUN tokens has an anchor at every offset, so that it is found even if tokens at its edges
-    differ in the prompt. A longer chunk has an anchor every STRIDE ids. If there is room for only one of these, it has
-    an anchor every WINDOW ids, so that another one matches if the first tokens of the chunk differ.
+    differ in the prompt. A longer chunk has an anchor every STRIDE ids from offset 1 on. A chunk that is too short for
+    two of them has one every WINDOW ids, so that a later anchor matches if the first tokens of the chunk differ.
     """
     end = min(chunk_length - WINDOW + 1, 1 << 16)
     if chunk_length < MIN_RUN:

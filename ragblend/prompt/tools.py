@@ -1,4 +1,4 @@
-"""Tools in a prompt and calls in an answer: their format, the constraint of an answer to calls, and reading calls.
+"""Tools in a prompt and calls in an answer: the format of calls, a grammar for answers that are calls, a reader.
 
 A `CallFormat` is the text around a call. `find_call_format` reads it from calls that the model's chat template renders.
 For a model whose template does not support tools, `tools_as_text` describes them and the format `HERMES` in the system
@@ -95,7 +95,7 @@ def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
     """Return the call format of a chat template; None if it has no tool support, or writes arguments in another form
     than JSON.
 
-    apply_template: a function of turns, tools and `add_generation_prompt`, which is False if no answer follows.
+    `apply_template`: a function of turns, tools and `add_generation_prompt`, which is False if no answer follows.
     """
     names, slots = ("ragblendone", "ragblendtwo"), ("RAGBLENDSLOT0END", "RAGBLENDSLOT1END")
     tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in names]
@@ -193,8 +193,8 @@ def tools_as_text(prompt: Prompt) -> Prompt:
 def tool_results_as_text(prompt: Prompt) -> Prompt:
     """Return `prompt`, which has no tools, with the results of earlier calls as text.
 
-    The results are moved before the question that the calls were for, where a model expects documents, separated by
-    blank lines. Turns without text are left out.
+    The results, separated by blank lines, are moved before the question that the calls were for, where a model expects
+    documents. Turns without text are left out.
     """
     turns: list[tuple[str, list[str]]] = []
     num_results = 0  # results at the front of the last user turn
@@ -228,8 +228,8 @@ def structural_tag(
 ) -> dict[str, Any]:
     """Return `structured_outputs` that constrain an answer to calls of `tools`, in vLLM's and xgrammar's format.
 
-    `choice`: "auto" also allows text, or JSON of `schema` if it is given; "required" allows only calls, the name of a
-    tool only a call of that tool.
+    `choice`: "auto" allows calls or text; with `schema`, calls or JSON of that schema. "required" allows only calls.
+    The name of a tool allows only one call of that tool. `parallel`: True allows several calls in one answer.
     """
     tags = [
         {
@@ -278,7 +278,7 @@ _TRIGGER = re.compile(r"\s*(?:<[^<>\n]+>|\[[A-Z_]+\])")  # markup that only begi
 
 
 class CallPiece(NamedTuple):
-    """Piece of a streamed call: the first piece of each call has its `name`, later ones more `arguments`."""
+    """Piece of call `number`. The first piece of a call has its `name`; later pieces have None and more `arguments`."""
 
     number: int  # index of the call in the answer
     name: str | None

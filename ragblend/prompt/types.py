@@ -25,7 +25,7 @@ CHUNK_SEPARATOR = "\n\n"
 class Chunk:
     """Reusable piece of a document: the unit of retrieval and of stored KV.
 
-    `text` is `document[start:end]` of the document named by `source`, character for character, unless its metadata have
+    `text` is `document[start:end]` of the document named by `source`, character for character, unless `metadata` has
     `verbatim: False`. `context` says what precedes the chunk when its KV is precomputed. "similar": the prefix and the
     `context_texts`, which are texts of other chunks; "none" and None: the prefix alone.
     """
@@ -120,9 +120,9 @@ class Prompt:
         tools: Sequence[Mapping[str, Any]] = (),
         chunks: Sequence[Part] = (),
     ) -> Prompt:
-        """Return a prompt of turns in order; each a Message or `(role, content)`: a string, a Chunk or a list of both.
+        """Return a prompt of turns: Messages, or pairs (role, content) whose content is text, a Chunk or a list.
 
-        `chunks`: chunks whose texts the messages contain as strings; the Chunks in the contents are added to them.
+        `chunks`: chunks whose texts the messages contain as strings. Chunks in the contents need not be repeated there.
         Raises UsageError without content or for an unknown role.
         """
         turns: list[Message] = []
@@ -174,8 +174,8 @@ class Prompt:
 
 
 def join_parts(parts: Iterable[Part]) -> str:
-    """Return the text of `parts`. A blank line is inserted between a Chunk and its neighbour if neither has whitespace
-    there.
+    """Return the joined text of `parts`, with a blank line between a Chunk and an adjacent part, unless whitespace
+    separates them already.
 
     >>> join_parts(["See", Chunk("a b"), Chunk("c"), "Why?"])
     'See\\n\\na b\\n\\nc\\n\\nWhy?'

@@ -55,7 +55,7 @@ class RoutesMiddleware:
         self._readiness: Readiness | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to vLLM."""
+        """Check the request's API key, and pass the request on to vLLM unless the server is stopping."""
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
@@ -179,14 +179,14 @@ class ServerResources:
 
     @cached_property
     def renderer(self) -> Renderer:
-        """Renderer with the model's own tokenizer, the one that clients use."""
+        """Renderer with the model's own tokenizer, which clients use as well."""
         options = vllm_model_options(self._model)
         path = find_model(self._model.model, options=options)
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the arguments about the model for an engine over this vLLM."""
+        """Return the model's arguments for a FrontEndEngine: name, fingerprint, sizes."""
         checkpoint = self._checkpoint
         return {
             "name": checkpoint.name,

@@ -1,8 +1,9 @@
 """Documents of a server: recorded when they are sent, and stored by a background thread, also after a restart.
 
-Read `Documents._store` first. One thread chunks, embeds and prefills the waiting documents with `precompute_documents`,
-and pauses while requests generate. Among the processes that share a store's folder, a lock lets one store documents at
-a time. Servers that share a catalogue divide the documents: each holds leases on the documents that it stores.
+Read `DocumentIngester._store` first. One thread chunks, embeds and prefills the waiting documents with
+`precompute_documents`, and pauses while requests generate. A lock lets only one of the processes that share a store's
+folder store documents at a time. Servers that share a catalogue divide the documents: each server holds leases on the
+documents that it stores.
 Depends on an engine per namespace, not on HTTP or vLLM.
 """
 
@@ -71,10 +72,10 @@ class _BusyError(BackendUnreachableError):
 
 
 class DocumentIngester:
-    """Stores the documents that clients send to this server, or to another with the same folder `root` or `catalog`.
+    """Stores the documents that clients send to this server, or to another one with the same store or catalogue.
 
-    `start` begins to store them in a thread. `make_engine` returns the engine for a namespace. `describe` returns an
-    error's message for clients.
+    `root`: the store's folder. `catalog`: URL of a shared catalogue. `start` begins to store documents in a thread.
+    `make_engine` returns the engine for a namespace. `describe` returns an error's message for clients.
     """
 
     def __init__(
@@ -119,10 +120,10 @@ class DocumentIngester:
         return ingestion
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str] | None) -> tuple[int, int]:
-        """Remove a collection's documents with these `ids`, or all of them for None.
+        """Remove the documents `ids` from a collection; None removes all of its documents.
 
         Also delete the KV that no other document of the namespace needs. Return the numbers of removed documents and of
-        deleted entries. Raises BackendUnreachableError if another process stores documents for too long, or a
+        deleted entries. Raises BackendUnreachableError if another process stores documents for more than a minute, or a
         remote tier is unreachable.
         """
         with self._lock:
@@ -145,7 +146,7 @@ class DocumentIngester:
                 self._num_removing -= 1
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
-        """Return a `requests.IngestionSummary` of a namespace, for one collection or ingestion, or for all if None."""
+        """Return a `requests.IngestionSummary` of a namespace, for one collection and ingestion; None: all."""
         storing, done, total = self._progress
         if storing != namespace:  # clients do not learn about other namespaces
             done = total = 0

@@ -31,7 +31,7 @@ class _Strict(BaseModel):
 
 
 class DocumentInput(_Strict):
-    """One document: a `text`, which the server cuts, or the `chunks` that prompts will contain."""
+    """One document: a `text`, which the server splits into chunks, or the `chunks` that prompts will contain."""
 
     id: Name | None = Field(
         None, description="A document with the id of an earlier one replaces it. Default: a digest of the texts."
@@ -115,8 +115,11 @@ class AcceptedDocuments(BaseModel):
 
 
 class StoredCounts(BaseModel):
-    """Numbers of stored chunks and of their tokens. `num_known_kv`: number of the chunks' entries that were stored
-    before the ingestion. `num_new_kv`: number of entries that it stored. `new_kv_bytes`: size of these."""
+    """Numbers of stored chunks, of their tokens, and of their entries in the store.
+
+    `num_known_kv`: entries that were stored before the ingestion. `num_new_kv`: entries that the ingestion stored, with
+    `new_kv_bytes` bytes in all.
+    """
 
     num_chunks: int
     num_tokens: int
@@ -126,8 +129,8 @@ class StoredCounts(BaseModel):
 
 
 class DocumentCounts(StoredCounts):
-    """Numbers of stored, pending and failed documents. `num_waiting`: documents with a text that is not stored yet,
-    which are the pending ones and stored ones that were sent again.
+    """Numbers of stored, pending and failed documents. `num_waiting`: documents whose latest text is not stored yet,
+    that is pending documents, and stored documents that were sent again.
     """
 
     num_stored: int
@@ -146,9 +149,9 @@ class DocumentReason(BaseModel):
 
 
 class IngestionSummary(BaseModel):
-    """Documents of a namespace, by collection. `reasons`: why documents failed, for at most 1,000 of them.
+    """Documents of a namespace, by collection. `reasons`: why documents failed or have no chunk, for at most 1,000.
 
-    `batch`: progress of the current batch, if it belongs to the namespace: chunks prefilled, and chunks in all.
+    `batch`: prefilled chunks and all chunks of the current batch; 0 if the batch belongs to another namespace.
     """
 
     collections: dict[str, DocumentCounts]
@@ -178,7 +181,8 @@ _COLLECTION: TypeAdapter[str] = TypeAdapter(Collection)
 def read_documents(body: bytes, content_type: str, collection: str | None) -> list[SentDocument]:
     """Return the documents of a POST body: one JSON object, or JSON lines with one document per line.
 
-    `collection` is for JSON lines; a JSON object contains its own. Raises UsageError with the error's position.
+    `collection`: of JSON lines, by default "default"; a JSON object names its own. Raises UsageError with the position
+    of the error, and for an id that is given twice.
     """
     if "ndjson" in content_type or "jsonl" in content_type or "json-lines" in content_type:
         named = _validated(lambda: _COLLECTION.validate_python(collection or "default"), "the collection")

@@ -56,7 +56,7 @@ C = TypeVar("C", bound=BenchConfig)
 
 
 def config_from(config: type[C], values: Mapping[str, Any]) -> C:
-    """Return a `config` with the values that the command line gave for its options."""
+    """Return an instance of the class `config` with the command line's `values` of its options, by field name."""
     given = {}
     for name, (kind, _) in get_typer_options(config).items():
         value = values[name]

@@ -40,7 +40,7 @@ def calibrate(
         ),
     ] = None,
     num_questions: Annotated[int, typer.Option("--num-questions", help="Number of questions to fit on.")] = 60,
-    held_out: Annotated[int, typer.Option("--num-held-out", help="Other questions that check the fit.")] = 0,
+    held_out: Annotated[int, typer.Option("--num-held-out", help="Number of other questions that check the fit.")] = 0,
     target: Annotated[
         float,
         typer.Option("--target", help="Share of first tokens that must equal full prefill's, with 95 % confidence."),
@@ -51,9 +51,9 @@ def calibrate(
     plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Find the smallest recompute ratio that gives full prefill's first token.
+    """Find the smallest recompute ratio that gives full prefill's first token often enough.
 
-    Engines on this store then use that ratio.
+    Engines on this store then use that ratio. "Often enough" is --target.
 
     Set the other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the ingestion
     used.

@@ -1,4 +1,4 @@
-"""`ragblend explain`: compare one prompt's tokens. Parse the options, retrieve or read the prompt, compare, print."""
+"""`ragblend explain`: parse the options, build or read one prompt, compare its tokens with full prefill's, print."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def explain(
             "text; - for stdin. Shows why stored texts in it are not reused.",
         ),
     ] = None,
-    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page, one FILE.html.")] = None,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write a web page, FILE.html.")] = None,
     json_: JsonOption = False,
 ) -> None:
     """Show the state of each prompt token after blending, and the difference to full prefill.

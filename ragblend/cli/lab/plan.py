@@ -85,11 +85,11 @@ def plan(
         float | None, typer.Option("--ratio", help="Smallest recompute ratio with good answers. Default: the rule's.")
     ] = None,
     rule: Annotated[
-        str, typer.Option("--rule", help="Selection rule. One with a probe waits for most of the KV.")
+        str, typer.Option("--rule", help="Selection rule. A rule with a query probe waits for most of the KV.")
     ] = "auto",
     usd_per_hour: Annotated[
         float | None,
-        typer.Option("--usd-per-hour", help="Price of the machine that prefills; used for the break-even."),
+        typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even."),
     ] = None,
     json_: JsonOption = False,
 ) -> None:

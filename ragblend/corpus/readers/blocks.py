@@ -51,7 +51,7 @@ class TextBlocks:
                 self._blocks.append(block)
 
     def add_heading(self, words: str, level: int) -> None:
-        """Append a heading as a Markdown line, with its mark. A blank one is left out."""
+        """Append a heading as a Markdown line, with its mark. A blank heading is left out."""
         words = collapse_whitespace(words)
         if words:
             level = min(max(level, 1), MAX_HEADING_LEVEL)
@@ -59,12 +59,12 @@ class TextBlocks:
             self.add(f"{'#' * level} {words}")
 
     def mark_heading(self, words: str, level: int) -> None:
-        """Mark the next block as a heading, or as the first block below a heading whose words are not in the text."""
+        """Mark the next block as a heading, or as the first block below a heading whose `words` are not in the text."""
         self._place_pages(self._next_offset())
         self.marks.append(Mark(self._next_offset(), "heading", words, level))
 
     def add_page(self, value: str) -> None:
-        """Begin a page; the next block is its first."""
+        """Begin the page `value`, a number or a label. The next block is its first block."""
         self._new_pages.append(value)
 
     def add_text(self, text: str, marks: Iterable[Mark]) -> None:

@@ -42,11 +42,11 @@ class TextWithNotes(NamedTuple):
 
 
 def decode_text(data: bytes, declared: str = "") -> TextWithNotes:
-    """Return the text of `data`: by its byte order mark, as `declared`, as UTF-8, as UTF-16, or by the likeliest
-    charset.
+    """Return the text of `data` by the first encoding that fits: that of its byte order mark, UTF-16 if it has NUL
+    bytes, the charset `declared`, UTF-8, the likeliest charset.
 
-    A declared charset that does not fit the bytes is ignored. Raises UnreadableDocumentError for bytes that are not
-    text: single-byte charsets decode any bytes, so a guess is accepted only if it gives no control characters.
+    Raises UnreadableDocumentError for bytes that are not text. Single-byte charsets decode any bytes, so a guess is
+    accepted only if it gives no control characters.
     """
     if marked := detect_bom_encoding(data):
         return _decode_marked(data, marked)

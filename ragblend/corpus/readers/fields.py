@@ -59,9 +59,9 @@ def read_record(record: Mapping[str, Any]) -> ParsedRecord:
 def read_text_field(record: Mapping[str, Any], text_field: str) -> ParsedRecord | None:
     """Return the text at `text_field`, a name or a dotted path; None if the record has no such field.
 
-    A path leads through lists to the field of each item: `sections.body` is all bodies, with a blank line between two.
-    null is an empty text, and a list or an object is flattened. Labels of the record are metadata (see `read_record`);
-    all other values are left out, because the caller chose the field.
+    A path goes through lists: `sections.body` is the bodies of all sections, with a blank line between two. null is an
+    empty text, and a list or an object is flattened. Short values of the record are metadata (see `read_record`). All
+    other values are left out, because the caller chose the field.
     """
     values = _find_values(record, text_field)
     if values is None:
@@ -109,7 +109,7 @@ def _is_label(value: Any) -> bool:
 
 
 def is_short(value: Any) -> bool:
-    """Return True for a string of one short line, a number, a truth value and null."""
+    """Return True for a string of one short line, a number, a bool or None."""
     if isinstance(value, str):
         return len(value) <= _MAX_SHORT_CHARS and "\n" not in value
     return not isinstance(value, dict | list)

@@ -55,7 +55,7 @@ _VOWELS = "aeiouyAEIOUYıȷ"
 
 
 def normalize_characters(text: str) -> str:
-    """Return a page's text with line breaks of "\\n", ligatures as letters and known private characters as others."""
+    """Return a page's text with "\\n" line breaks, and ordinary characters for ligatures and known private ones."""
     text = text.replace("\r\n", "\n").replace("\ufffe", "\xad\n")
     if "\x02" in text:
         text = _HYPHEN_MARK.sub("\xad\n", text)
@@ -94,7 +94,7 @@ def remove_controls(text: str) -> str:
 def join_hyphens(pages: Sequence[str]) -> list[str]:
     """Return `pages`, joining words that a hyphen at a line's end divides.
 
-    A compound keeps its hyphen if the document has the compound within a line and not the word without the hyphen.
+    The hyphen is kept if the document has the compound within a line, and does not have the word without the hyphen.
 
     >>> join_hyphens(["hyphen-\\nated, post-\\noffice\\nthe post-office", "Anglo-\\nSaxon"])
     ['hyphenated, post-office\\nthe post-office', 'Anglo-\\nSaxon']

@@ -50,7 +50,7 @@ _NOTE_TYPES = {
 
 
 class PdfPageContents(NamedTuple):
-    """A page. `fields`: its form fields as (name, value). `notes`: texts of its notes.
+    """A page. `fields`: its form fields as (name, value). `notes`: the texts of its annotations.
 
     `has_picture`: it shows a picture and has no text. `is_damaged`: PDFium cannot read it.
     """

@@ -86,7 +86,10 @@ def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
 
 
 def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRecords:
-    """Yield the records of `read_jsonl`, a line at a time, after checking that the whole file is text."""
+    """Yield the records of `read_jsonl`, a line at a time, after checking that the whole file is text.
+
+    `digest`: the file's expected digest (`new_digest`). Raises UnreadableDocumentError if the file has another digest.
+    """
     if not _is_utf8(file, digest):  # detecting another encoding needs the whole file
         file.seek(0)
         yield from read_jsonl(file.read(), text_field)
@@ -190,7 +193,7 @@ _ROWS_AT_A_TIME = 256
 
 
 def stream_parquet(file: io.BufferedReader, digest: str, text_field: str = "") -> ParsedRecords:
-    """Yield the records of `read_parquet`, some rows at a time."""
+    """Yield the records of `read_parquet`, some rows at a time. `digest`: see `stream_jsonl`."""
     if hashlib.file_digest(file, new_digest).hexdigest() != digest:
         raise UnreadableDocumentError(CHANGED_REASON)
     file.seek(0)
@@ -198,7 +201,7 @@ def stream_parquet(file: io.BufferedReader, digest: str, text_field: str = "") -
 
 
 def read_parquet(data: bytes, text_field: str = "") -> ParsedRecords:
-    """Read the rows of a Parquet file."""
+    """Read each row of a Parquet file. Raises UnreadableDocumentError for other files, and without pyarrow."""
     return _parse_parquet(io.BytesIO(data), text_field)
 
 

@@ -61,7 +61,9 @@ _DOCUMENT_PARTS = (b"[Content_Types].xml", b"mimetypeapplication/")
 
 
 def not_a_document_reason(name: str, head: bytes, has_reader: bool) -> str:
-    """Return why a file is not a document; "" if its first bytes `head` are text, or a reader has its name's ending.
+    """Return why the file `name` is not a document; "" if a reader has its ending (`has_reader`) or it may be text.
+
+    `head`: the first bytes of the file. Lock files of Office are never documents.
 
     >>> not_a_document_reason("a.gif", b"", False), not_a_document_reason("a", b"GIF89a\\0", False)[:16]
     ('is a picture; if it shows text, run OCR on it: tesseract FILE FILE', 'is a binary file')
@@ -83,7 +85,7 @@ def not_a_document_reason(name: str, head: bytes, has_reader: bool) -> str:
 
 
 def describe_ole(data: bytes, kind: str) -> str:
-    """Return why an OLE file cannot be read as a `kind` ("Word file"): it is encrypted, or of an old format."""
+    """Return why an OLE file, which should be a `kind` ("Word file"), cannot be read: it is encrypted or too old."""
 
     def has_stream(name: str) -> bool:
         return name.encode("utf-16-le") in data

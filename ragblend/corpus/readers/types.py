@@ -1,4 +1,4 @@
-"""The values that a reader returns: texts, their marks, and the places that could not be read."""
+"""The values that a reader returns: texts, their marks, and the records that could not be read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ParsedRecord(NamedTuple):
 
 
 class UnreadableRecord(NamedTuple):
-    """A record of a file whose text could not be read, given by its place in the file."""
+    """A record whose text could not be read. `key`: as in ParsedRecord."""
 
     key: str
     reason: str

@@ -113,8 +113,7 @@ _KNOWN_POSITIONS = WeakTensorKeyDictionary()
 def positions_on_host(rows: Tensor) -> tuple[int, ...]:
     """Return the positions `rows` [R] int64 as a tuple of ints in host memory.
 
-    The first call for a tensor waits for the device. Its result is cached for that tensor, which must not change any
-    more.
+    The first call for a tensor waits for the device. Later calls return the cached result, so do not change the tensor.
     """
     known: tuple[int, ...] | None = _KNOWN_POSITIONS.get(rows)  # type: ignore[no-untyped-call]
     if known is None:
@@ -123,7 +122,7 @@ def positions_on_host(rows: Tensor) -> tuple[int, ...]:
 
 
 class AttentionExtras(NamedTuple):
-    """What a layer adds to plain attention: sliding window, soft cap, sinks (Gemma 2, gpt-oss). Not the scale."""
+    """Sliding window, soft cap and sinks of a layer's attention (Gemma 2, gpt-oss), without its scale."""
 
     window: int | None = None  # a token attends to this number of tokens, itself included; None: to all before it
     softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)
@@ -242,8 +241,8 @@ def _attend_eager(queries: ProbeQueries, keys: Tensor, values: Tensor) -> Tensor
 def attention_mass(queries: ProbeQueries, keys: Tensor) -> Tensor:
     """Return the attention probability [T] float32 of each token, mean over heads and queries.
 
-    keys: [H, T, D], rotated; Hq is a multiple of H. A query at row i attends to keys 0 .. i of the whole prompt, within
-    its window. The sum is 1, less the probability of sinks.
+    `keys` [H, T, D] are rotated; Hq is a multiple of H. A query at row i attends to keys 0 .. i of the whole prompt,
+    within its window. The sum is 1, less the probability of sinks.
     """
     mass = torch.zeros(keys.shape[1], dtype=torch.float32, device=keys.device)
     for _, _, weights in _weight_blocks(queries, keys):
@@ -256,7 +255,7 @@ def attend_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Return `attend_rows` of all queries [Hq, Q, D], and `attention_mass` of the last `num_question_rows`.
 
-    keys, values: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
+    `keys`, `values`: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
     """
     question = queries.slice_rows(slice(-num_question_rows, None))
     num_heads, num_queries, _ = question.states.shape

@@ -59,13 +59,13 @@ def fuse(
     layers: LayerSource,
     ends_s: list[float] | None = None,
 ) -> FuseResult:
-    """Fill `fused` with the prompt's KV. Return the last token's logits, and what was recomputed at which cost.
+    """Fill `fused` with the prompt's KV. Return the last token's logits, the recomputed tokens and the cost.
 
-    Fresh tokens (question, everything without stored KV) run through every layer. Candidates are the tokens whose
-    stored KV may be replaced. They run up to the first check layer. There the rule selects a share of them, and only
-    the selected ones run through the later layers; each later check layer selects fewer of them. A rule with a query
-    probe selects earlier: it runs the fresh tokens over the stored KV, up to its last probe layer, and selects tokens.
-    Then fresh and selected tokens run through every layer. In each layer, computed rows replace stored ones, and each
+    Fresh tokens, which have no stored KV (the question, for example), run through every layer. Candidates are the
+    tokens whose stored KV may be replaced. They run up to the first check layer. There the rule selects a share of the
+    candidates, and only these run through the later layers; each later check layer selects fewer. A rule with a query
+    probe selects earlier: it runs the fresh tokens over the stored KV up to its last probe layer, and then selects.
+    Fresh and selected tokens run through every layer. In each layer, computed rows replace stored ones, and each
     computed token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift correction
     (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
 
@@ -78,7 +78,7 @@ def fuse(
 def fuse_steps(
     model: LayerwiseModel, plan: FusePlan, fused: PromptKVBuffer, layers: LayerSource, ends_s: list[float] | None = None
 ) -> Steps[FuseResult]:
-    """Run `fuse` in steps, a layer at a time, for callers that interleave it with other work or other prompts."""
+    """Run `fuse` a layer at a time (see `Steps`), for callers that interleave it with other work or other prompts."""
     state = _candidates(plan)
     selects = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
     # Layer 0's stored KV is exact, because it depends on the token alone: in a model of one layer nothing is stale.
@@ -365,8 +365,9 @@ def relative_deviation(
 ) -> Tensor:
     """Return the relative distance [T] float32 of each token's `stored` KV from `fresh`, both [H, T, D]; 0 is equal.
 
-    It is the mean of |k - k'| / |k'| and |v - v'| / |v'|, with k' and v' the fresh vectors of all heads, L2 norms. Keys
-    and values then have equal weight. Both keys are rotated. `sum_over_ranks` as in FusePlan.
+    It is the mean of |k - k'| / |k'| and |v - v'| / |v'|, so keys and values have equal weight. k and v are a token's
+    stored vectors over all heads, k' and v' its fresh ones, and |.| is the L2 norm. All keys are rotated.
+    `sum_over_ranks` as in FusePlan.
     """
     total = sum_over_ranks or (lambda squares: squares)
     nothing = torch.zeros((), device=fresh.keys.device)

@@ -1,8 +1,8 @@
 """Copies of stored layers from the host's memory to the device that computes.
 
-On a GPU they run on a separate stream, so that they overlap with computing. `HostToDeviceCopier` copies layers and
-waits for them; it serves layers that a thread reads from slower tiers. `LayerCopies` queues the layers of chunks in
-page-locked memory ahead of their use, and never makes the host wait. Depends on tensors, not on tiers and plans.
+On a GPU the copies run on a separate stream, so that they overlap with computing. `HostToDeviceCopier` copies layers
+that a thread reads from slower tiers, and waits for each copy. `LayerCopies` queues copies of chunks in page-locked
+memory ahead of their use, and never makes the host wait. Depends on tensors, not on tiers and plans.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _copying_stream(device: torch.device) -> Any:
 class HostToDeviceCopier:
     """Copies layers from host memory to `device`. Any thread may call it.
 
-    The copies are for the thread that created the copier: that thread's GPU work uses them.
+    Only GPU work of the thread that created the copier may use the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,7 +135,7 @@ class LayerCopies:
 
 
 def is_page_locked(layer: StoredLayer) -> bool:
-    """Return True if a GPU can read the layer's tensors where they are."""
+    """Return True if a GPU can read the layer's tensors from host memory without another copy."""
     return all(tensor.is_pinned() for tensor in layer)
 
 

@@ -123,7 +123,7 @@ class LayerLoader:
     `first_layer(token_ids)` computes the pre-RoPE keys and values of layer 0 [H, T, D], which depend on the token ids
     alone. If it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1.
     The reader still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving the
-    context waits for that.
+    context waits for this read.
 
     `key_rotation`: the model, whose methods undo the rotation of keys and add drift to them. `read_stored` and
     `apply_drift` require `key_rotation`, and a destination whose keys and values can be read.
@@ -217,7 +217,7 @@ class LayerLoader:
         return self._error if layer in self._failed else None
 
     def wait(self, layer: int) -> None:
-        """Block until `layer` is placed; raise the reader's error. Returns at once if it was waited for before."""
+        """Block until `layer` is placed; raise the reader's error. A second call for a layer returns at once."""
         start_s = self._released_s[layer] = perf_counter()
         if layer < self._num_waited:
             return

@@ -1,5 +1,5 @@
-"""Plan and result of fusing one prompt: stored KV with its positions, the buffer of the prompt's KV, and the figures of
-the result in every engine's report: reused and recomputed tokens, their cost, and closeness to full prefill.
+"""Plan and result of fusing one prompt: stored KV with its positions, the buffer of the prompt's KV, and the figures
+for reports (reused and recomputed tokens, their cost, and closeness to full prefill).
 
 Depends on tensors, positions and stored KV, not on the fusing itself (`fuse`), text or backends.
 """
@@ -43,7 +43,7 @@ class Placement(NamedTuple):
 class FusedKV:
     """KV of one prompt: per layer, rotated keys and values [H, capacity, D], of which `length` rows are valid.
 
-    A write beyond the capacity enlarges it, so that decoding can append. It belongs to one request.
+    A write beyond the capacity enlarges it, so that decoding can append. An object belongs to one request.
     """
 
     _layers: list[LayerKV]
@@ -183,7 +183,7 @@ def record_fusion(
     request had computed and left in memory.
 
     `report.attention_*` are from `question_attention_shares`. `report.mean_deviation` is the mean, over the recomputed
-    tokens, of the `relative_deviation` that the first check layer measured. What the rule did not measure stays None.
+    tokens, of the `relative_deviation` at the first check layer. Figures that the rule did not measure stay None.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
@@ -221,7 +221,7 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> QuestionAtte
 
     The attention is measured over the stored KV, before any recompute: the mean over the question's tokens, heads and
     probe layers. `stale`: kept tokens, whose stored KV was computed without the chunks before them. `recomputed`: chunk
-    tokens whose stored KV was replaced. `exact`: all others, that is the prefix, the chunk stored after it, and all
+    tokens whose stored KV was replaced. `exact`: all others, which are the prefix, chunks with exact KV, and all
     tokens computed in this prompt.
     """
     if fused.attention is None:

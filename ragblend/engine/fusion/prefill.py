@@ -42,16 +42,16 @@ class PrefillItem(NamedTuple):
 
 
 def prefill_chunk(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
-    """Run one chunk after `prefix`, of which the first P rows are valid. Return the chunk's pre-RoPE keys, and values.
+    """Prefill the chunk of `header` after the valid rows of `prefix`. Return its pre-RoPE keys and its values.
 
-    Rows of `prefix` beyond P are overwritten; its P valid rows do not change.
+    The chunk's rows are written to `prefix` after the first `prefix.length` rows, which do not change.
     """
     return run_to_completion(model, prefill_chunk_steps(model, prefix, header))
 
 
 @torch.inference_mode()
 def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> Steps[MemoryKV]:
-    """Run `prefill_chunk` in steps, a layer at a time. Yields the number of rows of each layer."""
+    """Run `prefill_chunk` a layer at a time. Yields the chunk's number of tokens after each layer."""
     start = prefix.length
     device = prefix.keys(0).device
     rows = torch.arange(start, start + header.num_tokens, device=device)
@@ -67,7 +67,7 @@ def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: K
 
 @torch.inference_mode()
 def prefill_chunks(model: TransformersLayers, prefix: PromptKVBuffer, headers: Sequence[KVHeader]) -> list[MemoryKV]:
-    """Return `prefill_chunk`'s result for several chunks, from one pass, each after the same `prefix`.
+    """Prefill several chunks in one pass, each after the same `prefix`. Return the KV of each, as `prefill_chunk`.
 
     Norms, projections and MLPs run over the rows of all chunks; attention runs per chunk. `prefix` is not changed.
     """
@@ -111,7 +111,7 @@ def prefill_missing(
     put: Callable[[MemoryKV], None],
     pass_tokens: int,
 ) -> Iterator[int]:
-    """Prefill the chunks that are missing, a pass at a time, while the KV of earlier ones is written.
+    """Prefill the missing chunks, a pass at a time, while the KV of earlier passes is written.
 
     Adjacent chunks with the same ingestion context share passes. Yields, in order, the number of bytes stored for
     every chunk once it is stored; 0 if it was stored before. Raises the errors of `put`. If the generator is closed

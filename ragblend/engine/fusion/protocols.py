@@ -29,9 +29,9 @@ class PromptKVBuffer(Protocol):
 
 
 class FreshRowsCallback(NamedTuple):
-    """Function that a layer calls with the fresh keys and values of some of its rows, and the indices of these rows.
+    """Function that a layer calls with the fresh keys and values of some rows, and the indices of these rows.
 
-    The layer calls it after computing the keys and values, and before writing them to the PromptKVBuffer.
+    The call comes after the layer has computed the keys and values, and before it writes them to the PromptKVBuffer.
     """
 
     row_indices: Tensor  # indices into the rows that are run
@@ -69,8 +69,8 @@ class DriftCorrectableLayerSource(LayerSource, Protocol):
 class QueryProbeHook(Protocol):
     """Function that a layer calls once, with the rotated queries of the probe's rows and the rotated keys.
 
-    `keys` [H, queries.rows[-1] + 1, D] end with that of the last query. The function may keep a reference to the
-    queries, but not to the keys. If the layer also passes `values`, the function returns the attention output
+    `keys` [H, queries.rows[-1] + 1, D] end with the key of the last query's token. The function may keep a reference to
+    the queries, but not to the keys. If the layer also passes `values`, the function returns the attention output
     [Hq, Q, D] of the queries; else None.
     """
 

@@ -4,8 +4,8 @@ A rule turns the `RuleInputs` of N candidate tokens into scores [N]; `fuse` reco
 Candidates are the stale tokens, whose stored KV was computed without the tokens that precede them in the prompt.
 Depends on tensors only, not on models, plans or stores.
 
-The inputs: positions come from the plan, deviations from the check layer, where `fuse` recomputes K and V of the
-candidates, and attention from the query probe, which runs the question over stale KV before the selection.
+The inputs of a rule have three sources. The plan has the positions. The check layer, where `fuse` recomputes K and V of
+the candidates, measures deviations. The query probe, which runs the question over stale KV, measures attention.
 
 Drift correction (`fit_drift_correction`) estimates the KV change of kept tokens from the measured change of recomputed
 ones, for rules with a `drift_gain`.
@@ -224,10 +224,11 @@ def is_probe_worthwhile(
     num_layers: int,
     global_layers: Sequence[int] = (),
 ) -> bool:
-    """Return True if the query probe of `num_fresh` tokens costs few enough token-layers.
+    """Return True if the rule's query probe of `num_fresh` tokens is cheap enough, or if it has none to run.
 
-    The limit is the cost of recomputing `ratio` + PROBE_MARGIN of the chunk tokens. Even with that
-    share, NO_PROBE_RULE is further from full prefill. Long questions over short chunks exceed the limit.
+    The cost is counted in token-layers. The limit is the cost of recomputing the share `ratio` + PROBE_MARGIN of the
+    chunk tokens: at this share, NO_PROBE_RULE is still further from full prefill than the rule with its probe. Long
+    questions over short chunks exceed the limit.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
@@ -298,7 +299,8 @@ _JITTER = 1e-6
 class DriftCorrection(NamedTuple):
     """Regression that estimates the KV change of all T tokens from the measured change of N recomputed ones.
 
-    Landmarks are M of the recomputed tokens. Each estimate is a weighted sum of the drift's M rows, one per landmark.
+    M of the recomputed tokens are landmarks. `estimate_drift` returns one row per landmark (the drift), and a token's
+    estimated change is the sum of these rows, weighted by `shares`.
     """
 
     rows: Tensor  # positions [N] of the recomputed tokens, ascending
@@ -324,8 +326,8 @@ class DriftCorrection(NamedTuple):
 def similarity_layer(num_layers: int, deepest: int) -> int:
     """Return the layer whose stored values measure how similar tokens are, for drift correction.
 
-    It is not layer 0, whose values depend on the token alone. It is not after `deepest`, the last layer of the query
-    probe, because later layers are not loaded yet.
+    It is at least 1, because layer 0's values depend on the token alone. Otherwise it is not after `deepest`, the last
+    layer of the query probe, because later layers are not loaded yet.
 
     >>> [similarity_layer(count, count - 1) for count in (2, 5, 30)], similarity_layer(30, 3), similarity_layer(30, 0)
     ([1, 2, 12], 3, 1)
@@ -343,10 +345,10 @@ def fit_drift_correction(
 ) -> DriftCorrection:
     """Return the regression over N candidates at the positions `rows` [N], ascending, of a prompt of T tokens.
 
-    values: the candidates' stored values [H, N, D] at `similarity_layer`, by which their similarity is measured.
-    chunks: index [N] of each candidate's chunk. is_recomputed: [N] bool, True for at least one. shares: [T] factor on
-    the estimated change of each position, 0 for positions that are not corrected. `mean_over_ranks` averages a vector
-    over the ranks, if each has some of the heads.
+    `values` [H, N, D]: the candidates' stored values at `similarity_layer`, by which their similarity is measured.
+    `chunks` [N]: index of each candidate's chunk. `is_recomputed` [N] bool: True for at least one. `shares` [T]: factor
+    on each position's estimated change, 0 for positions that are not corrected. `mean_over_ranks` averages a vector
+    over the ranks, if each rank has some of the heads.
     """
     states = values.float().transpose(0, 1).flatten(1)
     states = (states - states.mean(0)) / states.std(0, correction=0).clamp_min(torch.finfo(torch.float32).tiny)

@@ -43,10 +43,10 @@ def base_model_name(path: Path) -> str:
 
 
 def with_adapter(model: Any, path: Path) -> Any:
-    """Return `model` with the adapter in `path` in its layers.
+    """Return `model` with the adapter in the directory `path` in its layers.
 
-    Raises ImportError with the install command if peft is missing, UnsupportedModelError for an adapter that changes
-    more than layers.
+    Raises ImportError with the install command if peft is missing, NotFoundError without safetensors weights, and
+    UnsupportedModelError for an adapter that changes more than layers.
     """
     reject_unsupported_adapter(_config(path), str(path))
     if not (path / ADAPTER_WEIGHTS).is_file():
@@ -69,7 +69,10 @@ def adapter_digest(path: Path) -> str:
 
 
 def unwrap_peft_model(model: Any) -> Any:
-    """Return the transformers model inside a PeftModel; any other model unchanged."""
+    """Return the transformers model inside a PeftModel; any other model unchanged.
+
+    Raises UnsupportedModelError for an adapter that changes more than layers.
+    """
     configs = getattr(model, "peft_config", None)
     for name, config in (configs or {}).items():
         reject_unsupported_adapter(config.to_dict(), f"the adapter {name!r}")
@@ -79,7 +82,7 @@ def unwrap_peft_model(model: Any) -> Any:
 def describe_adapters(model: Any) -> str:
     """Return a model's adapter configs, active adapters and scalings as text; "" for a model without adapters.
 
-    They change the KV, but the model's tensors do not contain them.
+    All three change the KV, but the model's tensors do not contain them.
     """
     configs = getattr(model, "peft_config", None)
     if not configs:

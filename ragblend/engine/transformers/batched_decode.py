@@ -68,7 +68,7 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
     ) -> tuple[Tensor, Tensor]:
         """Write the keys and values [1, H, R, D] of all prompts' rows, and return these arguments.
 
-        Other caches of transformers return all keys and values; here attention reads those from `kv`.
+        Other caches of transformers return all keys and values. Here, attention reads all of them from `kv`.
         """
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
@@ -110,9 +110,9 @@ def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, params:
 
 
 class FewRowsCpuMatmul(TorchFunctionMode):
-    """Torch function mode that multiplies FEW_ROWS rows by a float32 CPU weight as `weight @ rows.T`, which is faster.
+    """Torch function mode that multiplies few rows (FEW_ROWS) by a float32 CPU weight as `weight @ rows.T`.
 
-    Results differ from `nn.functional.linear` by float rounding only.
+    This is faster. Results differ from `nn.functional.linear` by float rounding only.
     """
 
     def __torch_function__(

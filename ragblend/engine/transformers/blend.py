@@ -57,9 +57,7 @@ class BlendDecision(NamedTuple):
 
 
 class BlendingEngine(LocalEngine):
-    """The part of TransformersEngine that prefills. It computes the KV of requests, and of the prefixes that precede
-    chunks.
-    """
+    """The part of TransformersEngine that prefills: it computes the KV of requests, prefixes and ingestion contexts."""
 
     def __init__(
         self,

@@ -59,11 +59,12 @@ IRRELEVANT_FIELDS = frozenset(
 
 
 def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_IS) -> Path:
-    """Return the directory of a checkpoint, or a GGUF, downloaded if `model` is on Hugging Face.
+    """Return the path of a checkpoint's directory, or of a GGUF. A model on Hugging Face is downloaded.
 
     `model` is "demo", a local path, a Hugging Face id, or a GGUF: "file.gguf", "repo:file.gguf", "directory:file.gguf".
-    Without `weights`, only the tokenizer and the configuration are downloaded. `options`: revision, cache_dir,
-    local_files_only, and a token in model_kwargs, for Hugging Face. Raises NotFoundError.
+    Without `weights`, only the tokenizer and the configuration are downloaded. `options` for Hugging Face: revision,
+    cache_dir, local_files_only, and a token in model_kwargs. Raises NotFoundError, and UsageError for a path with a
+    revision.
     """
     if model == DEMO:
         return _demo_checkpoint()
@@ -159,8 +160,8 @@ def _demo_checkpoint() -> Path:
 def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | None = None) -> str:
     """Return the fingerprint of a model: the checkpoint at `path`, run in `dtype`.
 
-    It covers weight bytes, architecture, RoPE, and the model's own code, if any. `overrides`: config fields with other
-    values than in the file.
+    It covers weight bytes, architecture, RoPE, and the model's own code, if any. `overrides`: config fields whose
+    values differ from those in the file. Raises UnsupportedModelError if a directory has no safetensors weights.
     """
     if path.is_file():  # a GGUF has its config inside
         return fingerprint(digest_files([path], default_digest_cache()), {"gguf": True, **(overrides or {})}, dtype)

@@ -99,12 +99,11 @@ class TransformersEngine(BlendingEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Precompute chunks, and yield the bytes stored for each. Short chunks share a pass; KV is written during the
-        next pass.
+        """Precompute chunks, and yield the number of bytes stored for each. Chunks with an ingestion context come last.
 
-        Chunks with an ingestion context are computed and yielded after all others. The KV is bit-identical to that of
-        `precompute` if a row of a matrix product does not depend on the number of rows, as in float32 on the CPUs
-        tested. Otherwise it differs by rounding.
+        Short chunks share a pass; KV is written during the next pass. The KV is bit-identical to that of `precompute`
+        if a row of a matrix product does not depend on the number of rows, as in float32 on the CPUs tested. Otherwise
+        it differs by rounding.
         """
         self.add_known_chunks(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
@@ -196,7 +195,7 @@ class TransformersEngine(BlendingEngine):
     def stream(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
         """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
 
-        Options are checked before the first piece. Closing the stream, or the engine, ends the answer.
+        Raises the errors of `request`. Closing the stream, or the engine, ends the answer.
         """
         request = self.request(prompt, **options)
         if not self._shadow.share or request.mode not in ("blend", "reuse"):

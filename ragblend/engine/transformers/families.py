@@ -2,8 +2,8 @@
 
 Most families (Llama, Mistral, Qwen2, Qwen3, Gemma, Granite, ...) consist of the same parts under the same names and
 need no code. A family that computes keys and values otherwise is a subclass of `AttentionFamily` in FAMILIES.
-tests/tiny_models.py lists the families that the tests run. Every model passes `self_check` against its own prefill when
-it is loaded.
+tests/tiny_models.py lists the families that the tests run. Every model must pass `self_check` against its own prefill
+when it is loaded.
 
 Depends on the attributes of transformers' modules.
 """
@@ -32,7 +32,7 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 
 
 class AttentionFamily:
-    """How a family of models computes keys and values.
+    """Family of models whose attention computes keys and values in the same way.
 
     This class describes models with separate projections, and with or without a norm of keys. Its subclasses describe
     other families.
@@ -60,8 +60,7 @@ class AttentionFamily:
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the modules that compute the keys and values that are stored. Their number of parameters estimates
-        the cost of computing these."""
+        """Return the modules that compute the stored keys and values. Their number of parameters estimates the cost."""
         return [attention.k_proj, attention.v_proj]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,7 +195,7 @@ class ValueNormAttention(AttentionFamily):
         return self.keys_from_module_output(attention, projected), attention.v_norm(values)
 
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
-        """Return the projection, split into heads of this layer's size and normed."""
+        """Return the module's output, split into heads of this layer's size and normed."""
         keys: Tensor = attention.k_norm(output.view(*output.shape[:-1], -1, attention.head_dim))
         return keys
 
@@ -204,9 +203,10 @@ class ValueNormAttention(AttentionFamily):
 class LatentAttention(AttentionFamily):
     """Multi-head latent attention, MLA (DeepSeek V3, GLM-4 MoE Lite).
 
-    A token has one latent vector, which each layer expands into the keys and values of all heads, and one rotated part
-    of the keys, which all heads share. The store contains them as one head: the rotated part as keys, the normed latent
-    as values. The expansion is linear, so drift correction of the latent corrects the expanded keys and values, too.
+    In each layer, a token has one latent vector, which is expanded into the keys and values of all heads, and one
+    rotary part of the keys, which all heads share. Both are stored as one head: the rotary part as keys, before
+    rotation, and the normed latent as values. The expansion is linear, so drift correction of the latent corrects the
+    expanded keys and values, too.
     """
 
     key_module = "kv_a_proj_with_mqa"
@@ -224,11 +224,11 @@ class LatentAttention(AttentionFamily):
         return all(hasattr(attention, part) for part in parts) and not hasattr(attention, "indexer")
 
     def kv_shape(self, attention: Any) -> tuple[int, int, int]:
-        """Return the shape of one head, with the rotated part as keys and the latent as values."""
+        """Return the shape of one head, with the rotary part as keys and the latent as values."""
         return 1, self.rotary_dim, self.rank
 
     def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the projection to the latent, which is what is stored. Attention expands the latent later."""
+        """Return the projection to the latent and the rotary part. Attention expands the stored latent later."""
         return [attention.kv_a_proj_with_mqa]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,7 +321,7 @@ def uses_kv_of_other_layer(attention: Any) -> bool:
 def kv_source_layers(layers: Sequence[Any]) -> tuple[int, ...]:
     """Return, per layer, the index of the layer whose keys and values it attends to.
 
-    It is the layer itself, or for Gemma 4's last layers the last layer of the same type that makes KV.
+    For most layers this is the layer itself. For Gemma 4's last layers it is the last layer of the same type with KV.
     """
     sources, latest = [], dict[Any, int]()
     for index, layer in enumerate(layers):

@@ -168,7 +168,7 @@ class TransformersLayers:
         """Return the embeddings [R, hidden size] of ids [R].
 
         A model with per-layer inputs (Gemma 4) has one more vector per token and layer. A token's vectors are appended
-        to its embedding in the order of the layers. Each layer uses the first one left, and passes on the rest.
+        to its embedding in the order of the layers. Each layer removes and uses the first of these vectors.
         """
         if self._adapters:
             self._check_adapters()
@@ -401,9 +401,9 @@ class TransformersLayers:
 def cache_argument_name(module: nn.Module) -> str:
     """Return the name of the argument by which the forward of `module`'s class takes its KV cache.
 
-    transformers 5.24 renames `past_key_values` to `cache` and 5.40 removes the old name; before 5.24, and in modelling
-    code that comes with a checkpoint, the old name is the only one. A module's own `forward` may be a wrapper that
-    accepts every argument, so the class's is inspected.
+    It is `past_key_values` before transformers 5.24, and in modelling code that comes with a checkpoint. Later releases
+    name it `cache`, and 5.40 removes the old name. The class's `forward` is inspected, because a module's own `forward`
+    may be a wrapper that accepts every argument.
     """
     return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
 

@@ -26,9 +26,9 @@ _PIECE = 1 << 26  # bytes of a tensor per digest update
 
 
 def validate_loaded_model(model: object) -> tuple[Any, Any]:
-    """Return (model, tokenizer) of a model that transformers has loaded. Raises UsageError for any other object.
+    """Return the pair (model, tokenizer) in `model`, which is a pipeline of transformers or such a pair itself.
 
-    `model` is such a pair or a pipeline.
+    Raises UsageError for any other object.
     """
     if hasattr(model, "model") and callable(getattr(model, "tokenizer", None)):
         model = (model.model, model.tokenizer)  # type: ignore[attr-defined]  # a pipeline of transformers
@@ -43,7 +43,7 @@ def validate_loaded_model(model: object) -> tuple[Any, Any]:
 def adopt_loaded_model(pair: tuple[Any, Any], options: ModelOptions) -> LoadedModel:
     """Return the LoadedModel of a model that is loaded already, with its device and dtype unchanged.
 
-    Raises UsageError if `options` has a value that is no default, or if the model's layers are on several devices.
+    Raises UsageError if an option differs from its default, or if the model's layers are on several devices.
     """
     model, tokenizer = unwrap_peft_model(pair[0]), pair[1]
     name = loaded_model_name(pair)

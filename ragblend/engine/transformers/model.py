@@ -65,8 +65,8 @@ class LoadedModel:
 def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
     """Load `model` with `options`. Its remote code runs only with `trust_remote_code`.
 
-    Raises NotFoundError if it is neither "demo", nor a directory or GGUF, nor a model of Hugging Face;
-    UnsupportedModelError if it is no causal decoder or needs remote code; UsageError for invalid options.
+    Raises NotFoundError if no checkpoint of this name is found (see `find_model`), UnsupportedModelError for a model
+    that is no causal decoder or needs remote code, and UsageError for invalid options.
     """
     kwargs = _checked_kwargs(options)
     place, device_map = _device_of(options)
@@ -126,7 +126,7 @@ def model_name(model: str) -> str:
 
 
 def load_tokenizer(model: str, options: ModelOptions = AS_IT_IS) -> tuple[Any, Path]:
-    """Return the tokenizer of `model` and the checkpoint's directory or GGUF, without its weights."""
+    """Return the tokenizer of `model` and the path of its checkpoint. The weights are not loaded."""
     path, adapter = _base_and_adapter(find_model(model, weights=False, options=options), options, weights=False)
     if path.is_file():
         require_gguf()
@@ -256,7 +256,7 @@ def summarize_fusable_model(path: Path, trust_remote_code: bool = False) -> str:
 
 
 def choose_dtype(dtype: str, config: Any, device: str = "auto") -> torch.dtype:
-    """Return the dtype that a model computes in; "auto" is the checkpoint's own, or float32 on a CPU."""
+    """Return the dtype that a model computes in; "auto" is float32 on a CPU, and else the checkpoint's dtype."""
     return _dtype(dtype, config, find_device(device))
 
 

@@ -62,8 +62,8 @@ def attend_eager(
 ) -> Tensor:
     """Return the attention [B, R, Hq, D] by the model's own eager code, for models that no kernel supports.
 
-    Rows are processed in parts, because the probabilities of all rows would take gigabytes. `seen`: True for each key
-    that a row sees, [B, 1, R, T], or transformers' additive mask for an eager model (0: visible); None: causal.
+    Rows are processed in parts, because the probabilities of all rows would take gigabytes. `seen` [B, 1, R, T] is True
+    for each key that a row sees, or is transformers' additive mask, 0 for these keys. None means causal.
     """
     attend = sys.modules[type(module).__module__].eager_attention_forward
     num_rows, num_keys = query.shape[2], key.shape[2]

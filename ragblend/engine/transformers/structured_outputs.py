@@ -151,9 +151,8 @@ class CompiledGrammar:
     def new_matcher(self) -> Any:
         """Return an llguidance matcher at the start of the grammar.
 
-        It is a copy of one matcher. All copies share that matcher's cache of token masks, which makes masks several
-        times as fast. The cache never shrinks; therefore the copied matcher is replaced by a new one after
-        FORGOTTEN_AFTER copies.
+        The result is a copy of one original. All copies share the original's cache of token masks, which makes masks
+        several times as fast. The cache never shrinks, so a new original is made after every FORGOTTEN_AFTER copies.
         """
         from llguidance import LLMatcher
 
@@ -174,7 +173,7 @@ class TokenGuide:
     def mask_logits(self, logits: Tensor) -> Tensor:
         """Return a copy of `logits` [vocabulary] that is minus infinity for each token that may not follow.
 
-        It is minus infinity, too, for padding of the vocabulary beyond the tokenizer's tokens.
+        Ids beyond the tokenizer's tokens, which only pad the vocabulary, are minus infinity, too.
         """
         bits = self._matcher.compute_bitmask()
         self._check()

@@ -43,7 +43,7 @@ class CurvePoint(NamedTuple):
     """Measurements at one ratio, over the questions of a calibration.
 
     `agreement`: share of answers whose first token is full prefill's; `low`, `high`: its 95 % interval (Wilson). `kl`:
-    mean KL(full || this) of the first token, nats. At ratio 1 both are the effect of rounding alone.
+    mean KL(full || this) of the first token, nats. At ratio 1, only rounding keeps them from 1 and 0.
     """
 
     ratio: float
@@ -57,7 +57,7 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RuleFit:
-    """Measured curve of one rule at one check layer, and the ratio that meets the target."""
+    """Measured curve of one rule at one check layer, and the ratio chosen from it (1 if no ratio meets the target)."""
 
     rule: str
     check_layer: int
@@ -86,7 +86,7 @@ class RuleFit:
 
     @property
     def point(self) -> CurvePoint:
-        """Return the measurements at the fitted ratio."""
+        """Return the measurements at the fitted ratio, `ratio`."""
         return next(point for point in self.curve if point.ratio >= self.ratio)
 
     def agreement_at(self, ratio: float) -> float:
@@ -137,7 +137,7 @@ class Calibration:
 
     @property
     def filename(self) -> str:
-        """Return the file name. Two calibrations share it exactly if they have the same model, prefix and chunker."""
+        """Return the file name, which is the same exactly for calibrations of one model, prefix and chunker."""
         chunker = hashlib.blake2b(self.chunker.encode(), digest_size=8).hexdigest()
         return f"{_stem(self.fingerprint, self.prefix_ids)}-{chunker}.json"
 
@@ -187,7 +187,7 @@ def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
 def save_calibration(disk: DiskStore, calibration: Calibration) -> Path:
     """Write a calibration into the store, replacing that of the same model, prefix and chunker, and return its path.
 
-    Raises the errors of `put`.
+    Raises StoreFullError on a full disk, StoreNotWritableError if the file cannot be written otherwise.
     """
     return disk.put_calibration(calibration.filename, calibration.as_dict())
 
@@ -234,7 +234,8 @@ def load_calibration(
 class CalibrationCache:
     """Finds calibrations of one model in one store. A changed file is read again. Safe to share between threads.
 
-    root: the store's directory; with None, nothing is found. `chunker` may be set later, once the index is open.
+    `root`: the store's directory, or None for a store in memory, which has no calibrations. Set the attribute `chunker`
+    once the index is open; until then, the latest calibration of any chunker is found.
     """
 
     def __init__(self, root: Path | None, fingerprint: str, num_layers: int, store_key: KeyChoice = "auto") -> None:
@@ -277,8 +278,10 @@ class CalibrationCache:
         rule: str,
         ratio: RatioChoice,
     ) -> RequestTuning:
-        """Call the function `resolve_request_tuning` with the calibration for the prefix, and return its result. Log
-        once if "auto" finds no calibration."""
+        """Return the function `resolve_request_tuning`'s result for the prefix's calibration.
+
+        Log once if the ratio "auto" finds no calibration.
+        """
         choice = resolve_request_tuning(self.find(prefix_ids), self._num_layers, rule, ratio)
         if choice.fit is None and ratio == "auto" and not self._warned:
             self._warned = True

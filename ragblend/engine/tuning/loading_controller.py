@@ -94,7 +94,7 @@ class MachineProfile:
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return how many seconds of computing can run during `load_s`, so that they do not lengthen the request."""
+        """Return the seconds of computing that loading for `load_s` hides, so that the request takes no longer."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
@@ -169,9 +169,9 @@ def largest_x_within(curve: Curve, y: float) -> float:
 def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve = LINEAR) -> float:
     """Return the largest ratio whose recompute is hidden behind loading, but at least `r_star`.
 
-    r_star: the least ratio that is close enough to full prefill. `load_s` and `prefill_s` are both per layer, or both
-    of all layers. The paper's examples, Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and Llama-70B (7 ms,
-    4 ms):
+    `r_star`: the least ratio that is close enough to full prefill. `load_s` and `prefill_s` are seconds per layer, or
+    seconds of all layers. The paper's examples are Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and
+    Llama-70B (7 ms, 4 ms):
 
     >>> models = ((0.016, 0.003), (0.004, 0.007))
     >>> [largest_hidden_ratio(0.15, load_s, recompute_s / 0.15) for load_s, recompute_s in models]
@@ -211,7 +211,7 @@ def exposed_load_s(load_s: float, num_layers: int) -> float:
 class ReuseDecision(NamedTuple):
     """The decision on one request: the ratio at which stored KV is reused, and the estimated seconds.
 
-    `fallback_reason` says why full prefill is used instead; "" if the KV is reused.
+    `fallback_reason` says why full prefill is faster, and `ratio` is then 1; "" if the KV is reused.
     """
 
     ratio: float
@@ -231,8 +231,8 @@ def decide_reuse(
 ) -> ReuseDecision:
     """Return the ratio for a prompt of `num_tokens`, `num_stored` of them stored, or the reason for full prefill.
 
-    `r_star`: the lowest ratio with good answers. `load_bytes`: bytes to read from each tier, by its name. A tier
-    without a measured speed counts as instant, so that no ratio above `r_star` is chosen because of it.
+    `r_star`: the least ratio that is close enough to full prefill. `load_bytes`: bytes to read, by the tier's name. A
+    tier without a measured speed counts as instant, so that no ratio above `r_star` is chosen because of it.
     """
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)

@@ -44,9 +44,9 @@ def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
 def vllm_machine_facts(gpu: str | None, num_ranks: int = 1) -> dict[str, Any]:
     """Return the `machine_facts` of a vLLM that runs on `num_ranks` devices.
 
-    The facts do not depend on vLLM's process: they are the same before vLLM starts and in each of its processes. gpu:
-    the name of the device, None for a CPU. On a CPU, the threads are the value of VLLM_CPU_OMP_THREADS_BIND, or of
-    OMP_NUM_THREADS if that is "nobind".
+    The facts do not depend on vLLM's process: they are the same before vLLM starts and in each of its processes.
+    `gpu`: name of the device, None for a CPU. On a CPU, the fact `threads` is the value of VLLM_CPU_OMP_THREADS_BIND,
+    or of OMP_NUM_THREADS if that value is "nobind".
     """
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     threads = os.environ.get("OMP_NUM_THREADS", "all") if bound == "nobind" else bound
@@ -113,7 +113,7 @@ def read_machine_profile(
 def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
     """Write a profile into the store at `root`, replacing an older one, and return its path.
 
-    Raises the errors of `put`.
+    Raises StoreFullError on a full disk, StoreNotWritableError if the file cannot be written otherwise.
     """
     path = profile_path(root, profile.fingerprint, profile.hardware)
     data = encode_signed_json(profile.as_dict(), MACHINES_DIR, resolve_key(store_key))

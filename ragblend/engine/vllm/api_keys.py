@@ -7,8 +7,9 @@
     rights = ["ask", "ingest"]         # admin: every route, and both of these
 
 Keys are checked in two places. The HTTP middleware checks each request's key and route first. Before a request enters
-the engine, `bind_namespace` adds the key's namespace to it, or rejects it if it names another one. The engine rejects
-requests without that field. Depends on HTTP's paths and headers; imports neither vLLM nor a web framework.
+the engine, `bind_namespace` adds the key's namespace to the request, or rejects a request that names another namespace.
+The engine rejects requests to which no namespace was added. Depends on HTTP's paths and headers; imports neither vLLM
+nor a web framework.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class ApiKeys:
     open_paths: frozenset[str] = field(default_factory=frozenset)
 
     def is_public_route(self, method: str, path: str) -> bool:
-        """Return True if the path is answered without a key."""
+        """Return True if a request to the path needs no key."""
         return method in ("GET", "HEAD") and path in self.open_paths
 
     def grant_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Grant | None:

@@ -1,8 +1,8 @@
 """Splitting of scattered rows into attention calls.
 
-vLLM's backend runs each run of adjacent rows as a separate request, which reads all KV before the run again. On a GPU,
-whose speed is limited by its memory, rows share one reading instead (`attention.attend_rows`) if the layer's KV is
-resident as a tensor. Depends on positions only.
+vLLM's attention backend takes each run of consecutive rows as a separate request, and reads all KV before the run again
+for each. On a GPU, where reading memory takes most of the time, all rows share one read instead
+(`attention.attend_rows`) if the layer's KV is resident as a tensor. Depends on positions only.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class AttentionCall(NamedTuple):
 
 
 def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tuple[int, int]]]:
-    """Return index pairs [start, end) of runs of consecutive positions, grouped into calls of bounded size.
+    """Return calls, each a list of index pairs [start, end) into `rows`, one pair per run of consecutive positions.
 
-    A run longer than `max_rows` is cut into consecutive parts, so each part still attends to everything before it.
+    A call spans at most `max_rows` rows and has at most `max_runs` runs. A run longer than `max_rows` is cut into
+    consecutive parts, so each part still attends to everything before it.
 
     >>> cut_runs([0, 1, 2, 7, 9], max_rows=2, max_runs=2)
     [[(0, 2)], [(2, 3), (3, 4)], [(4, 5)]]

@@ -1,9 +1,9 @@
 """API key enforcement in a vLLM server: reads the key of each HTTP request and checks each engine request against it.
 
 vLLM has many routes that end in its engine, and several ways to put `kv_transfer_params` into a request. All of them
-call the engine's `generate`. The namespace is therefore checked there, with the key of the request that the current
-task serves. Some responses begin earlier, so `kv_transfer_params` at the top level of a body are also checked
-before vLLM reads the body. Depends on ASGI and vLLM's engine client; `api_keys` defines the rights.
+call the engine's `generate`. The namespace is therefore checked in `generate`, with the key of the request that the
+current task serves. Some responses begin before that call, so `kv_transfer_params` at the top level of a body are also
+checked before vLLM reads the body. Depends on ASGI and vLLM's engine client; `api_keys` defines the rights.
 """
 
 from __future__ import annotations

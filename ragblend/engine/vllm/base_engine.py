@@ -1,7 +1,7 @@
 """Shared base of the two engines that call vLLM directly: prompts to token ids, output tokens to text and reports.
 
 `VllmEngineBase` implements the Engine protocol except for the calls to vLLM. `engine` (vLLM in this process) and
-`front_end` (ingestion inside a vLLM server) add those. Text is tokenized and detokenized here, never by vLLM; the
+`front_end` (ingestion inside a vLLM server) add these calls. Text is tokenized and detokenized here, never by vLLM; the
 connector finds the chunks in the ids.
 
 Depends on prompts, reports and the connector's parameters, not on HTTP or vLLM.
@@ -51,7 +51,7 @@ class VllmRequest:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one step of vLLM adds to an answer. The last one has a `finish_reason` and the connector's `report`."""
+    """Output of one vLLM step for an answer. The last output has a `finish_reason` and the connector's `report`."""
 
     token_ids: Sequence[int] = ()
     finish_reason: str | None = None

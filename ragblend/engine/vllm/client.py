@@ -98,7 +98,7 @@ class ServerFacts(NamedTuple):
 
 
 class Connection:
-    """Connection to one server, safe between threads. It sends the API key, retries, and raises RagblendErrors."""
+    """HTTP connection to one server. Thread-safe. It sends the API key, retries requests, and raises RagblendErrors."""
 
     def __init__(
         self,
@@ -128,8 +128,10 @@ class Connection:
 
     @contextmanager
     def stream(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """Send a request and yield its response, whose body is still unread. A failed request is sent again, but not
-        after the headers of a response have arrived."""
+        """Send a request and yield its response, whose body is still unread. Raises RagblendError for an error status.
+
+        A request is sent again if the connection fails before response headers arrive, and for RETRY_STATUS.
+        """
         with self._translated():
             response = self._send(method, path, body)
         try:
@@ -142,7 +144,7 @@ class Connection:
             response.close()
 
     def request_json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request and return the JSON object in its response. Raises RagblendError for another response."""
+        """Send a request and return the JSON object in its response. Raises RagblendError if there is none."""
         with self.stream(method, path, body) as response:
             try:
                 value = json.loads(response.read())
@@ -268,8 +270,8 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
 class ServerModelRenderer:
     """Renderer for the model of a server. It has the formats of tool calls that the server has reported.
 
-    All its other attributes need the model's tokenizer, which `load` loads at their first use. Splitting documents and
-    counting tokens use them; prompts do not.
+    All other attributes are those of the Renderer that `load` returns at their first use, with the model's tokenizer.
+    Splitting documents and counting tokens use it; prompts do not.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
@@ -468,7 +470,7 @@ class VllmClient(EngineBase):
         return counts["new_kv_bytes"]
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the server has stored the chunk as a separate document."""
+        """Return True if the server has the KV of the chunk as `precompute` stores it."""
         if not self.blends:
             return False
         path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)
@@ -478,15 +480,14 @@ class VllmClient(EngineBase):
             return False
 
     def forget(self, chunk: Part) -> bool:
-        """Delete the chunk that was stored as a separate document. Return True if an entry was deleted."""
+        """Delete the chunk that `precompute` stored. Return True if an entry was deleted."""
         return self.remove_documents(CHUNK_COLLECTION, [_chunk_id(as_chunk(chunk).text)]) > 0
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Do nothing, because the server reads its store only for requests."""
 
     def add_known_chunks(self, chunks: Iterable[Part]) -> None:
-        """Do nothing. An engine in this process is given the chunks to match in prompts; a server has them in its
-        registry."""
+        """Do nothing, because the server matches prompts with the chunks in its own registry."""
 
     def wait_for_precompute(self) -> None:
         """Wait until the missing chunks of earlier prompts are stored."""
@@ -521,7 +522,8 @@ class VllmClient(EngineBase):
         """Send documents to `POST /v1/ragblend/documents`, and wait until the server has stored them.
 
         Return the server's counts (`DocumentCounts`), and a DocumentReason for each document that is not stored or
-        has no chunk. Raises RagblendError for a server without ragblend, and for a failed request.
+        has no chunk. `progress` is called with "prefill", the number of prefilled chunks, and the number of all chunks.
+        Raises RagblendError for a server without ragblend, and for a failed request.
         """
         if not self.blends:
             raise RagblendError(
@@ -570,7 +572,7 @@ class VllmClient(EngineBase):
         self._reject("matching a prompt's chunks")
 
     def key(self, chunk: Part) -> NoReturn:
-        """Raise UsageError, because a chunk's key is computed from its token ids."""
+        """Raise UsageError, because a chunk's key is computed from its token ids, which only the server has."""
         self._reject("computing a chunk's key")
 
     def has_kv(self, chunk_ids: Sequence[int]) -> NoReturn:

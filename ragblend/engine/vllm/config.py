@@ -28,8 +28,8 @@ from ragblend.redaction import redact_message, redact_url
 class ConnectorConfig(TierOptions):
     """`kv_connector_extra_config`, checked when vLLM starts.
 
-    `memory_gib` is the size of each worker's memory tier. `mode`, `rule` and `ratio` are the defaults of requests
-    without them.
+    `memory_gib` is the size of each worker's memory tier. `mode`, `rule` and `ratio` apply to requests that do not set
+    them.
     """
 
     store: str = DEFAULT_STORE  # a directory that all processes of this vLLM can access
@@ -50,9 +50,10 @@ class ConnectorConfig(TierOptions):
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
-        """Return the configuration in `kv_connector_extra_config`; tiers that it lacks come from the environment.
+        """Return the configuration in `extra`, vLLM's `kv_connector_extra_config`.
 
-        Raises UsageError for unknown names and invalid values.
+        TierOptions that are not in `extra` are read from RAGBLEND_* variables. Raises UsageError for unknown names and
+        invalid values.
         """
         unknown = sorted(set(extra) - set(cls.__dataclass_fields__))
         if unknown:

@@ -75,7 +75,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     weights_updated: bool = False  # the model's weights have changed since it was loaded
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return one message for two ranks. Their reports on the same request differ only in the measured seconds."""
+        """Return one message for this rank and `other`. Their reports on a request differ only in measured seconds."""
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated
         return BlendReports({**other.reports, **self.reports}, memory, updated)
@@ -204,7 +204,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._record_finished(self._worker.run_slice(meta.is_idle))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Drop the jobs of ended requests. Return None, and the ids of the requests whose jobs are over."""
+        """Drop the jobs of `finished_req_ids`. Return None, and the ids of all jobs that ended since the last call."""
         for request_id in finished_req_ids:
             self._record_finished(self._worker.cancel(request_id))
         done, self._finished = self._finished, set()
@@ -240,7 +240,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return BlendReports(reports, change, weights_updated.is_set()) if is_news else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed jobs since the last call. vLLM computes them itself."""
+        """Return the ids of the blocks of jobs that failed since the last call. vLLM computes these blocks itself."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

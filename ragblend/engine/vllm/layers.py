@@ -56,8 +56,9 @@ def _stop() -> None:
 class VllmLayers:
     """LayerwiseModel over the `model` of a vLLM worker, with this rank's share of the KV heads.
 
-    `max_rows`, `max_runs`: limits of one attention call. They bound its workspace only. Raises UnsupportedModelError
-    for layers or an attention backend that the connector cannot call. In shapes: R rows, H KV heads, D head size.
+    `max_rows`, `max_runs`: most rows, and most runs of consecutive rows, in one attention call. They bound the call's
+    memory and do not change results. Raises UnsupportedModelError for layers or an attention backend that the connector
+    cannot call. In shapes: R rows, H KV heads, D head size.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class VllmLayers:
 
     @property
     def can_share_reads(self) -> bool:
-        """True if, on this device, scattered rows attend in one call over a resident layer (its KV is one tensor).
+        """True if scattered rows on this device attend in one call over a resident layer, whose KV is one tensor.
 
         False on a CPU, where the backend's kernel is faster for any number of rows (`benchmarks.scattered`).
         """
@@ -204,7 +205,7 @@ class VllmLayers:
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
     ) -> Tensor:
-        """Run a decoder layer over `rows`, which have no blocks and attend over the resident layer of `fused`."""
+        """Return `run_layer`'s output for `rows` without blocks, which attend over the resident layer of `fused`."""
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention

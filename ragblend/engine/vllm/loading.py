@@ -50,8 +50,8 @@ class MemoryTierTracker:
 class LoadingController:
     """Decides for each request of a scheduler whether to reuse stored KV, and at what ratio.
 
-    It uses the machine profile `machine`, and which keys the workers have in memory, as reported at each engine step.
-    Without a profile (None), every request keeps its own ratio.
+    The decision depends on the machine profile `machine`, and on the keys in the workers' memory tiers, which the
+    workers report at each engine step. Without a profile (None), every request keeps its own ratio.
     """
 
     def __init__(self, machine: MachineProfile | None) -> None:
@@ -60,7 +60,7 @@ class LoadingController:
         self._has_refused = False
 
     def apply_delta(self, change: MemoryTierDelta) -> None:
-        """Apply a worker's report."""
+        """Apply a worker's report of its memory tier."""
         self._held.difference_update(change.removed)
         self._held.update(change.added)
 
@@ -74,8 +74,8 @@ class LoadingController:
     ) -> ReuseDecision:
         """Return the ratio whose recompute is hidden behind loading `stored`, or the reason why full prefill is faster.
 
-        r_star: the lowest ratio with good answers. num_prefix: number of tokens of the prefix, whose KV the workers
-        hold in memory. Requires a machine profile.
+        `r_star`: the least ratio that is close enough to full prefill. `num_prefix`: number of tokens of the prefix,
+        whose KV the workers have in memory. Requires a machine profile.
         """
         assert self.machine is not None
         # Entries of the remote tier have been fetched to the disk already.

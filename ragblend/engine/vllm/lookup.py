@@ -33,8 +33,8 @@ NUM_LOOKUPS = 4  # lookups that run at the same time
 class LookupResult(NamedTuple):
     """The result of looking up a prompt's chunks.
 
-    `runs`: the runs of chunks in the prompt. `stored`: those whose KV is stored. `missing`: keys that this machine
-    does not have, but the remote tier may have. `match_s`: seconds that matching the prompt took.
+    `runs`: the runs of chunks in the prompt. `stored`: the runs whose chunks are stored. `missing`: keys of entries
+    that this machine does not have, but the remote tier may have. `match_s`: seconds that matching the prompt took.
     """
 
     runs: tuple[ChunkRun, ...]

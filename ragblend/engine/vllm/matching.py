@@ -70,10 +70,10 @@ class ConversationSalts:
         self._lengths: Counter[int] = Counter()
 
     def salt_for(self, token_ids: Sequence[int], settings: tuple[object, ...]) -> str:
-        """Return the salt of the longest earlier prompt that is the beginning of this one, else a new salt.
+        """Return the salt of the longest earlier prompt with which this prompt begins, else a new salt.
 
-        `settings`: everything on which the blended KV depends, except the token ids. Only prompts with equal settings
-        share a salt.
+        Prompts are compared up to the end of their last user turn. `settings`: everything on which the blended KV
+        depends, except the token ids. Only prompts with equal settings share a salt.
         """
         ids, end = array("Q", token_ids), last_turn_end(token_ids, self._tail_ids)
         digest = hashlib.blake2b(repr(settings).encode(errors="surrogatepass"), digest_size=16, key=self._key)

@@ -40,7 +40,7 @@ class RequestMetrics:
         self.counts.update(counts)
 
     def record_filled_request(self, report: BlendReport, *, observed: bool) -> None:
-        """Count a request whose context has been filled. If `observed`, also add it to the histograms."""
+        """Count a request whose context has been filled. If `observed` and not refused, add it to the histograms."""
         self.add(
             refused_requests=bool(report.refused_reason),
             load_seconds=report.load_s,
@@ -80,9 +80,9 @@ class RequestMetrics:
 class TierMetrics:
     """Metrics of this process's memory and disk tiers (hits, evictions and sizes), and of its remote tier, if any.
 
-    A thread lists the files on disk, because engine steps wait for `take_changes`. With `shows_bytes`, this process
-    also reports the sizes of the tiers, and whether the store's folder was deleted. Only one of the processes that
-    share a disk has `shows_bytes`.
+    Engine steps wait for `take_changes`, so a thread lists the files on disk. With `shows_bytes`, this process also
+    reports the sizes of the tiers, and whether the store's folder was deleted. Set `shows_bytes` in only one of the
+    processes that share a disk.
     """
 
     def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:

@@ -1,6 +1,6 @@
 """One request's KV in vLLM's paged cache.
 
-`PagedKV` writes a request's KV to its blocks, and also keeps a layer that is read again as a tensor. `PagedLayerLoader`
+`PagedKV` writes a request's KV to its blocks. A layer that is read again is also kept as a tensor. `PagedLayerLoader`
 reads the request's stored chunks ahead, and places them in a `PagedKV`. Depends on blocks, slots and `layers`, not on
 rules and plans.
 """
@@ -48,12 +48,13 @@ class LayerPlacement(NamedTuple):
 class PagedKV:
     """PromptKVBuffer over one request's blocks. The first `length` rows are valid.
 
-    Reading KV from blocks is slow. The most recently placed layer is therefore also held as a tensor if it is in
-    `kept`. It is called the resident layer; `write` updates it. The first `num_rows` rows have blocks. The
-    `num_probe_rows` rows after them exist only in the resident layer; a query probe uses them. Capacity: both numbers
-    together. The KV of the first `num_resident` rows is in the blocks already: it is never overwritten, and is copied
-    into the resident layer.
-    `fully_resident_layer` is the index of the resident layer if all placed rows are in its tensor; else None.
+    Reading KV from blocks is slow. So the layer that was placed last is also held as a tensor, the resident layer, if
+    its index is in `kept`; `write` updates both. `fully_resident_layer` is the index of the resident layer once all
+    placed rows are in its tensor, else None.
+
+    The first `num_rows` rows have blocks. The next `num_probe_rows` rows, which a query probe uses, exist only in the
+    resident layer. The capacity is the sum of both numbers. The KV of the first `num_resident` rows is in the blocks
+    before fusing. It is never overwritten, and is copied into each resident layer.
     """
 
     def __init__(
@@ -200,18 +201,17 @@ class _ReadBuffer:
 class PagedLayerLoader:
     """LayerSource that reads ahead in a thread, and places in the caller's thread, because vLLM's cache has one writer.
 
-    Use as a context manager; leaving it stops the reader. `done` is set once the reader has ended. Leaving with an
-    error does not wait for the current read, because the reader writes only to its own buffer. On a GPU the reader
-    copies layers to the device while the GPU computes.
+    Use as a context manager; leaving it stops the reader. After an error, leaving does not wait for the current read,
+    which only fills the reader's own buffer. `done` is set once the reader has ended. On a GPU the reader copies layers
+    to the device while the GPU computes.
 
     With a single rank, layer 0 of chunks that are not in memory is computed instead of read. Several ranks would have
     to compute it together, because the embedding sums over ranks. But one rank may have a chunk in memory and another
-    only on disk. An entry that one of several ranks cannot read counts as damaged for all of them.
+    only on disk. An entry that one of several ranks cannot read counts as damaged on all of them.
 
-    `corrects_drift`: the caller uses drift correction. It changes the inexact chunks in every layer but the first. A
-    layer of these chunks is placed in the blocks once it is corrected. Until then it is in host memory, because the
-    query probe runs through several layers before the first one is corrected. Chunks in the memory tier need no
-    further memory for this; chunks from disk need it for the layers that are read and not yet corrected.
+    `corrects_drift`: the caller calls `apply_drift` for every layer but the first, if there are inexact chunks. `wait`
+    then leaves a layer of these chunks in host memory, and `apply_drift` corrects and places it. The query probe runs
+    through several layers before the first correction, and several layers of chunks from disk may be in memory.
     """
 
     def __init__(

@@ -9,12 +9,12 @@ All fields of a request have defaults, and a request without parameters gets the
 chunks in the request's token ids. Keys are never sent; the connector computes them from the ids. Modes:
 
 - "blend", "reuse": stored chunks are placed, and the share `ratio` of their tokens (0 in "reuse") is recomputed. The
-  ratio "auto" is the one calibrated in the server's store. The ratio null is the server's own, by default "auto".
+  ratio "auto" is calibrated in the server's store. The ratio null is the server's default, "auto" unless configured.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": only vLLM's own prefix cache is reused.
-- "ingest": `spans` contains the positions [start, end) of the chunk to store in the token ids. The chunk is computed
-  after the ids before it, and stored. At least one id must follow it, because vLLM needs a token to sample from.
-  Request one token and ignore it. `context` is the context policy of the variant. With "similar", the spans of the
-  chunks after which it is computed come first.
+- "ingest": the last of `spans` is the chunk to store, as positions [start, end) in the token ids. The chunk is computed
+  after the ids before it. At least one id must follow the chunk, because vLLM needs a token to sample from. Request one
+  token and ignore it. `context` is the context policy of the variant. With "similar", the spans of the chunks in the
+  ingestion context come first.
 """
 
 from __future__ import annotations
@@ -150,9 +150,10 @@ def report_from_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendRep
 
 
 def vllm_filters_and_penalties(options: GenerationOptions) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for top-k, min-p, penalties and bias. Only the bias may be missing.
+    """Return vLLM's sampling parameters for top-k, min-p, penalties and, if requested, bias.
 
-    vLLM would take each missing one from the model's generation_config, which the transformers engine does not use.
+    Parameters that `options` lacks get a value without effect. vLLM would otherwise use the model's generation_config,
+    which the transformers engine does not use.
     """
     bias = {int(token): float(value) for token, value in (options.logit_bias or {}).items()}
     return {

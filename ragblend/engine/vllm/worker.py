@@ -163,7 +163,7 @@ class BlendWorker:
         self._jobs.append(_ActiveJob(job, steps))
 
     def leave_to_vllm(self, jobs: Sequence[BlendJob], reason: str) -> list[JobResult]:
-        """Return all active jobs and `jobs` as failed for `reason`, so that vLLM computes their prompts."""
+        """Drop all active jobs. Return them and `jobs` as failed for `reason`, so that vLLM computes their prompts."""
         self._prefixes.clear()
         dropped = [running.job for running in self._jobs]
         for running in self._jobs:
@@ -182,7 +182,7 @@ class BlendWorker:
     def run_slice(self, is_idle: bool = True) -> list[JobResult]:
         """Run jobs until the slice is used up, or no job can continue. Return the finished jobs.
 
-        is_idle: vLLM schedules no tokens, so that a longer wait for a layer delays no request.
+        `is_idle`: vLLM schedules no tokens, so that a longer wait for a layer delays no request.
         """
         finished, budget = self._take_stored(), self._slice
         patience_s = IDLE_PATIENCE_S if is_idle else _PATIENCE_S

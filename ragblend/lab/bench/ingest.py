@@ -1,7 +1,7 @@
-"""`bench ingest`: chunks per second of ingestion into a disk store, compared with the model's own prefill of them.
+"""`bench ingest`: tokens per second of ingestion into a disk store, compared with the model's prefill alone.
 
-Both take turns on the same chunks. Stock prefill keeps nothing; ingestion finds the missing chunks, packs, prefills,
-and writes files that survive a crash. With `contexts`, it also computes the variants of each context policy. Read
+Prefill and ingestion take turns on the same chunks. Prefill keeps no KV. Ingestion looks up the missing chunks, packs
+and prefills them, and writes files that survive a crash. It is repeated with each context policy of `contexts`. Read
 `run_ingest` first.
 """
 
@@ -66,7 +66,7 @@ def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) ->
 def time_prefill_and_ingest(
     engine: TransformersEngine, config: IngestConfig, on_progress: Progress
 ) -> list[dict[str, float]]:
-    """Return the seconds of prefill and of ingestion in each round, by mode. Rounds follow an untimed warm-up."""
+    """Return one dictionary per round: the seconds of each mode of IngestRun. An untimed warm-up comes first."""
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
     drawn, _ = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary)
     warm_up, chunks = drawn[count:], drawn[:count]

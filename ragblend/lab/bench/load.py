@@ -1,9 +1,9 @@
 """`bench load`: TTFT of blending from disk, compared with blending from memory (CacheBlend, section 5).
 
-The store holds ten times the memory budget, the page cache is dropped before every read, and every prompt's chunks were
-evicted from memory by the previous prompt's. A throttled reader simulates slower disks, on both sides of T_load =
-T_recompute by the loading controller's figures. Without the pipeline a request reads everything before it computes.
-Read `run_load` first.
+Prompts share no chunk, and the memory tier has space for the chunks of one prompt. The first request of a prompt
+therefore reads from the disk, and the case "memory" repeats it. The page cache is dropped before reads from the disk. A
+throttled reader simulates disks for which T_load is shorter or longer than T_recompute, as the loading controller
+estimates them. Without the pipeline a request reads all KV before it computes. Read `run_load` first.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ TARGET = 1.15
 
 
 class LoadCase(NamedTuple):
-    """Where the KV is read from, and how. `bytes_per_s`: limit of the read speed; None sets no limit."""
+    """One way to read a prompt's KV. `bytes_per_s`: limit of the read speed; None: no limit."""
 
     source: str  # memory, disk, throttled
     pipeline: bool
     ratio: float
-    load_over_recompute: float  # T_load / T_recompute at `LoadConfig.ratio`, by the controller's figures
+    load_over_recompute: float  # T_load / T_recompute at `LoadConfig.ratio`, by the controller's estimates
     expected_s: float  # estimate of the controller: with the pipeline, or the sum of both
     bytes_per_s: float | None = None
 
@@ -106,8 +106,8 @@ def _run(config: LoadConfig, engine: TransformersEngine | VllmEngine, disk: Disk
 
 
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
-    """Return the cases: memory, disk, and throttled readers, each with and without the pipeline. If reading is slower
-    than recomputing, a further case has the ratio that the controller would choose."""
+    """Return the cases: memory with the pipeline, and the disk and each throttled reader with and without it. If a
+    reader is slow enough, another case has the higher ratio that the controller would choose for this reader."""
     least_s = profile.prompt_compute_s(config.blend_ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
@@ -202,7 +202,7 @@ class ThrottledStore(TieredStore):
         self._busy_until_s = 0.0
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the entry, whose layers arrive at the throttled speed."""
+        """Return the entry, whose layers are read at the throttled speed; None for a miss."""
         kv = super().get(key, token_ids)
         if kv is None:
             return None

@@ -95,7 +95,7 @@ _FULL = ModeAndRule("full", "none")  # always measured idle, because the bound a
 def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
     """Return the times, in seconds and ascending, of `count` arrivals of a Poisson process with `rate` per second.
 
-    Equal seeds give the same times at every rate, except for the scale.
+    Equal seeds give the same sequence at every rate, scaled by 1 / `rate`.
     """
     draw, now, moments = random.Random(seed), 0.0, []
     for _ in range(count):
@@ -107,8 +107,8 @@ def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
 def replay_requests(
     engine: VllmEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
 ) -> list[TimedAnswer]:
-    """Send each request at its time in `arrivals_s`, without waiting for other answers. Measure the times of its tokens
-    from that time.
+    """Send each request at its time in `arrivals_s`, without waiting for other answers. Return the answers; their token
+    times count from the arrival. Raises RagblendError for an answer without a token.
     """
     start_s = time.perf_counter() + _HEAD_START_S
 
@@ -131,8 +131,8 @@ def replay_requests(
 
 
 def check_answer_modes(case: ModeAndRule, answers: list[TimedAnswer]) -> list[TimedAnswer]:
-    """Return the answers. Raises RagblendError if one was not computed in the mode of `case`, or missed chunks in the
-    store.
+    """Return the answers. Raises RagblendError if an answer was not computed in the mode of `case`, or if the store
+    lacked a chunk of its prompt.
     """
     for answer in answers:
         report = answer.report
@@ -150,7 +150,7 @@ def measure_idle_ttfts(
     prompts: Sequence[Prompt],
     answer: Callable[[ModeAndRule, Sequence[Prompt], Sequence[float]], list[TimedAnswer]],
 ) -> dict[ModeAndRule, float]:
-    """Return the median TTFT of every case and full prefill, one request at a time, after a warm-up turn."""
+    """Return the median TTFT, in seconds, of every case and of full prefill, one request at a time, after a warm-up."""
     wanted = tuple(dict.fromkeys([*cases, _FULL]))
     samples: dict[ModeAndRule, list[float]] = {case: [] for case in wanted}
     for turn in range(_IDLE_SAMPLES + 1):

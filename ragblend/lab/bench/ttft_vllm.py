@@ -92,8 +92,8 @@ def open_vllm(
 def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
     """Clear vLLM's prefix cache, then fill it with the first chunk of each of `prompts`.
 
-    This is the most that prefix caching can reuse when chunks come in random orders. A prompt that was sent before
-    would be cached as a whole, so the cache is reset first. Raises RagblendError while a request is running.
+    The first chunk is the most that prefix caching can reuse if chunks come in random orders. The cache is cleared
+    because it may hold the whole prompt of an earlier request. Raises RagblendError while a request is running.
     """
     if not engine.reset_prefix_cache():
         raise RagblendError("vLLM did not reset its prefix cache: a request is still running")

@@ -64,7 +64,7 @@ def get_dataset_split(question: str) -> str:
 
 
 def load_cases(config: QualityConfig) -> list[QaCase]:
-    """Return the first `num_questions` cases of the configured part. Raises NotFoundError or CorruptError."""
+    """Return the first `num_questions` cases of `config.part`. Raises the errors of `find_data` and `read_cases`."""
     if config.data == "demo":
         return demo_cases(config)
     every = read_cases(find_data(config.data))
@@ -72,7 +72,8 @@ def load_cases(config: QualityConfig) -> list[QaCase]:
 
 
 def find_data(name: str) -> Path:
-    """Return the path of the questions `name`: a file, or a data set of the checkout. Raises NotFoundError."""
+    """Return the path of the questions `name`: a file, or a data set in data/questions. Raises NotFoundError for a data
+    set outside of a checkout."""
     if name not in NAMED_DATASETS:
         return expand_user_path(name, "--data")
     place = Path("data/questions") / NAMED_DATASETS[name]
@@ -86,7 +87,7 @@ def find_data(name: str) -> Path:
 
 
 def read_cases(path: Path) -> list[QaCase]:
-    """Return the cases of a file, in its order. Raises CorruptError and UsageError."""
+    """Return the cases of a file in its order. Raises CorruptError for other content, UsageError for no questions."""
     text = read_text(path, "--data", f"give a JSON or JSONL file, or {', '.join(NAMED_DATASETS)}, demo", _MAX_BYTES)
     try:
         lines = [line for line in text.splitlines() if line.strip()]
@@ -140,10 +141,10 @@ def _with_distractors(
 
 
 def demo_cases(config: QualityConfig) -> list[QaCase]:
-    """Return questions about the sample corpus, each with the paragraphs that answer it and others. The kinds of
-    questions alternate.
+    """Return questions about the sample corpus, each with `config.num_chunks` paragraphs as passages: those that answer
+    the question, and others. The kinds of questions alternate.
 
-    Paragraphs are in pairs, of which the second continues the first; pairs stay together.
+    The second paragraph of each pair continues the first, so a case has both paragraphs of a pair, in order.
     """
     corpus = sample_corpus()
     chunks = [chunk for record in corpus.records for chunk in record.chunks]

@@ -1,6 +1,6 @@
 """One prompt answered in one configuration, and its distance from full prefill: in nats, in tokens and in words.
 
-An answer can be scored over any two KVs of the same prompt, so modes are compared token by token on the same answer.
+The same answer can be scored over the KV of every mode, so modes are compared token by token.
 Depends on engines and tensors, not on data sets or tables. Read `generate_answer` and `token_log_probs` first.
 """
 
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 def timed_prefill(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration
 ) -> tuple[PrefillResult, float]:
-    """Return the prompt's KV in this configuration, and the seconds it took. Precompute the chunks first."""
+    """Return the prompt's prefill in this configuration, and its seconds. The chunks must be precomputed."""
     rule = "auto" if configuration.rule == "none" else configuration.rule
     start_s = perf_counter()
     prefilled = engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=configuration.ratio))
@@ -105,8 +105,8 @@ def token_log_probs(
 ) -> Tensor:
     """Return the log-probabilities [A, vocabulary] float64 of the A tokens `answer_ids`, each given the earlier ones.
 
-    Runs the tokens after the last chunk, and all `answer_ids` except the last, over `fused`, and writes their rows
-    there. Rerunning the question tokens does not change the KV of a blend, which ran them through all layers, too.
+    The tokens after the last chunk, and all `answer_ids` except the last, run over `fused`, and their rows are written
+    to `fused`. For the question tokens these rows equal those of a blend, which also ran them through all layers.
     """
     layers, start = engine.layers, prompt.runs[-1].end if prompt.runs else 0
     ids = [*prompt.token_ids[start:], *answer_ids[:-1]]
@@ -137,7 +137,7 @@ def kl(log_p: Tensor, log_q: Tensor) -> float:
 
 
 def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
-    """Return the nats per token of `token_ids` [A] under log-probabilities [A, vocabulary]."""
+    """Return the mean loss of `token_ids` [A], in nats per token, under log-probabilities [A, vocabulary]."""
     return -float(log_probs[torch.arange(len(token_ids)), torch.tensor(token_ids)].mean())
 
 
@@ -155,13 +155,13 @@ def normalize_answer(text: str) -> str:
 
 
 def best_score(measure: Any, found: str, golds: Iterable[str]) -> float | None:
-    """Return the highest `measure` of the answer against the gold answers; None if it is None for all."""
+    """Return the highest `measure(found, gold)` over the gold answers; None if it is None for all."""
     scores = [score for gold in golds if (score := measure(found, gold)) is not None]
     return max(scores, default=None)
 
 
 def exact_match(found: str, gold: str) -> float:
-    """Return 1.0 if both texts are equal once normalised, else 0.0."""
+    """Return 1.0 if the normalized texts are equal (`normalize_answer`), else 0.0."""
     return float(normalize_answer(found) == normalize_answer(gold))
 
 

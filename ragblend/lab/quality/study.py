@@ -73,7 +73,7 @@ class QualityRecord(NamedTuple):
 
     first_token_kl: float  # KL(full || this)
     answer_kl: float  # the same, mean over the tokens of full prefill's answer
-    agreement: float  # share of those tokens that are also the most likely ones here
+    agreement: float  # share of those tokens for which this configuration has the same most likely token
     gold_loss: float  # per token of the first gold answer
     token_f1: float  # of the greedy answer with the best gold answer, normalized as SQuAD does
     exact_match: float
@@ -92,7 +92,7 @@ RECOVERED = {"gold_loss": 1.0, "token_f1": -1.0}
 
 
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
-    """Return the configurations in which every question is answered: full prefill, then those that `config` names."""
+    """Return the configurations in which every question is answered: full prefill, then those of `config`."""
     names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
     chosen = [each for each in (PREFIX, REUSE) if each.mode in config.modes]
     if "blend" in config.modes:
@@ -175,7 +175,7 @@ class FullPrefillReference(NamedTuple):
     case: QaCase
     request: EngineRequest
     full: Answer
-    reading: Tensor  # of that answer, over its own KV
+    reading: Tensor  # `token_log_probs` of that answer over its own KV
     gold_ids: Sequence[int]
 
     def record(
@@ -243,7 +243,10 @@ def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -
 
 
 def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the means, intervals and paired differences per kind of question ("all" first) and configuration."""
+    """Return a dictionary per kind of question ("all" first) and configuration: means, intervals, paired differences.
+
+    `kinds`: the kind of each question, in the order of the records.
+    """
     groups = {"all": list(range(len(kinds)))}
     if len(set(kinds)) > 1:
         groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
@@ -300,7 +303,7 @@ def compute_gap_recovered(
 ) -> float | None:
     """Return the share of the gap `reuse - full` that a configuration with the losses `found` closes (PGR).
 
-    The arguments are losses by question. None unless the 95 % interval of the gap is above 0.
+    The arguments are losses [number of questions]. Returns None unless the 95 % interval of the gap is above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
     >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)

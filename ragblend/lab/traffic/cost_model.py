@@ -1,7 +1,7 @@
 """Cost of prompts in each mode, in seconds by a machine profile or in tokens, and whether blending pays.
 
-The arithmetic of `ragblend plan`, over logged prompts: prefix caching computes the tokens after the cached prefix;
-blending computes those of them that are not stored, and a share of the stored ones.
+The arithmetic is that of `ragblend plan`. Prefix caching computes the tokens after the cached prefix. Of these tokens,
+blending computes all that are not stored, and the recompute ratio's share of the stored tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _seconds(
 
 
 def blending_verdict(facts: Mapping[str, Any]) -> str:
-    """Return one line on an analysis: whether blending pays, and the reason where it does not."""
+    """Return one line for the result of `analyze`: whether blending pays, and the reason if it does not."""
     saving, num_requests = facts["saving"], facts["num_requests"]
     beyond = saving["blend_saves_beyond_prefix"]
     line = (
@@ -101,7 +101,10 @@ def _reason(shares: Mapping[str, float], num_slower: int, num_requests: int) -> 
 
 
 def precompute_hint(first_use_share: float) -> str | None:
-    """Return one line on ingesting documents ahead of requests; None if that adds little."""
+    """Return one line of advice to ingest documents before requests; None if that saves little.
+
+    `first_use_share`: share of all tokens that are the first use of a chunk which is repeated later.
+    """
     if first_use_share < MARGINAL:
         return None
     return (
@@ -113,7 +116,8 @@ def precompute_hint(first_use_share: float) -> str | None:
 def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
     """Return the number of bytes of one token's KV in all layers of a model, by its name or folder. Loads no weights.
 
-    Multi-head latent attention keeps one latent and one rotary key per token instead of heads.
+    Multi-head latent attention keeps one latent and one rotary key per token instead of heads. Raises UsageError for a
+    GGUF file.
     """
     import torch
     from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""Tokens that a store of a given capacity finds, evicting what was used longest ago (LRU), as ragblend's stores do.
+"""Number of tokens that requests find in a store of a given capacity with LRU eviction, as ragblend's stores have.
 
 `count_chunk_uses` cuts repeated passages into chunks and lists the uses of each. `lru_hit_tokens` counts the tokens
 that a store finds. Sizes and capacities are in tokens, which all have the same bytes of KV.
@@ -24,12 +24,12 @@ SNAP = 8
 
 
 class ChunkUses(NamedTuple):
-    """Chunks, and the requests that use each chunk. The first of them stores the chunk; it counts as a use."""
+    """Chunks, and the requests that use each chunk. The first request stores the chunk; this counts as a use."""
 
-    starts: Numbers  # of each chunk, in all new text
+    starts: Numbers  # of each chunk, in tokens of the concatenated passages
     sizes: Numbers  # of each chunk, in tokens
-    chunks: Numbers  # of each use, in order
-    requests: Numbers  # of each use, ascending
+    chunks: Numbers  # of each use: index of its chunk
+    requests: Numbers  # of each use: number of its request, ascending
 
     @property
     def counts(self) -> Numbers:

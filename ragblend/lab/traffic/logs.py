@@ -116,7 +116,7 @@ def _read_chat(messages: Sequence[Mapping[str, Any]], tools: object) -> tuple[li
 
 
 def turn_header(role: str) -> str:
-    """Return the line that stands for the tokens which a chat template writes before a turn."""
+    """Return a line in place of the tokens that a chat template writes before a turn."""
     return f"<{role}>\n"
 
 

@@ -1,8 +1,8 @@
 """Repeated tokens of prompts: at their front, as vLLM's prefix cache reuses them, and passages anywhere else.
 
-Passages are the chunks that a store of KV could have held. They are found as an engine finds stored chunks, by the
-TokenIndex: equal token for token, up to where they end. In memory are 4 bytes per new token (its id), about 1 for its
-anchors, 24 per new passage, and 20 per use of one. Text that is repeated adds only uses. Read `RepeatedPassages.see`.
+Passages are the chunks that a store of KV could have held. The TokenIndex finds them, as it finds an engine's stored
+chunks: token for token, up to the first difference. Memory: about 5 bytes per new token, 24 per new passage, and 20 per
+use of a passage. Repeated text adds only uses. Read `RepeatedPassages.count_reusable_and_add`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_PASSAGE = 1 << 16
 class PrefixCache:
     """Simulates prefix caching: counts the tokens at a prompt's start that are cached from earlier prompts.
 
-    Only whole blocks are cached. The cache holds at most `capacity` blocks (67 million tokens by
-    default, more than GPUs hold). Beyond that, it drops the older half.
+    Only whole blocks are cached. The cache holds at most `capacity` blocks; the default is 67 million tokens, more than
+    GPUs hold. A full cache drops its older half.
     """
 
     def __init__(self, capacity: int = 1 << 22) -> None:
@@ -56,7 +56,7 @@ class PrefixCache:
 
 
 class RepeatedPassages:
-    """Passages, and where later prompts repeat them. A passage is text that no earlier prompt contained."""
+    """Passages, which are token sequences that no earlier prompt contained, and their repetitions in later prompts."""
 
     def __init__(self) -> None:
         self._texts: list[Ids] = []

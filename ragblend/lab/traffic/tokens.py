@@ -1,4 +1,4 @@
-"""Texts as token ids: by a model's tokenizer, or estimated from the characters where no model is named.
+"""Texts as token ids: by a model's tokenizer or, if no model is named, estimated from the characters.
 
 The estimate cuts words into pieces of a few letters, so that a passage has the same pieces at any position. The id
 of a piece depends on its text alone.

@@ -1,4 +1,4 @@
-"""Answer a question in every mode in turn, each compared with full prefill; blend again at another ratio.
+"""Answers a question in every mode, compares each answer with full prefill's, and blends again at another ratio.
 
 The functions report through a job's events. Works with engines, the index and explanations; does not depend on HTTP.
 """
@@ -63,7 +63,7 @@ class UiState:
         return self.engine, self.index
 
     def collect_page_state(self) -> dict[str, Any]:
-        """Return what the page shows before a question is asked, as JSON values."""
+        """Return the page's content before the first question, as JSON values: status, settings and documents."""
         settings = self.settings
         limit = {"endings": list_supported_suffixes(), "max_mib": settings.max_file_mib}
         if self.engine is None or self.index is None:
@@ -116,8 +116,8 @@ class QuestionRun:
         self._full: Generation | None = None
 
     def answer(self, mode: Mode, job: UiJob, ratio: float | None = None) -> None:
-        """Answer in `mode` and emit "start", every "piece" and the "answer" with its facts. `ratio`: see `Comparison`.
-        Raises JobCancelled if the job was cancelled."""
+        """Answer in `mode`. Emit the events "start", "piece" for each piece of text, and "answer" with all figures.
+        `ratio`: see `Comparison.stream`. Raises JobCancelled if the job was cancelled."""
         job.raise_if_cancelled()
         job.emit("start", mode=mode)
         stream = self._stream(mode, ratio)
@@ -146,7 +146,7 @@ class QuestionRun:
         )
 
     def emit_token_states(self, job: UiJob) -> None:
-        """Emit the states of the last blended prompt's tokens as HTML; nothing if the engine does not expose its KV."""
+        """Emit the token states of the last blend as HTML, or nothing if the engine does not expose its KV."""
         if self._compared is not None:
             explanation = self._compared.explanation()
             counts = {state: explanation.count(state) for state in ("exact", "computed", "reused", "recomputed")}
@@ -215,7 +215,7 @@ def answer_question(job: UiJob, question: str, ui: UiState) -> None:
 
 
 def blend_again(job: UiJob, question_name: str, ratio: float, ui: UiState) -> None:
-    """Answer the question by blending with recompute ratio `ratio`. Raises RagblendError if its KV is gone."""
+    """Blend the question again with the recompute ratio `ratio`. Raises RagblendError if its KV is no longer held."""
     run = ui.questions.get(question_name)
     if run is None:
         raise RagblendError(

@@ -1,6 +1,6 @@
 """The page's server: an ASGI app of a few routes, and the process that runs it.
 
-Slow work is a job of the JobQueue; its events are sent as they come (server-sent events). Read `make_app` first.
+Slow work is a job of the JobQueue. A job's events are sent at once (server-sent events). Read `make_app` first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One worker thread that runs jobs one at a time, in order, and sends each job's events to its listener.
 
-Since one job runs at a time, a time that the page shows does not include work for another tab. Does not depend on what
-the jobs do.
+One job runs at a time, so that the times on the page do not include work for another tab. Does not depend on the work
+of the jobs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class UiJob:
             raise JobCancelled
 
     def cancel_unless_kept(self) -> None:
-        """Cancel the job, unless `is_kept`. Called when its listener has closed the connection."""
+        """Cancel the job unless `is_kept`. It is called when the job's listener has closed the connection."""
         if not self._is_kept:
             self._stop.set()
 
@@ -124,13 +124,13 @@ class JobQueue:
         return job
 
     def close(self) -> None:
-        """Cancel the running job, those that wait and those submitted later."""
+        """Cancel the running job, the waiting jobs and all jobs that are submitted later."""
         self.is_closed = True
         for job in list(self._jobs):  # without the lock, because a signal handler calls this
             job.cancel()
 
     def wait_for_running_job(self) -> None:
-        """Wait until the running job has ended. Waiting jobs are not awaited."""
+        """Wait until all jobs have ended. Call `close` before: the waiting jobs then end without running."""
         self._executor.shutdown(wait=True)
 
     def _run(self, job: UiJob) -> None:

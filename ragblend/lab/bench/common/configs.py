@@ -1,8 +1,8 @@
 """Configurations of the benchmarks: frozen values with their command-line options, validated on creation.
 
-A field that is an option is annotated with it; a tuple is written comma-separated, a mapping as JSON. Other fields are
-set from Python alone. Importing this module does not load torch, because `ragblend bench --help` imports it. Read
-`BenchConfig` first.
+A field whose annotation contains a typer Option is an option of the command line: tuples are comma-separated, mappings
+are JSON. Other fields are set only from Python. Importing this module does not load torch, because `ragblend bench
+--help` imports it. Read `BenchConfig` first.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class BenchConfig:
         """Set defaults that depend on other options. Raise UsageError for values that this benchmark rejects."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the configuration as JSON values, without the store's path, which is of this machine."""
+        """Return the configuration as JSON values, without the store's path, which is valid on this machine only."""
         facts = {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         facts.pop("store", None)
         return facts
 
 
 def get_typer_options(config: type[BenchConfig]) -> dict[str, tuple[Any, Any]]:
-    """Return the type and the typer option of each field that has one."""
+    """Return the type and the typer Option of each field that is an option, by field name."""
     hints = get_type_hints(config, include_extras=True)
     return {
         each.name: get_args(hints[each.name]) for each in fields(config) if get_origin(hints[each.name]) is Annotated
@@ -88,7 +88,7 @@ def get_typer_options(config: type[BenchConfig]) -> dict[str, tuple[Any, Any]]:
 
 
 def check_modes(modes: Sequence[str], rules: Sequence[str]) -> None:
-    """Raise UsageError for an unknown mode or rule, and if there is nothing to run."""
+    """Raise UsageError for an unknown mode or rule, for no modes, and for the mode "blend" without rules."""
     from ragblend.engine.fusion.rules import find_rule
 
     if not modes:
@@ -155,13 +155,13 @@ class TtftConfig(PromptConfig):
     modes: Modes = MODES
     rules: Rules = ("auto",)  # one blend run each
     repeats: Annotated[int, Option("--repeats", min=1, help="Timed requests per mode and prompt.")] = 5
-    num_prompts: Annotated[int, Option("--num-prompts", min=1, help="Prompts, chunks shuffled in each.")] = 1
+    num_prompts: Annotated[int, Option("--num-prompts", min=1, help="Prompts, each in another chunk order.")] = 1
     tier: Annotated[str, Option("--tier", help="Tier of the KV: memory, or disk (in TMPDIR).")] = "memory"
     device: Annotated[str, Option("--device", help="cpu, cuda or auto.")] = "cpu"
     backend: Backend = "transformers"
 
     def resolve_options(self) -> None:
-        """Set the default shape. Raise UsageError for an unknown tier, and if `device` is set for vLLM."""
+        """Set the default shape. Raise UsageError for an unknown tier, and for a `device` but "cpu" with vLLM."""
         _apply_default_shape(self, DEFAULT_SHAPE)
         if self.tier not in TIERS:
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
@@ -196,7 +196,7 @@ class ThroughputConfig(PromptConfig):
     memory_gib: float = 2.0  # of the memory tier
 
     def resolve_options(self) -> None:
-        """Set the default shape. Raise UsageError if `num_chunks` exceeds `pool`, or a rate or bound is not above 0."""
+        """Set the default shape. Raise UsageError if `num_chunks` exceeds `pool`, or a rate or bound is 0 or less."""
         _apply_default_shape(self, "llama-50m")
         if self.pool < self.num_chunks:
             raise UsageError(
@@ -210,7 +210,7 @@ class ThroughputConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig(PromptConfig):
-    """Options of `bench load`: prompts from a store of `store_factor` times the memory budget."""
+    """Options of `bench load`. The store has at least `store_factor` times the bytes of the memory tier's budget."""
 
     shape: Annotated[str, _SHAPE] = DEFAULT_SHAPE
     rule: Annotated[str, Option("--rule", help="Rule: auto, ask, cacheblend, ...")] = "auto"
@@ -227,7 +227,7 @@ class LoadConfig(PromptConfig):
     backend: Backend = "transformers"
 
     def resolve_options(self) -> None:
-        """Set the rule's ratio if none is given. Raise UsageError for a slowdown not above 0."""
+        """Set `ratio` to the rule's default if it is None. Raise UsageError unless all slowdowns are above 0."""
         from ragblend.engine.fusion.rules import find_rule
         from ragblend.lab.bench.common.shapes import find_shape
 
@@ -240,8 +240,8 @@ class LoadConfig(PromptConfig):
 
     @property
     def blend_ratio(self) -> float:
-        """The ratio that was given, or the rule's own."""
-        assert self.ratio is not None  # set by `validate`
+        """The recompute ratio: `ratio`, else the rule's default."""
+        assert self.ratio is not None  # set by `resolve_options`
         return self.ratio
 
 
@@ -320,7 +320,7 @@ class QualityConfig(BenchConfig):
             validate_ratio(ratio)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the configuration as JSON values, without folders."""
+        """Return the configuration as JSON values. Of the paths of model and data, only the last part is included."""
         return BenchConfig.as_dict(self) | {"model": Path(self.model).name, "data": Path(self.data).name}
 
 

@@ -22,7 +22,7 @@ _RESET_PEAK = "5"  # proc(5): writing 5 resets the peak resident set size to the
 
 
 def hardware_card(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return CPU, memory, GPU, system, versions and threads as JSON values. `gpu`: None unless `device` is a GPU."""
+    """Return CPU, memory, GPU, system, versions and threads as JSON values. "gpu" is None unless `device` is a GPU."""
     return {
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -1,4 +1,4 @@
-"""Models and prompts to measure: real shapes with random weights, prompts of chunks in random orders.
+"""Models and prompts to measure: models of real shapes with random weights, and prompts of chunks in random orders.
 
 Time to first token depends on the number of weights and tokens, not on their values. So neither a download nor a
 tokenizer is needed: each word is a number, and that number is its token id. Read `engine_for` and `make_prompts` first.
@@ -36,7 +36,7 @@ _WEIGHT_STD = 0.02
 
 
 def model_config(shape: DecoderShape) -> Any:
-    """Return the transformers config of `shape`. A Mistral gets no sliding window, a gpt-oss only few experts."""
+    """Return the transformers config of `shape`. Mistral gets no sliding window, and gpt-oss only a few experts."""
     from transformers import AutoConfig
 
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
@@ -95,7 +95,7 @@ def random_model(
 
 
 def number_tokenizer(vocab_size: int) -> Any:
-    """Return a transformers tokenizer of the numbers below `vocab_size`, each its token id. Other words are token 0."""
+    """Return a transformers tokenizer for which the word "17" is token 17. Words other than token ids are token 0."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -161,7 +161,7 @@ def engine_for(
 ) -> TransformersEngine:
     """Return an engine over a random-weight model of the shape `name`, for prompts of `make_prompts`.
 
-    Its fingerprint is made from shape, seed and dtype, so a disk store can be used again.
+    Its fingerprint depends on shape, seed and dtype alone, so a later run finds the KV of a disk store.
     """
     shape = find_shape(name)
     facts = {**asdict(shape), "seed": seed, "block_values": _BLOCK_VALUES}
@@ -183,7 +183,7 @@ def vocab_size(engine: LocalEngine) -> int:
 
 
 def precompute_chunks(engine: Engine, chunks: Sequence[Chunk], on_progress: Progress) -> None:
-    """Store the chunks of the prompts."""
+    """Compute and store the KV of those `chunks` that the engine's store lacks."""
     for number, chunk in enumerate(chunks):
         on_progress("precompute", number, len(chunks))
         engine.precompute(chunk)
@@ -191,7 +191,7 @@ def precompute_chunks(engine: Engine, chunks: Sequence[Chunk], on_progress: Prog
 
 @contextmanager
 def open_directory(store: str | None = None) -> Iterator[Path]:
-    """Yield the directory `store`, or a temporary one."""
+    """Yield the directory `store`; None: a temporary directory, which is deleted at the end."""
     if store is not None:
         yield Path(store)
         return
@@ -201,7 +201,7 @@ def open_directory(store: str | None = None) -> Iterator[Path]:
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Set torch's number of threads to `count` inside; None leaves it unchanged."""
+    """Set torch's number of threads to `count` within the context; None leaves it unchanged."""
     before, set_threads = torch.get_num_threads(), torch.set_num_threads  # vLLM replaces the latter by a no-op inside
     set_threads(count or before)
     try:
