@@ -95,7 +95,7 @@ def serve(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
-    """Start vLLM's OpenAI-compatible server with chunk KV from a store. vLLM gets all other flags."""
+    """Start vLLM's OpenAI-compatible server with chunk KV from a store. Flags not listed here are passed to vLLM."""
     from ragblend.operations.serve import build_server_command
     from ragblend.operations.serve import serve as run
 

@@ -42,7 +42,7 @@ class TextBlocks:
         self._new_pages: list[str] = []
 
     def add(self, *blocks: str) -> None:
-        """Append blocks. Blank ones are left out."""
+        """Append blocks. Blank blocks are left out."""
         for each in blocks:
             block = _LINE_BREAKS.sub("\n", each).strip("\n").rstrip()
             if block.strip():

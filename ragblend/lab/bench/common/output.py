@@ -49,7 +49,7 @@ class Benchmark(NamedTuple):
         plot: str | Path | None = None,
         on_progress: Progress = ignore_progress,
     ) -> Facts:
-        """Run `config`. Write card and table to `echo` and a picture to `plot`; return the JSON object."""
+        """Run `config`. Print hardware card and table by `echo`, write a picture to `plot`, return the JSON object."""
         path = check_plot(plot)
         facts = self.measure(config, on_progress)
         for line in (*hardware_lines(facts["hardware"]), "", *self.table(facts)):
