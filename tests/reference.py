@@ -407,11 +407,3 @@ def fit_change_predictor(
         return (of_kept @ weights).reshape(len(kept), *change.shape[1:]).float()
 
     return predict_change
-
-
-def gradual_shares(ratio: float, num_layers: int, check_layer: int = 1) -> dict[int, float]:
-    """Gradual filtering (section 4.3): a straight line from 1.5 to 0.5 times the ratio over the checked layers."""
-    steps = num_layers - check_layer
-    high = min(1.5 * ratio, 1.0)
-    low = 2 * ratio - high
-    return {check_layer + step: high - (high - low) * step / (steps - 1) for step in range(steps)}

@@ -255,7 +255,7 @@ class IndexedDocuments:
             )
 
     def schedule_deletions(self, entries: Iterable[PendingDeletion], orphaned: OrphanedTexts) -> None:
-        """Record `entries` as pending deletions, in place of the records of the `orphaned` texts, which are deleted."""
+        """Record `entries` as pending deletions, and delete the records of the `orphaned` texts, in one transaction."""
         with self._write() as connection:
             last_of = {(entry.key, entry.place): entry for entry in entries}
             self.clear_deletions(last_of.values())

@@ -108,7 +108,7 @@ def _require_store(settings: Settings) -> None:
 
 
 def opening_title(settings: Settings) -> str:
-    """Return what `open_engine` does, for its lines of progress."""
+    """Return the label of the progress lines of `open_engine`."""
     return "connecting to the server" if settings.is_served else "loading the model"
 
 

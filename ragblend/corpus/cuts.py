@@ -51,11 +51,13 @@ def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> in
 def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int, layout: Layout) -> int:
     """Return the index in `ends` (the words' end offsets) of the last word of the chunk that begins at offset `start`.
 
-    The words `first` to `last` fit into the chunk. It ends at the strongest gap between words of its second half (see
-    `_strength`); of several, at the last. There are two exceptions. A chunk of uniform rows of records ends in its last
-    three fifths, before the row with the lowest hash, so a row that is inserted before the cut changes neither the cut
-    nor the chunks after it. If every gap of the second half separates what belongs together, the chunk ends at a better
-    gap in the quarter before it.
+    The words `first` to `last` fit into the chunk.
+
+    - In general it ends at the strongest gap between words of its second half (see `_strength`), at the last of equals.
+    - A chunk of uniform rows of records ends in its last three fifths, before the row with the lowest hash. A row that
+      is inserted before the cut therefore changes neither the cut nor the chunks after it.
+    - If every gap of the second half separates what belongs together, the chunk ends at a better gap in the quarter
+      before it.
     """
     size = ends[last] - start
     middle = bisect_right(ends, start + size // 2, first, last)

@@ -93,8 +93,8 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str =
 
     Raises FileNotFoundError; NotADocumentError for a file that holds no text; UnreadableDocumentError for a file that
     cannot be read, or is larger than `max_file_mib` (0: no limit). `read` raises the errors of `read_documents`. JSON
-    lines and Parquet are read some records at a time: the iterator of the documents then raises these errors, and
-    `failure` is complete at its end.
+    lines and Parquet are read some records at a time: the iterator of the documents then raises these errors, and the
+    result's `failure` is complete when the iterator has ended.
     """
     stream = (
         stream_parquet

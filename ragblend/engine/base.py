@@ -6,11 +6,12 @@ first. Depends on the renderer, the store's keys and its known chunks, not on a 
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -21,7 +22,6 @@ from ragblend.catalog.known_chunks import find_runs_of, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
-from ragblend.engine.generation import Backfiller
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
@@ -32,6 +32,8 @@ from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, ChunkRun, MatchedPrompt, Part, Prompt, as_chunk
+
+log = logging.getLogger(__name__)
 
 LEAST_QUOTE = 64
 """Least tokens of a run at the end of the user's turn that counts as a document; a shorter run is a quotation."""
@@ -45,6 +47,11 @@ def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
     """
     num_tail = len(tail_ids)
     return len(token_ids) - (num_tail if num_tail and list(token_ids[-num_tail:]) == list(tail_ids) else 0)
+
+
+def ends_with_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> bool:
+    """Return True if the last run is short and at the end of the last user turn, so that it may quote a chunk."""
+    return bool(runs) and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, tail_ids)
 
 
 def default_context_policy(num_layers: int) -> ContextPolicy:
@@ -83,8 +90,8 @@ def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
 class EngineBase:
     """Settings, checks and closing of any engine. Use as a context manager, or `close()` it.
 
-    `worker` runs work in the background, by default a separate thread. `flags`: the command-line options that name the
-    model and the store, for the commands in messages.
+    `worker` runs work in the background, in order and on one thread, by default a separate one. `flags`: the
+    command-line options that name the model and the store, for the commands in messages.
     """
 
     closed = False
@@ -118,6 +125,7 @@ class EngineBase:
         self.flags = flags
         self.notices = NoReuseWarnings(self)
         self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
+        self._precompute_error: Exception | None = None  # the latest of background precompute
         self._shadow = Shadow(shadow, shadow_seed)
 
     @property
@@ -151,6 +159,14 @@ class EngineBase:
     def shadow(self) -> ShadowCounters:
         """Return the counters of shadow comparisons, which `load_engine(shadow=P)` turns on."""
         return self._shadow.counters
+
+    def wait_for_precompute(self) -> None:
+        """Wait until the background precompute is done; raise its latest error since the last call."""
+        with suppress(EngineClosedError, RuntimeError):  # a closed engine has no more of it
+            self._worker.submit(lambda: None).result()
+        error, self._precompute_error = self._precompute_error, None
+        if error is not None:
+            raise error
 
     def flush_shadow(self) -> None:
         """Wait until the shadow comparison of every sampled request has run."""
@@ -213,7 +229,7 @@ class LocalEngine(EngineBase, ABC):
         self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
-        self._backfill = Backfiller(self._store_missing, self._worker) if on_miss == "store" else None
+        self._stores_missing = on_miss == "store"
         # Opened here, and not at the first prompt: a catalogue that does not answer then must not fail the prompt.
         self.known_chunks = open_known_chunks(open_registry(store), renderer.fingerprint, self.namespace)
         """The chunks of this store and namespace that the engine looks for in prompts."""
@@ -237,7 +253,7 @@ class LocalEngine(EngineBase, ABC):
             runs.sort(key=lambda run: run.start)
         runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
         tail_ids = self.renderer.tail_ids if prompt.is_chat else ()
-        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, tail_ids):
+        if ends_with_quotation(runs, token_ids, tail_ids):
             is_elsewhere = any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
             if is_elsewhere or runs[-1].chunk is None:
                 runs.pop()
@@ -284,7 +300,7 @@ class LocalEngine(EngineBase, ABC):
         return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, name)
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
-        """Return True if the store has the KV of a chunk of these ids, prefilled alone after the default prefix."""
+        """Return True if the store has the chunk with these token ids, prefilled alone after the default prefix."""
         return self.store.contains(self.key_of(chunk_ids))
 
     def is_stored(self, chunk: Part) -> bool:
@@ -355,21 +371,27 @@ class LocalEngine(EngineBase, ABC):
             )
 
     def precompute_in_background(self, misses: Iterable[ChunkRun]) -> None:
-        """Precompute the chunks of these runs in the background, each alone. Do nothing if `on_miss` is "inline"."""
-        if self._backfill is None or self.closed:
+        """Precompute the chunks of these runs in the background, each alone, so that a request waits for at most one.
+
+        Do nothing if `on_miss` is "inline", the engine is closed or the interpreter ends.
+        """
+        if not self._stores_missing or self.closed:
             return
         for run in {run.chunk_ids: run for run in misses}.values():
-            self._backfill.add(run)
+            try:
+                self._worker.submit(self._store_missing, run)
+            except (EngineClosedError, RuntimeError) as error:
+                log.debug("a missed chunk is not stored: %s", error)
 
     def _store_missing(self, run: ChunkRun) -> None:
-        if run.chunk is not None:
-            self.add_known_chunks([run.chunk])
-        self.precompute_ids(run.chunk_ids)
-
-    def wait_for_precompute(self) -> None:
-        """Wait until the background precompute is done; raise its latest error."""
-        if self._backfill is not None:
-            self._backfill.flush()
+        try:
+            if run.chunk is not None:
+                self.add_known_chunks([run.chunk])
+            self.precompute_ids(run.chunk_ids)
+        except Exception as error:
+            # The answer is complete already; a full disk must not end the process.
+            log.warning("a missed chunk was not stored: %s", error)
+            self._precompute_error = error
 
     def close(self) -> None:
         """Finish background work. Safe to call again."""

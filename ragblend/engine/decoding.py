@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -16,45 +17,67 @@ from ragblend.errors import UsageError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.render import Renderer
 
+TokenAndLogprobs = tuple[int, float, list[tuple[int, float]]]
 
-class LogitsProcessors:
-    """Penalties, bias, and top-k, top-p and min-p filters of one answer, by transformers' logits processors.
 
-    Presence and frequency penalties, for which transformers has no processor, are computed here. They count the
-    answer's tokens alone, as in OpenAI and vLLM.
+class Sampler:
+    """Sampler of one answer. It has its own random state, so requests do not influence each other.
+
+    Bias, repetition penalty and the filters top-k, top-p and min-p are transformers' logits processors. A repetition
+    penalty counts the tokens of the prompt, `prompt_ids`, and of the answer. Presence and frequency penalties, for
+    which transformers has no processor, count the answer's tokens alone, as in OpenAI and vLLM. With
+    `options.logprobs`, the list `logprobs` has one item per token of the answer: its id, its log-probability, and the
+    likeliest tokens as pairs (id, log-probability).
     """
 
-    def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int]) -> None:
-        from transformers.generation.logits_process import (
-            LogitsProcessorList,
-            MinPLogitsWarper,
-            RepetitionPenaltyLogitsProcessor,
-            SequenceBiasLogitsProcessor,
-            TopKLogitsWarper,
-            TopPLogitsWarper,
-        )
-
+    def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:
         self._options = options
-        self._ids = list(prompt_ids)
-        self._num_prompt_ids = len(self._ids)
-        self._processors, self._limits = LogitsProcessorList(), LogitsProcessorList()
-        bias = {(int(token),): float(value) for token, value in (options.logit_bias or {}).items() if value}
-        if bias:
-            self._processors.append(SequenceBiasLogitsProcessor(bias))
-        if options.repetition_penalty is not None:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
-        if options.top_k:
-            self._limits.append(TopKLogitsWarper(options.top_k))
-        if options.top_p < 1:
-            self._limits.append(TopPLogitsWarper(options.top_p))
-        if options.min_p:
-            self._limits.append(MinPLogitsWarper(options.min_p))
+        settings = (
+            options.top_k, options.min_p, options.repetition_penalty, options.presence_penalty,
+            options.frequency_penalty, options.logit_bias,
+        )  # fmt: skip
+        self._is_plain = settings == (None,) * len(settings)  # temperature and top-p alone need no processors
+        self._ids, self._num_prompt_ids = list(prompt_ids), len(prompt_ids)
+        if not self._is_plain:
+            self._penalties, self._filters = _make_processors(options)
+        self.logprobs: list[TokenAndLogprobs] | None = [] if options.logprobs else None
+        self._generator = torch.Generator()
+        if options.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(options.seed)
 
-    def apply_penalties(self, logits: Tensor) -> Tensor:
-        """Return `logits` [vocabulary] with bias and penalties. Raises UsageError for a bias on an unknown token id."""
+    def sample(self, logits: Tensor) -> int:
+        """Return the id of the next token, chosen from `logits` [vocabulary]. Raises UsageError for a bias on an
+        unknown token id."""
+        scores = logits if self._is_plain else self._apply_penalties(logits)
+        if self._options.temperature == 0:
+            token = int(scores.argmax())
+        else:
+            scaled = scores.float().cpu() / self._options.temperature
+            if not self._is_plain:
+                scaled = self._filters(torch.tensor([self._ids]), scaled[None])[0]
+            ordered, ids = scaled.softmax(dim=-1).sort(descending=True)
+            # A token stays while the mass before it is below top_p, so the first always stays.
+            ordered[ordered.cumsum(dim=-1) - ordered >= (self._options.top_p if self._is_plain else 1.0)] = 0
+            token = int(ids[torch.multinomial(ordered, 1, generator=self._generator)])
+        if not self._is_plain:
+            self._ids.append(token)
+        if self.logprobs is not None:
+            self.logprobs.append(_logprobs(logits, token, self._options.top_logprobs or 0))
+        return token
+
+    def record_forced(self, tokens: Sequence[int]) -> None:
+        """Add to the answer `tokens` that a grammar forces. They are not sampled, so their probability is 1."""
+        self._ids += tokens
+        if self.logprobs is not None:
+            is_shown = bool(self._options.top_logprobs)
+            self.logprobs += [(token, 0.0, [(token, 0.0)] if is_shown else []) for token in tokens]
+
+    def _apply_penalties(self, logits: Tensor) -> Tensor:
         scores = logits.float()[None]
         try:
-            scores = self._processors(torch.tensor([self._ids], device=scores.device), scores)[0]
+            scores = self._penalties(torch.tensor([self._ids], device=scores.device), scores)[0]
         except ValueError as error:
             raise UsageError(f"logit_bias cannot be used: {error}") from error
         presence, frequency = self._options.presence_penalty or 0.0, self._options.frequency_penalty or 0.0
@@ -65,70 +88,34 @@ class LogitsProcessors:
         penalised: Tensor = scores
         return penalised
 
-    def filter_logits(self, scaled: Tensor) -> Tensor:
-        """Return `scaled`, the logits [vocabulary] divided by the temperature, with -inf for filtered tokens."""
-        limited: Tensor = self._limits(torch.tensor([self._ids]), scaled[None])[0]
-        return limited
 
-    def record_token(self, token: int) -> None:
-        """Append a chosen token to the tokens that penalties count."""
-        self._ids.append(token)
+def _make_processors(options: GenerationOptions) -> tuple[Any, Any]:
+    """Return transformers' processors for bias and repetition penalty, and those that set filtered logits to -inf."""
+    from transformers.generation.logits_process import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
-
-_PLAIN = (None,) * 6
-
-
-class Sampler:
-    """Sampler of one answer. It has its own random state, so requests do not influence each other.
-
-    A repetition penalty counts the tokens of the prompt, `prompt_ids`, and of the answer. With `options.logprobs`, the
-    list `logprobs` has one item per token of the answer: its id, its log-probability, and the likeliest tokens as pairs
-    (id, log-probability).
-    """
-
-    def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:
-        self._options = options
-        settings = (
-            options.top_k, options.min_p, options.repetition_penalty, options.presence_penalty,
-            options.frequency_penalty, options.logit_bias,
-        )  # fmt: skip
-        self._shape = LogitsProcessors(options, prompt_ids) if settings != _PLAIN else None
-        self.logprobs: list[tuple[int, float, list[tuple[int, float]]]] | None = [] if options.logprobs else None
-        self._generator = torch.Generator()
-        if options.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(options.seed)
-
-    def sample(self, logits: Tensor) -> int:
-        """Return the id of the next token, chosen from `logits` [vocabulary]."""
-        shape = self._shape
-        scores = logits if shape is None else shape.apply_penalties(logits)
-        if self._options.temperature == 0:
-            token = int(scores.argmax())
-        else:
-            scaled = scores.float().cpu() / self._options.temperature
-            scaled = scaled if shape is None else shape.filter_logits(scaled)
-            ordered, ids = scaled.softmax(dim=-1).sort(descending=True)
-            # A token stays while the mass before it is below top_p, so the first always stays.
-            ordered[ordered.cumsum(dim=-1) - ordered >= (self._options.top_p if shape is None else 1.0)] = 0
-            token = int(ids[torch.multinomial(ordered, 1, generator=self._generator)])
-        if shape is not None:
-            shape.record_token(token)
-        if self.logprobs is not None:
-            self.logprobs.append(_logprobs(logits, token, self._options.top_logprobs or 0))
-        return token
-
-    def record_forced(self, tokens: Sequence[int]) -> None:
-        """Add to the answer `tokens` that a grammar forces. They are not sampled, so their probability is 1."""
-        for token in tokens:
-            if self._shape is not None:
-                self._shape.record_token(token)
-            if self.logprobs is not None:
-                self.logprobs.append((token, 0.0, [(token, 0.0)] if self._options.top_logprobs else []))
+    penalties, filters = LogitsProcessorList(), LogitsProcessorList()
+    bias = {(int(token),): float(value) for token, value in (options.logit_bias or {}).items() if value}
+    if bias:
+        penalties.append(SequenceBiasLogitsProcessor(bias))
+    if options.repetition_penalty is not None:
+        penalties.append(RepetitionPenaltyLogitsProcessor(float(options.repetition_penalty)))
+    if options.top_k:
+        filters.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1:
+        filters.append(TopPLogitsWarper(options.top_p))
+    if options.min_p:
+        filters.append(MinPLogitsWarper(options.min_p))
+    return penalties, filters
 
 
-def _logprobs(logits: Tensor, token: int, num_top: int) -> tuple[int, float, list[tuple[int, float]]]:
+def _logprobs(logits: Tensor, token: int, num_top: int) -> TokenAndLogprobs:
     """Return the chosen token, its log-probability, and (id, log-probability) of the `num_top` likeliest tokens.
 
     `logits` [vocabulary] are the model's own, without penalties; tokens of probability 0 are left out.

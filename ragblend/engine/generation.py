@@ -6,10 +6,8 @@ Depends on reports, sampling and text, not on how KV is stored or fused.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
@@ -21,15 +19,12 @@ from ragblend.engine.decoding import AnswerText, Sampler
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.report import BlendReport, Generation, TokenLogprob
 from ragblend.engine.tuning.calibration import RuleFit
-from ragblend.errors import EngineClosedError
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
 from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.structured_outputs import CompiledGrammar
-
-log = logging.getLogger(__name__)
 
 MAX_UNREAD_PIECES = 16
 """Unread texts of a stream at which its decoding pauses, so that an abandoned stream does not occupy the loop."""
@@ -306,42 +301,3 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
         stream._is_started = True
     if fresh:
         fresh[0]._engine.loop.start([stream._answer for stream in fresh])
-
-
-class Backfiller:
-    """Precomputes, in the background on `worker`, chunks of prompts that the store did not have.
-
-    It computes one chunk at a time, so a request waits for at most one of them.
-    """
-
-    def __init__(self, precompute: Callable[[ChunkRun], None], worker: Executor) -> None:
-        self._precompute, self._worker = precompute, worker
-        self._pending: list[Future[None]] = []
-        self._error: Exception | None = None  # the latest
-        self._lock = threading.Lock()
-
-    def add(self, run: ChunkRun) -> None:
-        """Queue the chunk of a run for precomputing. Do nothing if the engine is closed or the interpreter ends."""
-        with self._lock:
-            self._pending = [future for future in self._pending if not future.done()]
-            try:
-                self._pending.append(self._worker.submit(self._work, run))
-            except (EngineClosedError, RuntimeError) as error:
-                log.debug("a missed chunk is not stored: %s", error)
-
-    def flush(self) -> None:
-        """Wait for the queued chunks; raise the latest error since the last call."""
-        with self._lock:
-            pending, self._pending = self._pending, []
-        wait(pending)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _work(self, run: ChunkRun) -> None:
-        try:
-            self._precompute(run)
-        except Exception as error:
-            # The answer is complete already; a full disk must not end the process.
-            log.warning("a missed chunk was not stored: %s", error)
-            self._error = error

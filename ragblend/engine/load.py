@@ -232,6 +232,15 @@ def _reject_loading_options(asked: ModelOptions, reason: str, *more: str) -> Non
         raise UsageError(f"{', '.join(sorted(names))} {'are' if len(names) > 1 else 'is'} {reason}")
 
 
+def _changed_tiers(settings: LoadOptions) -> dict[str, Any]:
+    """Return the options of tiers that differ from their defaults, by name."""
+    return {
+        name: getattr(settings, name)
+        for name in sorted(TIER_NAMES)
+        if getattr(settings, name) != getattr(TierOptions(), name)
+    }
+
+
 def _load_transformers(
     model: str,
     pair: tuple[Any, Any] | None,
@@ -252,20 +261,15 @@ def _load_transformers(
 
     if store is None or isinstance(store, Path):
         kv_store: KVStore = open_store(store, **settings.tiers)
-    elif settings.remote is not None:
-        raise UsageError(
-            "remote is given, but store is a KVStore, whose tiers are set; pass TieredStore(store, open_remote(URL))"
-        )
-    elif settings.catalog is not None:
-        raise UsageError(
-            "catalog is given, but store is a KVStore, whose catalogue is set; use DiskStore(..., catalog=URL)"
-        )
-    elif settings.kv_dtype != "auto":
-        raise UsageError(
-            f"kv_dtype is {settings.kv_dtype!r}, but store is a KVStore, whose dtype is set; use "
-            f"TieredStore(..., kv_dtype={settings.kv_dtype!r})"
-        )
     else:
+        if changed := _changed_tiers(settings):
+            urls = ("remote", "catalog")
+            shown = [f"{name}={redact_url(value) if name in urls else value}" for name, value in changed.items()]
+            raise UsageError(
+                f"{', '.join(shown)} cannot be set here: store is a {type(store).__name__}, whose tiers and catalogue "
+                "are set when it is made. Leave it out of arguments, environment and ragblend.toml, and make the store "
+                f"with it: store=open_store(PATH, {', '.join(f'{name}=...' for name in changed)})"
+            )
         kv_store = store
     loaded = load_model(model, asked) if pair is None else adopt_loaded_model(pair, asked)
     layers = TransformersLayers(loaded.model)
@@ -302,8 +306,7 @@ def _load_client(
 
     more = ["vllm_options"] if settings.vllm_options else []
     _reject_loading_options(asked, f"set where the server starts, not with {redact_url(url)}", *more)
-    changed = sorted(name for name in TIER_NAMES if getattr(settings, name) != getattr(TierOptions(), name))
-    if changed:
+    if changed := _changed_tiers(settings):
         variables = " ".join(f"RAGBLEND_{name.upper()}=..." for name in changed)
         raise UsageError(
             f"{', '.join(changed)} cannot be set here: the store is that of the server at {redact_url(url)}. Start the "

@@ -134,7 +134,7 @@ class EngineLoop(Executor):
                 self._thread_id = threading.get_ident() if self._is_running else None
                 self._changed.notify_all()
             if call is not None:
-                _run_call(*call)
+                run_call(*call)
             for answer in starting:
                 answer.advance()
             if running := [*ready, *(answer for answer in starting if answer.step is not None)]:
@@ -172,7 +172,8 @@ class EngineLoop(Executor):
             return [each for step in steps for each in self._logits_or_errors([step])]
 
 
-def _run_call(future: Future[T], function: Callable[[], T]) -> None:
+def run_call(future: Future[T], function: Callable[[], T]) -> None:
+    """Set the result of `future` to that of `function`, or its error, unless the future was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -97,13 +97,9 @@ class BlendReport:
         return text
 
 
-def new_chunk_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
-    """Return a report for each chunk matched in the prompt. Each is that of a miss until a lookup changes it."""
-    runs = prompt.runs
-    return [
-        ChunkReport(runs[parts[0]].source, sum(runs[part].num_tokens for part in parts), hit=False)
-        for parts in prompt.runs_by_chunk
-    ]
+def new_run_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
+    """Return a report for each run in the prompt. Each is that of a miss until a lookup changes it."""
+    return [ChunkReport(run.source, run.num_tokens, hit=False) for run in prompt.runs]
 
 
 def merge_runs_by_chunk(report: BlendReport, prompt: MatchedPrompt) -> None:

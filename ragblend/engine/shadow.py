@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -142,11 +142,7 @@ def compare_with_full(
 def yields_same_tokens(stream: Stream, answer: Generation) -> bool:
     """Return True if `stream` yields the tokens of `answer`. Closes the stream at the first different token."""
     for _ in stream:
-        if not _has_same_prefix(stream.result.token_ids, answer.token_ids):
+        if any(a != b for a, b in zip(stream.result.token_ids, answer.token_ids, strict=False)):
             stream.close()
             return False
     return stream.result.token_ids == answer.token_ids and stream.result.finish_reason == answer.finish_reason
-
-
-def _has_same_prefix(first: Sequence[int], second: Sequence[int]) -> bool:
-    return all(a == b for a, b in zip(first, second, strict=False))

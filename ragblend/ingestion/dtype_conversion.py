@@ -54,7 +54,7 @@ def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[C
             to_prefill.append(chunk)
             continue
         if convert_kv_dtype(whole, store.kv_dtype) is not whole:  # very short chunks stay as they are
-            store.replace(whole)
+            store.replace_dtype(whole)
             num_rounded += 1
     return num_rounded, to_prefill
 

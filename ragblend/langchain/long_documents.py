@@ -42,7 +42,7 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 
 @dataclass(frozen=True, slots=True)
 class LongDocumentChain:
-    """Builds the chain of `create_long_document_chain`, which explains the fields except `chat` and `sizes`.
+    """Builds the chain that `create_long_document_chain` returns. See there for the fields except `chat` and `sizes`.
 
     `chat`: a ChatBlend, with bound options or without. `sizes`: `window_tokens`, `overlap_tokens` and `chunk_tokens`.
     """

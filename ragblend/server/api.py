@@ -9,7 +9,7 @@
 
 vLLM loads the middleware through `--middleware`, and calls it before everything else, including its own check of API
 keys. The routes are added to vLLM's application, so that vLLM's key guards them, too. With `--api-keys-file`,
-`AuthGate` checks each request here and again when it reaches the engine. No response contains the address of a store.
+`auth_gate` checks each request here and again when it reaches the engine. No response contains the address of a store.
 
 Before 0.33, vLLM leaves `kv_transfer_params` out of streams and of answers that end at a stop string. A stream of a
 request with ragblend's parameters therefore ends with an additional event that contains the report.
@@ -23,14 +23,15 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.admin import add_store_routes
-from ragblend.engine.vllm.auth_gate import App, AuthGate, Receive, Scope, Send, current_grant, gate_for_app
+from ragblend.engine.vllm.api_keys import ApiKeys
+from ragblend.engine.vllm.auth_gate import App, Receive, Scope, Send, current_grant, install_gate, wrap_app
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
@@ -39,6 +40,9 @@ from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_
 from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
+
+if TYPE_CHECKING:
+    from ragblend.engine.vllm.front_end import FrontEndEngine
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class RoutesMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._gate: AuthGate | None = None
+        self._keys: ApiKeys | None = None
         self._equipped = False
         self._readiness: Readiness | None = None
 
@@ -60,13 +64,13 @@ class RoutesMiddleware:
             await self._app(scope, receive, send)
             return
         if not self._equipped:
-            self._gate = gate_for_app(scope["app"])  # an error here ends the request, and the next request tries again
+            self._keys = install_gate(scope["app"])  # an error here ends the request, and the next request tries again
             self._equipped = True
             try:
                 self._readiness = install_routes(scope["app"])
             except Exception:  # vLLM still serves; to clients it is a vLLM without ragblend
                 log.exception("this server has no routes under /v1/ragblend, and its streams have no reports")
-        app = self._app if self._gate is None else self._gate.wrap_app(self._app)
+        app = self._app if self._keys is None else wrap_app(self._app, self._keys)
         if self._readiness is None:
             await app(scope, receive, send)
         else:
@@ -103,30 +107,16 @@ def install_routes(app: Any) -> Readiness:
     ):
         if serving is not None:
             add_reports_to_streams(serving, name, place)
-    return add_readiness_route(app, served.store.tiers)
+    return add_readiness_route(app, served.store)
 
 
 def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None:
     """Add the routes of documents to `app`, and start storing the documents that are waiting."""
-    from ragblend.engine.vllm.front_end import FrontEndEngine
     from ragblend.server.documents import DocumentIngester
     from ragblend.server.routes import documents_router
 
-    loop, client = asyncio.get_running_loop(), app.state.engine_client
-
-    def make_engine(namespace: str) -> FrontEndEngine:
-        return FrontEndEngine(
-            client,
-            loop,
-            served.renderer,
-            served.store,
-            served.config.prefix_ids,
-            namespace=namespace,
-            context=served.config.context,
-            **served.engine_options(),
-        )
-
     config = served.config
+    make_engine = partial(served.make_engine, app.state.engine_client, asyncio.get_running_loop())
     documents = DocumentIngester(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
@@ -185,16 +175,25 @@ class ServerResources:
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
 
-    def engine_options(self) -> dict[str, Any]:
-        """Return the model's arguments for a FrontEndEngine: name, fingerprint, sizes."""
+    def make_engine(self, client: Any, loop: asyncio.AbstractEventLoop, namespace: str) -> FrontEndEngine:
+        """Return an engine that ingests documents of a namespace with vLLM's `client`, which runs on `loop`."""
+        from ragblend.engine.vllm.front_end import FrontEndEngine
+
         checkpoint = self._checkpoint
-        return {
-            "name": checkpoint.name,
-            "fingerprint": self._fingerprint,
-            "context_length": self._model.max_model_len,
-            "bytes_per_token": checkpoint.stored_bytes_per_token(self.store.kv_dtype),
-            "num_layers": checkpoint.num_layers,
-        }
+        return FrontEndEngine(
+            client,
+            loop,
+            self.renderer,
+            self.store,
+            self.config.prefix_ids,
+            namespace=namespace,
+            context=self.config.context,
+            name=checkpoint.name,
+            fingerprint=self._fingerprint,
+            context_length=self._model.max_model_len,
+            bytes_per_token=checkpoint.stored_bytes_per_token(self.store.kv_dtype),
+            num_layers=checkpoint.num_layers,
+        )
 
 
 def correct_cached_tokens(engine_client: Any) -> None:

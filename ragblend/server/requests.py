@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError, model_validator
 
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.errors import UsageError
@@ -26,11 +26,7 @@ Collection = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^@\x
 Text = Annotated[str, Field(max_length=16 << 20)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class DocumentInput(_Strict):
+class DocumentInput(BaseModel, strict=True, extra="forbid"):
     """One document: a `text`, which the server splits into chunks, or the `chunks` that prompts will contain."""
 
     id: Name | None = Field(
@@ -87,14 +83,14 @@ class DocumentInput(_Strict):
         return SentDocument(collection, self.id or digest, self.version or digest, body, self.metadata)
 
 
-class DocumentsInput(_Strict):
+class DocumentsInput(BaseModel, strict=True, extra="forbid"):
     """Documents of one collection."""
 
     collection: Collection = "default"
     documents: Annotated[list[DocumentInput], Field(min_length=1, max_length=100_000)]
 
 
-class DeletionInput(_Strict):
+class DeletionInput(BaseModel, strict=True, extra="forbid"):
     """Documents to delete: the collection's documents with these `ids`; without `ids`, all of the `collection`."""
 
     collection: Collection = "default"

@@ -43,10 +43,6 @@ Respond = Callable[..., Awaitable[Response]]
 _STATUS = {ForbiddenError: 403, NotFoundError: 404, UsageError: 400, BackendUnreachableError: 503}
 
 
-class _BodyTooLargeError(Exception):
-    """The body has more bytes than a request may have."""
-
-
 def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
     """Return a function that runs the work of a request in a thread, and makes a response of its result or error.
 
@@ -69,9 +65,8 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
     """Return a FastAPI router with the routes of `documents`."""
 
     async def respond_to_body(request: Request, answer: Callable[[bytes], dict[str, Any]], status: int) -> Response:
-        try:
-            body = await _read_body(request)
-        except _BodyTooLargeError:
+        body = await _read_body(request)
+        if body is None:
             message = f"the body has more than {MAX_BODY_BYTES} bytes; send the documents in several requests"
             return JSONResponse({"error": {"message": message, "code": 413}}, 413, {"connection": "close"})
         return await respond(lambda: answer(body), status)
@@ -129,16 +124,16 @@ def _namespace(named: str) -> str:
     return grant.namespace
 
 
-async def _read_body(request: Request) -> bytes:
-    """Return the body. Raises _BodyTooLargeError as soon as it is too large."""
+async def _read_body(request: Request) -> bytes | None:
+    """Return the body; None as soon as it is too large."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise _BodyTooLargeError
+        return None
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            raise _BodyTooLargeError
+            return None
     return bytes(body)
 
 

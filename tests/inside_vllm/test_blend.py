@@ -126,7 +126,7 @@ def served(kind, family, store, checkpoint):
 def engine_of(kind: str, model: Path, store: Path, patch: pytest.MonkeyPatch, **options: Any) -> Any:
     """`harness.engine`, in which all rows attend together that can where `kind` says so."""
     if "together" in kind:
-        patch.setattr(vllm_layers.VllmLayers, "can_share_reads", True)
+        patch.setattr(vllm_layers.VllmLayers, "attends_scattered_rows_together", True)
     return engine(model, store, **options)
 
 

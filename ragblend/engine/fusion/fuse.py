@@ -6,12 +6,12 @@ Read `fuse` first; everything else is one of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch import Tensor
 from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
 from ragblend.engine.fusion.protocols import (
-    DriftCorrectableLayerSource,
     FreshRowsCallback,
     LayerSource,
     LayerwiseModel,
@@ -56,18 +55,20 @@ def fuse(
     model: LayerwiseModel,
     plan: FusePlan,
     fused: PromptKVBuffer,
-    layers: LayerSource,
+    layers: LayerSource | None = None,
     ends_s: list[float] | None = None,
 ) -> FuseResult:
     """Fill `fused` with the prompt's KV. Return the last token's logits, the recomputed tokens and the cost.
 
+    `layers` places the stored KV in `fused`; None: it is placed already.
+
     Fresh tokens, which have no stored KV (the question, for example), run through every layer. Candidates are the
-    tokens whose stored KV may be replaced. They run up to the first check layer. There the rule selects a share of the
-    candidates, and only these run through the later layers; each later check layer selects fewer. A rule with a query
-    probe selects earlier: it runs the fresh tokens over the stored KV up to its last probe layer, and then selects.
-    Fresh and selected tokens run through every layer. In each layer, computed rows replace stored ones, and each
-    computed token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift correction
-    (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
+    tokens whose stored KV may be replaced. They run up to the check layer. There the rule selects a share of the
+    candidates, and only these run through the later layers. A rule with a query probe selects earlier: it runs the
+    fresh tokens over the stored KV up to its last probe layer, and then selects. Fresh and selected tokens run through
+    every layer. In each layer, computed rows replace stored ones, and each computed token attends to all tokens at or
+    before its position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of
+    kept candidates is added to their KV before attention.
 
     If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """
@@ -76,41 +77,43 @@ def fuse(
 
 @torch.inference_mode()
 def fuse_steps(
-    model: LayerwiseModel, plan: FusePlan, fused: PromptKVBuffer, layers: LayerSource, ends_s: list[float] | None = None
+    model: LayerwiseModel,
+    plan: FusePlan,
+    fused: PromptKVBuffer,
+    layers: LayerSource | None = None,
+    ends_s: list[float] | None = None,
 ) -> Steps[FuseResult]:
     """Run `fuse` a layer at a time (see `Steps`), for callers that interleave it with other work or other prompts."""
     state = _candidates(plan)
-    selects = plan.checks[0].ratio > 0 and plan.checks[-1].ratio < 1
+    selects = 0 < plan.ratio < 1
     # Layer 0's stored KV is exact, because it depends on the token alone: in a model of one layer nothing is stale.
     probes_first = bool(plan.probe_layers) and selects and model.num_layers > 1 and bool(state.mask.any())
-    probe = (yield from _probe(model, plan, fused, layers, state)) if probes_first else None
+    if probes_first:
+        yield from _probe(model, plan, fused, layers, state)
     active = _active_rows(plan, state)
     num_stale = int(state.mask[active].sum())  # reading it waits for the device, so only where the rows change
-    checks = {check.layer: check.ratio for check in plan.checks if plan.rule.needs_deviation and check.ratio < 1}
+    check_layer = plan.check_layer if plan.rule.needs_deviation and plan.ratio < 1 else None
     hidden = model.embed(plan.token_ids[active])
     rows_per_layer: list[float] = []
     fixed_cost = 0.0
     last_layer = model.num_layers - 1
     for layer in range(model.num_layers):
-        if layers.ready is not None:
+        if layers is not None:
             yield layers.ready[layer]
-        layers.wait(layer)  # stored KV of this layer is now in `fused`
-        probe_rows, measured = 0 if probe is None else probe.extra_rows[layer], 0.0
-        if layer in checks and num_stale:
-            kept, num_measured = _select_at_check_layer(model, plan, fused, layer, checks[layer], hidden, active, state)
+            layers.wait(layer)  # stored KV of this layer is now in `fused`
+        probe_rows, measured = state.probe_rows[layer] if layer < len(state.probe_rows) else 0, 0.0
+        if layer == check_layer and num_stale:
+            kept = _select_at_check_layer(model, plan, fused, hidden, active, state)
             hidden, active = hidden[kept], active[kept]
+            fixed_cost = measured = num_stale * model.kv_share
             num_stale = int(state.mask[active].sum())
-            measured = num_measured * model.kv_share
-            fixed_cost = fixed_cost or measured
         # Layer 0 is exact as stored.
-        hook = (
-            _drift_correction_hook(model, plan, layers, layer, active, state)
-            if plan.corrects_drift and layer > 0
-            else None
-        )
+        hook = None
+        if plan.corrects_drift and layer > 0 and layers is not None:
+            hook = _drift_correction_hook(model, plan, layers, layer, active, state)
         rows_per_layer.append(num_stale + probe_rows + measured)
-        if layer == 0 and probe is not None:
-            hidden = yield from _run_first_layer(fused, hidden, active, state, probe)
+        if layer == 0 and state.probe_hidden is not None:
+            hidden = yield from _run_first_layer(fused, hidden, active, state.mask[active], state.probe_hidden)
         elif len(active) and layer < last_layer:
             hidden = yield LayerCall(layer, hidden, active, fused, hook)
         elif len(active):
@@ -131,7 +134,7 @@ def fuse_steps(
         active[state.mask[active]],
         rows_per_layer,
         fixed_cost,
-        probe.seconds if probe is not None else 0.0,
+        state.probe_s,
         state.attention,
         state.deviation,
         state.select_s,
@@ -148,27 +151,29 @@ class _CandidateState:
     chunks: Tensor  # int64, index of the placement that the token is in
     drift_gain: Tensor  # float32, factor on the estimated change of the token, if it is kept
     attention: Tensor | None = None  # float32, set by the query probe
-    deviation: Tensor | None = None  # float32, set by the first check, see FuseResult
-    select_s: float = 0.0  # seconds spent at the checks
+    probe_hidden: Tensor | None = None  # the probe's output of layer 0 [rows that are fused later, hidden size]
+    probe_rows: Sequence[int] = ()  # token-layers that the probe adds at each layer up to its last
+    probe_s: float = 0.0
+    deviation: Tensor | None = None  # float32, set at the check layer, see FuseResult
+    select_s: float = 0.0  # seconds spent at the check layer
     # Rows that ran last, the indices of candidates among them, and the correction fitted for them.
     last_correction: tuple[Tensor, Tensor, DriftCorrection | None] | None = None
 
     def choose(
         self,
         plan: FusePlan,
-        ratio: float,
         rows: Tensor,
         key_deviation: Tensor | None = None,
         value_deviation: Tensor | None = None,
     ) -> Tensor:
-        """Return the indices of the candidates `rows` [N] to recompute at `ratio`, ascending, for causal order.
+        """Return the indices of the candidates `rows` [N] to recompute, ascending, for causal order.
 
         Deviations [N] as in RuleInputs; None if the rule does not need them.
         """
         attention = None if self.attention is None else self.attention[rows]
         inputs = RuleInputs(rows, key_deviation, value_deviation, attention, self.is_edge[rows], plan.seed)
         scores = plan.rule.score(inputs)
-        return scores.topk(num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))).indices.sort().values
+        return scores.topk(num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(rows))).indices.sort().values
 
 
 def _candidates(plan: FusePlan) -> _CandidateState:
@@ -179,7 +184,7 @@ def _candidates(plan: FusePlan) -> _CandidateState:
     is_fresh[: plan.num_resident] = False
     chunks = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
     drift_gain = torch.zeros(len(plan.token_ids), device=device)
-    recomputes_all = plan.checks[-1].ratio >= 1
+    recomputes_all = plan.ratio >= 1
     for number, placement in enumerate(plan.placements):
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
         is_candidate[placement.start : placement.end] = not stays
@@ -193,28 +198,19 @@ def _candidates(plan: FusePlan) -> _CandidateState:
     return _CandidateState(is_candidate, is_fresh, is_edge, chunks, drift_gain)
 
 
-class _ProbeResult(NamedTuple):
-    """Result of the query probe: the question and all other fresh tokens, run over stale KV."""
-
-    hidden: Tensor  # [rows that are fused later, hidden size] after layer 0
-    extra_rows: list[int]  # token-layers that the probe adds at each layer
-    seconds: float
-
-
 def _probe(
-    model: LayerwiseModel, plan: FusePlan, fused: PromptKVBuffer, layers: LayerSource, state: _CandidateState
-) -> Steps[_ProbeResult]:
-    """Run the fresh tokens over the stale KV up to the last probe layer, and set `state.attention` from the question's.
+    model: LayerwiseModel, plan: FusePlan, fused: PromptKVBuffer, layers: LayerSource | None, state: _CandidateState
+) -> Steps[None]:
+    """Run the question and all other fresh tokens over the stale KV up to the last probe layer.
 
-    Positions are the prompt's and the softmax is over the whole prompt. The fresh rows' KV stays in `fused` until the
-    main pass replaces it.
+    Set `state.attention` from the question's, and the probe's output, rows and seconds. Positions are the prompt's and
+    the softmax is over the whole prompt. The fresh rows' KV stays in `fused` until the main pass replaces it.
     """
     rows = state.is_fresh.nonzero().flatten()
-    hidden = first = model.embed(plan.token_ids[rows])
+    hidden = model.embed(plan.token_ids[rows])
     masses: list[Tensor] = []
-    seconds = 0.0
 
-    def hook(queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None:
+    def hook(queries: ProbeQueries, keys: Tensor, values: Tensor | None) -> Tensor | None:
         if values is None:
             masses.append(attention_mass(queries.slice_rows(slice(-plan.num_queries, None)), keys))
             return None
@@ -223,20 +219,20 @@ def _probe(
         return output
 
     for layer in range(plan.probe_layers[-1] + 1):
-        if layers.ready is not None:
+        if layers is not None:
             yield layers.ready[layer]
         start_s = perf_counter()
-        layers.wait(layer)
+        if layers is not None:
+            layers.wait(layer)
         hidden = model.run_probe_layer(layer, hidden, rows, fused, hook if layer in plan.probe_layers else None)
         if layer == 0:
-            first = hidden[rows < plan.end]
-        seconds += perf_counter() - start_s
+            state.probe_hidden = hidden[rows < plan.end]
+            # The main pass reuses this output of the rows that it fuses, so only the other rows are extra in layer 0.
+            num_others = len(rows) - len(state.probe_hidden)
+        state.probe_s += perf_counter() - start_s
         yield len(rows)
     state.attention = _mean_over_ranks(plan, torch.stack(masses).mean(0))
-    # The main pass reuses layer 0's output of the rows that it fuses, so only the other rows are extra there.
-    extra_rows = [len(rows) - len(first), *[len(rows)] * plan.probe_layers[-1]]
-    extra_rows += [0] * (model.num_layers - len(extra_rows))
-    return _ProbeResult(first, extra_rows, seconds)
+    state.probe_rows = [num_others, *[len(rows)] * plan.probe_layers[-1]]
 
 
 def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
@@ -248,29 +244,27 @@ def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
 
 
 def _run_first_layer(
-    fused: PromptKVBuffer, hidden: Tensor, active: Tensor, state: _CandidateState, probe: _ProbeResult
+    fused: PromptKVBuffer, hidden: Tensor, active: Tensor, is_stale: Tensor, probe_hidden: Tensor
 ) -> Steps[Tensor]:
     """Return layer 0's output [R, hidden size] of the active rows; that of fresh rows is the probe's.
 
     The probe's output is exact, because stored layer-0 KV is.
     """
-    stale = state.mask[active]
-    output = probe.hidden.new_empty(len(active), *probe.hidden.shape[1:])
-    if bool(stale.any()):
-        output[stale] = yield LayerCall(0, hidden[stale], active[stale], fused)
-    output[~stale] = probe.hidden
+    output = probe_hidden.new_empty(len(active), *probe_hidden.shape[1:])
+    if bool(is_stale.any()):
+        output[is_stale] = yield LayerCall(0, hidden[is_stale], active[is_stale], fused)
+    output[~is_stale] = probe_hidden
     return output
 
 
 def _active_rows(plan: FusePlan, state: _CandidateState) -> Tensor:
-    """Return the positions [R] to run in layer 0: fresh tokens, and the candidates that the first check measures."""
+    """Return the positions [R] to run in layer 0: fresh tokens, and the candidates that the check layer measures."""
     active = state.is_fresh.clone()
     active[plan.end :] = False
-    ratio = plan.checks[0].ratio
     rows = state.mask.nonzero().flatten()
-    count = num_to_recompute(ratio, plan.num_chunk_tokens, len(rows))
-    if count and ratio < 1 and not plan.rule.needs_deviation:
-        active[rows[state.choose(plan, ratio, rows)]] = True
+    count = num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(rows))
+    if count and plan.ratio < 1 and not plan.rule.needs_deviation:
+        active[rows[state.choose(plan, rows)]] = True
     elif count:
         active |= state.mask
     return active.nonzero().flatten()
@@ -280,17 +274,15 @@ def _select_at_check_layer(
     model: LayerwiseModel,
     plan: FusePlan,
     fused: PromptKVBuffer,
-    layer: int,
-    ratio: float,
     hidden: Tensor,
     active: Tensor,
     state: _CandidateState,
-) -> tuple[Tensor, int]:
-    """Return the indices into `active` that are kept, and the number of measured tokens.
+) -> Tensor:
+    """Measure the candidates among `active`, and return the indices into `active` that are kept.
 
     Measuring runs only the norm and the K/V projection.
     """
-    start_s = perf_counter()
+    start_s, layer = perf_counter(), plan.check_layer
     candidate = state.mask[active].nonzero().flatten()
     rows = active[candidate]
     fresh = model.project_kv(layer, hidden[candidate])
@@ -299,24 +291,22 @@ def _select_at_check_layer(
     deviations = (_deviation(fresh.keys, stored.keys), _deviation(fresh.values, stored.values))
     if plan.sum_over_ranks is not None:
         deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
-    if state.deviation is None:
-        state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
-        state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
-    chosen = state.choose(plan, ratio, rows, *deviations)
+    state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
+    state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
+    chosen = state.choose(plan, rows, *deviations)
     is_kept = ~state.mask[active]
     is_kept[candidate[chosen]] = True
     state.select_s += perf_counter() - start_s
-    return is_kept.nonzero().flatten(), len(rows)
+    return is_kept.nonzero().flatten()
 
 
 def _drift_correction_hook(
-    model: LayerwiseModel, plan: FusePlan, layers: LayerSource, layer: int, active: Tensor, state: _CandidateState
+    model: LayerwiseModel, plan: FusePlan, source: LayerSource, layer: int, active: Tensor, state: _CandidateState
 ) -> FreshRowsCallback | None:
     """Return the hook that corrects kept candidates from the fresh KV of recomputed ones among `active`; None if none.
 
     With several ranks, each corrects its own heads; the similarity of tokens is measured over all heads.
     """
-    source = cast("DriftCorrectableLayerSource", layers)  # a plan with drift correction always comes with one
     # Most layers run the same rows as the layer before, for which the correction is fitted already.
     if state.last_correction is None or state.last_correction[0] is not active:
         row_indices = state.mask[active].nonzero().flatten()
@@ -340,7 +330,7 @@ def _drift_correction_hook(
 
 
 def _fit_correction(
-    model: LayerwiseModel, plan: FusePlan, source: DriftCorrectableLayerSource, active: Tensor, state: _CandidateState
+    model: LayerwiseModel, plan: FusePlan, source: LayerSource, active: Tensor, state: _CandidateState
 ) -> DriftCorrection | None:
     """Return the regression from the candidates among the rows `active` to the kept ones; None if none is kept."""
     rows, is_active = state.mask.nonzero().flatten(), torch.zeros_like(state.mask)

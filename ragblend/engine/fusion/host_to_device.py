@@ -82,13 +82,6 @@ class _Copy(NamedTuple):
     is_copied: Any
 
 
-class _FreeBlock(NamedTuple):
-    """Tensors on the device, and the event after the last use of their content."""
-
-    copies: list[Tensor]
-    is_free: Any
-
-
 class LayerCopies:
     """The layers of some chunks in page-locked memory, copied to a GPU `depth` layers ahead of their use.
 
@@ -103,14 +96,14 @@ class LayerCopies:
     ) -> None:
         self._copier, self._read, self._num_layers, self._depth = copier, read, num_layers, depth
         self._queued: deque[_Copy] = deque()
-        self._free: deque[_FreeBlock] = deque()
+        self._free: deque[tuple[list[Tensor], Any]] = deque()  # tensors, and the event after their last use
         self._num_started = 0
         self._taken: _Copy | None = None
 
     def next_layer(self) -> list[StoredLayer]:
         """Return the next layer of all chunks on the device, and queue the copies of later ones."""
         if self._taken is not None:
-            self._free.append(_FreeBlock(self._taken.copies, self._copier.computing.record_event()))
+            self._free.append((self._taken.copies, self._copier.computing.record_event()))
         while self._num_started < self._num_layers and len(self._queued) <= self._depth:
             self._queued.append(self._start(self._num_started))
             self._num_started += 1
@@ -121,10 +114,9 @@ class LayerCopies:
     def _start(self, layer: int) -> _Copy:
         layers = self._read(layer)
         sources = [each if each.is_contiguous() else _page_locked(each) for each in _tensors_of(layers)]
-        free = self._free.popleft() if self._free else None
-        if free is not None and [each.shape for each in free.copies] == [each.shape for each in sources]:
-            copies = free.copies
-            self._copier.copying.wait_event(free.is_free)
+        copies, is_free = self._free.popleft() if self._free else ([], None)
+        if is_free is not None and [each.shape for each in copies] == [each.shape for each in sources]:
+            self._copier.copying.wait_event(is_free)
         else:
             copies = self._copier.allocate(sources)
         with torch.cuda.stream(self._copier.copying):

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
-from ragblend.engine.fusion.plan import Placement
-from ragblend.engine.fusion.protocols import PromptKVBuffer
+from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.kv import LayerKV, dequantized, is_in_memory
 
 if TYPE_CHECKING:
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
 # ones; a reader that may be a few layers ahead loads during that time what later layers would wait for.
 DEPTH = 6
-
-
-class _Destination(Protocol):
-    def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None: ...
 
 
 class _Group:
@@ -112,10 +107,11 @@ class Timeline(NamedTuple):
 class LayerLoader:
     """Context manager that loads one request's stored KV. Leaving it stops the reader and joins its thread.
 
-    `wait(layer)` returns when that layer of every placement is in the destination. It raises the reader's error
+    `wait(layer)` returns when that layer of every placement is written. It raises the reader's error
     (DamagedEntryError for a damaged entry); the layers read before the error can be used. `ready[layer]` is set once
     `wait(layer)` no longer blocks. `done` is set once the context can be left without waiting. `place(layer, keys,
-    rows)` rotates keys to their positions. `depth` is the number of layers that the reader may be ahead of `fuse`.
+    rows)` rotates keys to their positions. `write(layer, rows, keys, values)` gets the result, for adjacent rows.
+    `depth` is the number of layers that the reader may be ahead of `fuse`.
 
     `together`: place all chunks of a layer in one call, and write adjacent chunks as one. That needs one more copy and
     far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise `place` is called per chunk.
@@ -125,8 +121,8 @@ class LayerLoader:
     The reader still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving the
     context waits for this read.
 
-    `key_rotation`: the model, whose methods undo the rotation of keys and add drift to them. `read_stored` and
-    `apply_drift` require `key_rotation`, and a destination whose keys and values can be read.
+    `correctable`: the model, whose methods undo the rotation of keys and add drift to them, and the FusedKV to which
+    `write` writes. `read_stored` and `apply_drift` require them.
     """
 
     def __init__(
@@ -134,21 +130,20 @@ class LayerLoader:
         placements: Sequence[Placement],
         num_layers: int,
         place: Callable[[int, Tensor, Tensor], Tensor],
-        destination: _Destination,
+        write: Callable[[int, slice, Tensor, Tensor], None],
         device: torch.device,
         depth: int = DEPTH,
         *,
         together: bool = False,
         first_layer: Callable[[Tensor], LayerKV] | None = None,
-        key_rotation: TransformersLayers | None = None,
+        correctable: tuple[TransformersLayers, FusedKV] | None = None,
     ) -> None:
         self.read_s = dict.fromkeys((placement.start for placement in placements), 0.0)
         """Seconds of reading stored KV, by the first position of each placement. They are part of `load_s`."""
         groups = (placements,) if together else zip(placements)
         self._groups = [_Group(group, device, self.read_s) for group in groups if group]
         self._num_layers = num_layers
-        self._place, self._key_rotation = place, key_rotation
-        self._destination = destination
+        self._place, self._write, self._correctable = place, write, correctable
         self._rows = torch.empty(0, dtype=torch.int64)  # all positions up to the last chunk, made by `apply_drift`
         self._device = device
         self._copier = HostToDeviceCopier(device) if device.type != "cpu" else None
@@ -235,12 +230,12 @@ class LayerLoader:
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Return the pre-RoPE keys and values [H, R, D] at `rows` [R] of a placed layer.
 
-        See `DriftCorrectableLayerSource`.
+        See `LayerSource`.
         """
-        assert self._key_rotation is not None
-        buffer = cast("PromptKVBuffer", self._destination)
-        keys = self._key_rotation.unrotate_keys(layer, buffer.keys(layer)[:, rows], rows)
-        return LayerKV(keys, buffer.values(layer)[:, rows])
+        assert self._correctable is not None
+        model, fused = self._correctable
+        keys = model.unrotate_keys(layer, fused.keys(layer)[:, rows], rows)
+        return LayerKV(keys, fused.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
         """Add `shares` [T, M] times `drift` [H, M, D] to the layer's values and to its keys before rotation.
@@ -249,14 +244,14 @@ class LayerLoader:
         """
         if drift is None:
             return
-        assert self._key_rotation is not None
+        assert self._correctable is not None
         assert shares is not None
-        buffer, count = cast("PromptKVBuffer", self._destination), len(shares)
+        (model, fused), count = self._correctable, len(shares)
         if len(self._rows) != count:
             self._rows = torch.arange(count, device=shares.device)
         # Zero is added to rows without a share: that is faster than to gather and scatter nearly all rows.
-        self._key_rotation.add_key_drift(layer, buffer.keys(layer)[:, :count], shares @ drift.keys, self._rows)
-        buffer.values(layer)[:, :count] += (shares @ drift.values).to(buffer.values(layer).dtype)
+        model.add_key_drift(layer, fused.keys(layer)[:, :count], shares @ drift.keys, self._rows)
+        fused.values(layer)[:, :count] += (shares @ drift.values).to(fused.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Return the load and fuse events of each layer. `ends_s`: when each was fused, in `perf_counter` seconds."""
@@ -291,7 +286,7 @@ class LayerLoader:
             keys, values = group.read(layer, self._copier, computed)
             keys = self._place(layer, keys, group.rows)
             for span, taken in group.spans:
-                self._destination.write(layer, span, keys[:, taken], values[:, taken])
+                self._write(layer, span, keys[:, taken], values[:, taken])
         self.events.append(LayerEvent(layer, start_s, perf_counter()))
 
     def _compute_first_layer(self) -> Iterator[LayerKV]:

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import positions_on_host
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, RULES, CheckLayer, SelectionRule, num_to_recompute
+from ragblend.engine.fusion.protocols import LayerwiseModel
+from ragblend.engine.fusion.rules import (
+    NO_PROBE_RULE,
+    RULES,
+    SelectionRule,
+    default_check_layer,
+    find_rule,
+    is_probe_worthwhile,
+    num_to_recompute,
+    validate_check_layer,
+)
 from ragblend.engine.report import BlendReport, PrefixMatch
 from ragblend.engine.store.kv import ChunkKV, LayerKV
 from ragblend.options import ContextPolicy
@@ -98,16 +108,16 @@ class FusedKV:
 class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
-    `checks` are the layers at which tokens are selected for recomputing. With several checks, the layers ascend and the
-    ratios do not grow: each check selects from the tokens that the check before it selected, as in CacheBlend's gradual
-    filtering (section 4.3). By default, no stored token is recomputed. `num_resident` rows of the FusedKV are valid and
-    exact before fusing starts (a prefix, earlier turns).
+    At `check_layer`, `rule` selects the share `ratio` of the chunk tokens for recomputing. By default, no stored token
+    is recomputed. `num_resident` rows of the FusedKV are valid and exact before fusing starts (a prefix, earlier
+    turns).
     """
 
     token_ids: Tensor  # [T] int64, on the model's device
     placements: tuple[Placement, ...]  # ascending, not overlapping, all at or after num_resident
     rule: SelectionRule = RULES["random"]
-    checks: tuple[CheckLayer, ...] = NO_RECOMPUTE
+    ratio: float = 0.0
+    check_layer: int = 0
     num_resident: int = 0
     seed: int = 0
     num_fused: int | None = None  # tokens to fuse; the caller computes later ones and the logits. None: all
@@ -122,13 +132,13 @@ class FusePlan:
     corrects_drift: bool = field(init=False)  # True if the KV of kept tokens gets drift correction
 
     def __post_init__(self) -> None:
-        count, last = sum(placement.kv.header.num_tokens for placement in self.placements), self.checks[-1]
+        count = sum(placement.kv.header.num_tokens for placement in self.placements)
         start = self.question_start
         if start is None:
             # If the question precedes its chunks, the text after the last chunk is the probe's query. Its selection is
             # as close as that of the question repeated after the chunks (data/results/asking-musique.json).
             start = max((placement.end for placement in self.placements), default=self.num_resident)
-        recomputes_some = last.ratio < 1 and num_to_recompute(last.ratio, count, count) > 0
+        recomputes_some = self.ratio < 1 and num_to_recompute(self.ratio, count, count) > 0
         for name, value in (
             ("end", len(self.token_ids) if self.num_fused is None else self.num_fused),
             ("wants_logits", self.num_fused is None),
@@ -138,6 +148,27 @@ class FusePlan:
         ):
             object.__setattr__(self, name, value)
 
+    def with_rule(
+        self, name: str, ratio: float, model: LayerwiseModel, fitted: tuple[str, int] | None = None
+    ) -> FusePlan:
+        """Return this plan with the rule called `name`, which recomputes the share `ratio` of the chunk tokens.
+
+        "auto" is the default rule, or NO_PROBE_RULE if the default rule's query probe costs too much for this prompt.
+        `fitted`: rule and check layer of a calibration for `name`. Raises UsageError for an unknown name, and for a
+        check layer that `model` does not have.
+        """
+        num_layers, global_layers = model.num_layers, model.global_layers
+        rule_name, check_layer = fitted or (name, default_check_layer(global_layers))
+        rule = find_rule(rule_name, num_layers)
+        num_fresh = len(self.token_ids) - self.num_resident - self.num_chunk_tokens
+        num_candidates = sum(each.kv.header.num_tokens for each in self.placements if not each.exact)
+        counts = (num_fresh, num_candidates, self.num_chunk_tokens, num_layers)
+        if name == "auto" and not is_probe_worthwhile(rule, ratio, *counts, global_layers):
+            rule, check_layer = find_rule(NO_PROBE_RULE), default_check_layer(global_layers)
+        check_layer = validate_check_layer(rule, check_layer, num_layers)
+        probe_layers = rule.probe_layers(num_layers, global_layers)
+        return replace(self, rule=rule, ratio=ratio, check_layer=check_layer, probe_layers=probe_layers)
+
 
 @dataclass(slots=True)
 class FuseResult:
@@ -146,25 +177,17 @@ class FuseResult:
     logits: Tensor  # [vocabulary] float32; empty if the plan needs none
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
     rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run; K/V alone count `kv_share`
-    fixed_cost: float = 0.0  # part of rows_per_layer that does not grow with depth: measuring at the first check
+    fixed_cost: float = 0.0  # part of rows_per_layer that does not grow with depth: measuring at the check layer
     probe_s: float = 0.0  # seconds of the query probe, waiting for its layers included
     attention: Tensor | None = None  # [T] float32, the query probe's attention
-    deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the first check measured nothing
-    select_s: float = 0.0  # seconds spent at the checks: candidates measured, scored and chosen
+    deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the check measured nothing
+    select_s: float = 0.0  # seconds spent at the check layer: candidates measured, scored and chosen
 
     def add_first_layer_cost(self, num_rows: float, plan: FusePlan) -> None:
         """Add the cost of running `num_rows` rows through layer 0 only, which does not grow with a model's depth."""
         self.rows_per_layer[0] += num_rows
-        if plan.checks[0].layer == 0:
+        if plan.check_layer == 0:
             self.fixed_cost += num_rows
-
-
-class QuestionAttentionShares(NamedTuple):
-    """Shares of the question's attention over the whole prompt, which sum to 1; see `question_attention_shares`."""
-
-    exact: float
-    recomputed: float
-    stale: float
 
 
 def record_fusion(
@@ -183,7 +206,7 @@ def record_fusion(
     request had computed and left in memory.
 
     `report.attention_*` are from `question_attention_shares`. `report.mean_deviation` is the mean, over the recomputed
-    tokens, of the `relative_deviation` at the first check layer. Figures that the rule did not measure stay None.
+    tokens, of the `relative_deviation` at the check layer. Figures that the rule did not measure stay None.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
@@ -202,7 +225,7 @@ def record_fusion(
     total = plan.num_chunk_tokens + num_computed
     rows = [count + num_computed for count in fused.rows_per_layer]
     report.charged_budget = charged_budget(rows, total)
-    report.charged_budget_32 = project_charged_budget(32, rows, total, plan.checks[0].layer, fused.fixed_cost)
+    report.charged_budget_32 = project_charged_budget(32, rows, total, plan.check_layer, fused.fixed_cost)
     report.num_chunks, report.num_chunk_hits = len(report.chunks), sum(chunk.hit for chunk in report.chunks)
     report.num_prefix_tokens, report.num_recomputed_tokens = num_known, len(recomputed)
     report.probe_s, report.select_s = fused.probe_s, fused.select_s
@@ -216,8 +239,9 @@ def record_fusion(
         report.mean_deviation = float(fused.deviation[fused.recomputed].mean())
 
 
-def question_attention_shares(plan: FusePlan, fused: FuseResult) -> QuestionAttentionShares | None:
-    """Return the shares of the question's attention over the prompt's tokens; None if the rule runs no query probe.
+def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float, float, float] | None:
+    """Return the shares (exact, recomputed, stale) of the question's attention over the prompt's tokens, which sum to
+    1; None if the rule runs no query probe.
 
     The attention is measured over the stored KV, before any recompute: the mean over the question's tokens, heads and
     probe layers. `stale`: kept tokens, whose stored KV was computed without the chunks before them. `recomputed`: chunk
@@ -234,7 +258,8 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> QuestionAtte
     mass = fused.attention.double()
     recomputed, candidates, everything = mass[fused.recomputed].sum(), mass[is_stored].sum(), mass.sum()
     shares = torch.stack((everything - candidates, recomputed, candidates - recomputed)) / everything
-    return QuestionAttentionShares(*shares.tolist())
+    exact, replaced, stale = shares.tolist()
+    return exact, replaced, stale
 
 
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:

@@ -10,13 +10,13 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ragblend.engine.fusion.fuse import Steps, run_to_completion
 from ragblend.engine.fusion.protocols import LayerwiseModel, PromptKVBuffer
-from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
+from ragblend.engine.store.keys import IngestionContext
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
 
 if TYPE_CHECKING:
@@ -29,16 +29,16 @@ CPU_PASS_TOKENS, GPU_PASS_TOKENS = 640, 8192
 # would differ in its last bits from that of the same chunk among others.
 LEAST_PASS_TOKENS = 32
 
+PREFIXES_KEPT = 8  # prefixes whose KV an engine keeps in memory; they are few and short
+# Most tokens at the end of a prefix that are computed with the prompt rather than in a separate pass: labels, and first
+# tokens of chunks, differ from prompt to prompt.
+COMPUTED_IN_PROMPT = 32
+
 UNWRITTEN_BYTES = 512 << 20  # prefilled KV that may wait for the store; with more, the model waits
 
 TokenIds = tuple[int, ...]
-
-
-class PrefillItem(NamedTuple):
-    """Chunk to prefill: its ids and its ingestion context."""
-
-    token_ids: TokenIds
-    context: IngestionContext = NO_CONTEXT
+Variant = tuple[TokenIds, IngestionContext]
+"""Chunk to prefill: its ids and its ingestion context."""
 
 
 def prefill_chunk(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
@@ -105,8 +105,8 @@ def batch_by_tokens(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[Tok
 
 
 def prefill_missing(
-    chunks: Iterable[PrefillItem],
-    is_missing: Callable[[PrefillItem], bool],
+    chunks: Iterable[Variant],
+    is_missing: Callable[[TokenIds, IngestionContext], bool],
     prefill: Callable[[Sequence[TokenIds], IngestionContext], list[MemoryKV]],
     put: Callable[[MemoryKV], None],
     pass_tokens: int,
@@ -122,7 +122,7 @@ def prefill_missing(
     with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
         try:
             for context, together in _batch_by_context(chunks, pass_tokens):
-                missing = [ids for ids in dict.fromkeys(together) if is_missing(PrefillItem(ids, context))]
+                missing = [ids for ids in dict.fromkeys(together) if is_missing(ids, context)]
                 fresh = dict(zip(missing, prefill(missing, context), strict=True)) if missing else {}
                 for chunk in together:
                     kv = fresh.pop(chunk, None)
@@ -138,10 +138,10 @@ def prefill_missing(
             raise
 
 
-def _batch_by_context(items: Iterable[PrefillItem], limit: int) -> Iterator[tuple[IngestionContext, list[TokenIds]]]:
-    """Yield `batch_by_tokens` of adjacent items with the same ingestion context."""
-    for context, run in itertools.groupby(items, lambda item: item.context):
-        for together in batch_by_tokens((item.token_ids for item in run), limit):
+def _batch_by_context(chunks: Iterable[Variant], limit: int) -> Iterator[tuple[IngestionContext, list[TokenIds]]]:
+    """Yield `batch_by_tokens` of adjacent chunks with the same ingestion context."""
+    for context, run in itertools.groupby(chunks, lambda chunk: chunk[1]):
+        for together in batch_by_tokens((token_ids for token_ids, _ in run), limit):
             yield context, together
 
 

@@ -44,20 +44,15 @@ class LayerSource(Protocol):
     `fuse` waits for layers in ascending order; `wait` returns at once for an earlier layer. `wait` raises
     DamagedEntryError when stored bytes are damaged: the request starts again with that chunk as a miss. Once
     `ready[layer]` is set, `wait(layer)` does not block.
-    """
-
-    @property
-    def ready(self) -> Sequence[Event] | None: ...  # None: all layers are placed
-    def wait(self, layer: int) -> None: ...
-
-
-class DriftCorrectableLayerSource(LayerSource, Protocol):
-    """LayerSource whose placed chunks can be corrected for drift.
 
     A placed chunk is stale if its KV was computed without the tokens that precede it in the prompt. If the plan
     corrects drift and a placed chunk is stale, `fuse` calls `apply_drift` once for every layer except the first: after
     it has waited for the layer, and before it writes recomputed rows of placed chunks into that layer.
     """
+
+    @property
+    def ready(self) -> Sequence[Event]: ...
+    def wait(self, layer: int) -> None: ...
 
     # Returns pre-RoPE keys, values [H, R, D] at positions [R] of a layer that was waited for and is not corrected yet.
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV: ...
@@ -66,15 +61,12 @@ class DriftCorrectableLayerSource(LayerSource, Protocol):
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None: ...
 
 
-class QueryProbeHook(Protocol):
-    """Function that a layer calls once, with the rotated queries of the probe's rows and the rotated keys.
+QueryProbeHook = Callable[[ProbeQueries, Tensor, Tensor | None], Tensor | None]
+"""Function that a layer calls once, with the rotated queries of the probe's rows, the rotated keys and the values.
 
-    `keys` [H, queries.rows[-1] + 1, D] end with the key of the last query's token. The function may keep a reference to
-    the queries, but not to the keys. If the layer also passes `values`, the function returns the attention output
-    [Hq, Q, D] of the queries; else None.
-    """
-
-    def __call__(self, queries: ProbeQueries, keys: Tensor, values: Tensor | None = None) -> Tensor | None: ...
+The keys [H, queries.rows[-1] + 1, D] end with the key of the last query's token. The function may keep a reference to
+the queries, but not to the keys. It returns the attention output [Hq, Q, D] of the queries; None if the values are
+None."""
 
 
 class LayerwiseModel(Protocol):
@@ -87,6 +79,8 @@ class LayerwiseModel(Protocol):
 
     @property
     def num_layers(self) -> int: ...
+    @property
+    def global_layers(self) -> tuple[int, ...]: ...  # layers without an attention window, if other layers have one
     @property
     def kv_share(self) -> float: ...  # share of one layer's parameters that makes K and V, for charged budgets
     def embed(self, token_ids: Tensor) -> Tensor: ...

@@ -33,7 +33,7 @@ CHECK_LAYER = 1
 
 # Constants of `ask`, chosen on the selection split of real questions (data/results/carry-*.json): its default ratio,
 # and the factors on the estimated change of kept tokens. At 5 % it is closer to full prefill than `cacheblend` is at
-# 15 %, so the query probe may cost as much as recomputing a tenth of the chunk tokens.
+# 15 %, so the query probe may cost as much as recomputing the difference, PROBE_MARGIN, in addition to the ratio.
 ASK_RATIO, DRIFT_GAIN, DRIFT_GAIN_IN_CONTEXT, PROBE_MARGIN = 0.05, 0.9, 0.8, 0.1
 
 # Least layers of a deep model, such as the language model on which `ask` and its constants were chosen. Language models
@@ -54,16 +54,6 @@ class RuleInputs:
     attention: Tensor | None = None  # float32, share of the question's attention on the token
     is_edge: Tensor | None = None  # bool, True for the first and last token of a placed part of a chunk
     seed: int = 0
-
-
-class CheckLayer(NamedTuple):
-    """A layer at which the rule selects tokens. From this layer on, only `ratio` of the chunk tokens are computed."""
-
-    layer: int
-    ratio: float
-
-
-NO_RECOMPUTE = (CheckLayer(0, 0.0),)  # with any rule: all stored KV is kept
 
 
 def cacheblend_scores(inputs: RuleInputs) -> Tensor:
@@ -186,18 +176,16 @@ def default_check_layer(global_layers: Sequence[int]) -> int:
     return next((layer for layer in global_layers if layer >= CHECK_LAYER), CHECK_LAYER)
 
 
-def schedule_check_layers(
-    rule: SelectionRule, ratio: float, num_layers: int, check_layer: int = CHECK_LAYER
-) -> tuple[CheckLayer, ...]:
-    """Return the layers at which `rule` selects tokens, each with the share of chunk tokens computed from there on.
+def validate_check_layer(rule: SelectionRule, check_layer: int, num_layers: int) -> int:
+    """Return the layer at which `rule` selects tokens: `check_layer`, or 0 if the rule needs no deviation.
 
     Raises UsageError for a layer that the model does not have.
     """
     if not rule.needs_deviation:
-        return (CheckLayer(0, ratio),)
+        return 0
     if not 0 <= check_layer < num_layers:
         raise UsageError(f"check layer {check_layer} does not exist; the model has layers 0..{num_layers - 1}")
-    return (CheckLayer(check_layer, validate_ratio(ratio)),)
+    return check_layer
 
 
 def validate_ratio(ratio: float) -> float:
@@ -237,41 +225,6 @@ def is_probe_worthwhile(
     if not layers or not num_candidates:
         return True  # there is no probe to run
     return num_fresh * layers[-1] <= (ratio + PROBE_MARGIN) * num_chunk_tokens * num_layers
-
-
-class ResolvedRule(NamedTuple):
-    """Rule, check layers and probe layers of one prompt."""
-
-    rule: SelectionRule
-    checks: tuple[CheckLayer, ...]
-    probe_layers: tuple[int, ...]
-
-
-def resolve_rule(
-    name: str,
-    ratio: float,
-    num_layers: int,
-    *,
-    num_fresh: int,
-    num_candidates: int,
-    num_chunk_tokens: int,
-    fitted: tuple[str, int] | None = None,
-    global_layers: Sequence[int] = (),
-) -> ResolvedRule:
-    """Return the rule of this `name` for one prompt, with its check layers and probe layers. With "auto" it is the
-    default rule, or NO_PROBE_RULE if the default rule's query probe costs too much for this prompt.
-
-    fitted: (rule, check layer) of a calibration for `name`. global_layers: the layers without an attention window, if
-    other layers have one; else ().
-    """
-    first = default_check_layer(global_layers) if global_layers else CHECK_LAYER
-    taken, check_layer = fitted or (name, first)
-    rule = find_rule(taken, num_layers)
-    counts = (num_fresh, num_candidates, num_chunk_tokens, num_layers)
-    if name == "auto" and not is_probe_worthwhile(rule, ratio, *counts, global_layers):
-        rule, check_layer = find_rule(NO_PROBE_RULE), first
-    checks = schedule_check_layers(rule, ratio, num_layers, check_layer)
-    return ResolvedRule(rule, checks, rule.probe_layers(num_layers, global_layers))
 
 
 # --- drift correction

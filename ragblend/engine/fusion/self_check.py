@@ -16,7 +16,7 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
-from ragblend.engine.fusion.rules import RULES, CheckLayer
+from ragblend.engine.fusion.rules import RULES
 from ragblend.engine.store.kv import KVHeader, LayerKV, dtype_name
 from ragblend.errors import UnsupportedModelError
 
@@ -48,15 +48,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 CUTS = ((PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS), (1, 2, 3), (50,), (83,))
 NOISE_FACTOR = 2
 MAX_TOLERANCE = 0.1
-
-
-class _PreloadedSource:
-    """LayerSource for KV that is placed before fusing starts."""
-
-    ready = None
-
-    def wait(self, layer: int) -> None:
-        """Return at once."""
 
 
 @torch.inference_mode()
@@ -117,7 +108,11 @@ def _own_noise(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     for cuts in CUTS:
         logits, cut_layers = model.full_prefill(ids, cuts)
         pairs = [pair for kv in zip(cut_layers, layers, strict=True) for pair in zip(*kv, strict=True)]
-        found = (_error(*pairs[0]), max(_error(*pair) for pair in pairs), *[_error(logits, reference)] * 2)
+        found = (
+            relative_error(*pairs[0]),
+            max(relative_error(*pair) for pair in pairs),
+            *[relative_error(logits, reference)] * 2,
+        )
         noise = {gate: max(noise[gate], value) for gate, value in zip(GATES, found, strict=True)}
     return noise
 
@@ -129,7 +124,7 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     reference, layers = model.full_prefill(ids)
 
     prefix = FusedKV.allocate(model.kv_shapes, total, model.like)
-    fuse(model, FusePlan(ids[:PREFIX_TOKENS], ()), prefix, _PreloadedSource())
+    fuse(model, FusePlan(ids[:PREFIX_TOKENS], ()), prefix)
     fused = FusedKV.allocate(model.kv_shapes, total, model.like)
     fused.copy_front(prefix, PREFIX_TOKENS)
     starts = [PREFIX_TOKENS + index * CHUNK_TOKENS for index in range(NUM_CHUNKS)]
@@ -143,22 +138,22 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
 
     chunk_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS)
     first_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS)
-    gates = {GATES[0]: _error(fused.keys(0)[:, chunk_rows], layers[0].keys[:, chunk_rows])}
+    gates = {GATES[0]: relative_error(fused.keys(0)[:, chunk_rows], layers[0].keys[:, chunk_rows])}
     gates[GATES[1]] = max(
         max(
-            _error(fused.keys(index)[:, first_rows], layer.keys[:, first_rows]),
-            _error(fused.values(index)[:, first_rows], layer.values[:, first_rows]),
+            relative_error(fused.keys(index)[:, first_rows], layer.keys[:, first_rows]),
+            relative_error(fused.values(index)[:, first_rows], layer.values[:, first_rows]),
         )
         for index, layer in enumerate(layers)
     )
-    everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], (CheckLayer(1, 1.0),), PREFIX_TOKENS)
-    gates[GATES[2]] = _error(fuse(model, everything, fused, _PreloadedSource()).logits, reference)
+    everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], 1.0, 1, PREFIX_TOKENS)
+    gates[GATES[2]] = relative_error(fuse(model, everything, fused).logits, reference)
     # Over the KV of full prefill itself, recomputing scattered rows must change nothing. A mask that lets them attend
     # to later tokens changes them, and has no effect at ratio 0 and 1.
     for index, layer in enumerate(layers):
         fused.write(index, torch.arange(total, device=ids.device), layer.keys, layer.values)
-    scattered = FusePlan(ids, tuple(placements), RULES["random"], (CheckLayer(0, 0.5),), PREFIX_TOKENS)
-    gates[GATES[3]] = _error(fuse(model, scattered, fused, _PreloadedSource()).logits, reference)
+    scattered = FusePlan(ids, tuple(placements), RULES["random"], 0.5, num_resident=PREFIX_TOKENS)
+    gates[GATES[3]] = relative_error(fuse(model, scattered, fused).logits, reference)
     return gates
 
 
@@ -170,6 +165,6 @@ def place_stored_layers(model: TransformersLayers, fused: FusedKV, placement: Pl
         fused.write(index, rows, model.place_keys(index, keys, rows), values)
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference as a share of the largest expected value."""
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))

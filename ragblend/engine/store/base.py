@@ -170,10 +170,11 @@ class KVStore(ABC):
         return False if self.is_remote else self.delete(key)
 
     def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
-        """Delete entries also from the other processes and machines that share a remote tier (see `tombstones`).
+        """Delete the entries of `keys` here and in all processes and machines that share a remote tier (see
+        `tombstones`). Return the keys whose entry this store had.
 
-        whole_namespace: the other processes and machines also delete every other entry of this namespace. As `keys`,
-        pass the keys of the namespace's entries in this store. Return the keys whose entry this store had. Raises
+        whole_namespace: a namespace to delete completely. Other processes and machines then delete all of its entries.
+        This store deletes those of `keys`, so pass the keys of all its entries of the namespace. Raises
         BackendUnreachableError if a remote tier does not answer; the entries are then deleted on this machine only.
         """
         return {key for key in keys if self.delete(key)}
@@ -190,7 +191,7 @@ class KVStore(ABC):
         skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
 
-    def replace(self, kv: ChunkKV) -> None:
+    def replace_dtype(self, kv: ChunkKV) -> None:
         """Replace the stored entry by `kv`, the same KV in another dtype. Raises what `put` and `delete` raise."""
         self.put(kv)
 
@@ -219,7 +220,7 @@ class KVStore(ABC):
         """
 
     def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the tiers from which a remote tier reads entries that its write queue holds by key, without tensors."""
+        """Set the tiers from which a remote tier reads an entry if its write queue has only the entry's key."""
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for background writes; return False if they did not finish within `timeout_s` seconds."""

@@ -123,8 +123,8 @@ class DiskEvictor:
         """Return the size in bytes of all entries, damaged ones included.
 
         Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
-        lists_again: False returns the bytes in the table if there are a budget and a table. The table lacks the changes
-        of other processes since the last listing.
+        lists_again: if False, no folder is listed, and the result is that of the last listing with the changes of this
+        process. A store without a budget, or that was never listed, lists in any case.
         """
         with self._put_lock:
             if lists_again or self._capacity is None or self._looked_s is None:

@@ -197,7 +197,8 @@ class TensorSpec(NamedTuple):
 def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
 
-    keys, values: shapes of a layer's last two tensors: [H, T, D], or [H, T - S, D] if quantized (see QuantizedLayer).
+    keys, values: shapes of a layer's keys and values, [H, T, D]. Of a QuantizedLayer they are the shapes of its codes,
+    [H, T - S, D], without the S tokens that it does not quantize.
     """
     heads, dim, value_heads, value_dim = keys[0], keys[-1], values[0], values[-1]
     dtype, num_tokens = DTYPES[header.dtype], header.num_tokens

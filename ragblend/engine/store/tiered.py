@@ -293,7 +293,7 @@ class TieredStore(KVStore):
             raise failure
         self._count(num_puts=1)
 
-    def replace(self, kv: ChunkKV) -> None:
+    def replace_dtype(self, kv: ChunkKV) -> None:
         """Replace the stored entry by `kv`, the same KV in another dtype. Deletes the remote entry first, because a
         remote tier does not overwrite entries.
 

@@ -46,7 +46,7 @@ def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.d
 
 
 class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Transformers cache of a batch. It writes each prompt's rows into that prompt's own KV.
+    """Transformers cache of a batch of `sequences`. It writes each prompt's rows into that prompt's own KV.
 
     `attend_batch` reads the KV of the current layer from `kv`. For a model with multi-head latent attention (`latent`),
     the stored KV is the latent; `expand_kv` makes the keys and values for attention from it.
@@ -54,12 +54,12 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
 
     def __init__(
         self,
-        places: Sequence[SequenceRows],
+        sequences: Sequence[SequenceRows],
         latent: LatentAttention | None = None,
         expand_kv: Callable[[int, LayerKV], LayerKV] | None = None,
     ) -> None:
         super().__init__(layers=[])
-        self._places = places
+        self.sequences = sequences
         self._latent, self._expand_kv = latent, expand_kv
         self.kv: list[tuple[Tensor, Tensor]] = []  # of the layer that runs, [1, H, end, D] each
 
@@ -73,7 +73,7 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
             fresh = self._latent.to_stored(fresh)
-        for span, there, _, fused in self._places:
+        for span, there, _, fused in self.sequences:
             fused.write(layer_idx, there, fresh.keys[:, span], fresh.values[:, span])
         self.read(layer_idx)
         return key_states, value_states
@@ -82,7 +82,7 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
         """Set `kv`, from which attention reads, to the prompts' keys and values of `layer`. Return those of the first
         prompt, because transformers expects one pair."""
         self.kv = []
-        for _, there, _, fused in self._places:
+        for _, there, _, fused in self.sequences:
             whole = LayerKV(fused.keys(layer)[:, : there.stop], fused.values(layer)[:, : there.stop])
             if self._expand_kv is not None:
                 whole = self._expand_kv(layer, whole)
@@ -90,20 +90,15 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
         return self.kv[0]
 
 
-class DecodeBatch(NamedTuple):
-    """Attention input of a batch: the prompts' rows, and the cache with their KV of the current layer."""
-
-    sequences: tuple[SequenceRows, ...]
-    cache: BatchedDecodeCache
-
-
-def attend_batch(query: Tensor, batch: DecodeBatch, scale: float | None, params: AttentionExtras = PLAIN) -> Tensor:
+def attend_batch(
+    query: Tensor, batch: BatchedDecodeCache, scale: float | None, params: AttentionExtras = PLAIN
+) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of several prompts' rows, each over its own prompt's KV.
 
     `query` is [1, Hq, R, D].
     """
     outputs = []
-    for each, (keys, values) in zip(batch.sequences, batch.cache.kv, strict=True):
+    for each, (keys, values) in zip(batch.sequences, batch.kv, strict=True):
         positions = range(each.prompt_span.start, each.prompt_span.stop)
         outputs.append(attend_rows(query[:, :, each.span], keys, values, each.rows, scale, params, positions))
     return torch.cat(outputs, dim=2)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, ResolvedRule, find_rule, resolve_rule
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
+from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
-from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk, new_chunk_reports
+from ragblend.engine.report import BlendReport, merge_runs_by_chunk, new_run_reports
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
@@ -35,25 +36,12 @@ from ragblend.prompt.types import ChunkRun, common_prefix_length
 
 log = logging.getLogger(__name__)
 
-_PREFIXES_KEPT = 8  # prefixes are few and short; each is one small FusedKV
-# Most tokens at the end of a prefix that are computed with the prompt rather than in a separate pass: labels, and first
-# tokens of chunks, differ from prompt to prompt.
-_COMPUTED_IN_PROMPT = 32
-
 StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 """A store's `get`, as one request calls it."""
 
 
 StoredRuns = dict[int, tuple[Placement, LookupContext]]
 """The runs of a prompt whose chunks are stored, by start position, with the context in which each was found."""
-
-
-class BlendDecision(NamedTuple):
-    """Rule, layers and ratio of one request. `fallback_reason` is set if full prefill is faster, else ""."""
-
-    selection: ResolvedRule
-    ratio: float
-    fallback_reason: str = ""
 
 
 class BlendingEngine(LocalEngine):
@@ -120,27 +108,26 @@ class BlendingEngine(LocalEngine):
         prefix_s = perf_counter() - start_s
         stored = self._lookup(request, num_resident, damaged, store_get)
         placements = tuple(placement for placement, _ in stored.values())
-        decision = self._decide(request, num_resident, placements)
-        if decision.fallback_reason:
-            return self._fall_back(request, decision.fallback_reason)
-        rule, checks, probe_layers = decision.selection
+        ratio, fallback_reason = self._choose_ratio(request, num_resident, placements)
+        if fallback_reason:
+            return self._fall_back(request, fallback_reason)
         plan = FusePlan(
             self._ids(request.prompt.token_ids),
             placements,
-            rule,
-            checks,
-            num_resident,
+            num_resident=num_resident,
             seed=request.options.seed or 0,
-            probe_layers=probe_layers,
             question_start=request.prompt.question_start,
         )
+        if request.mode == "blend":
+            fitted = request.fit.rule_and_layer if request.fit is not None else None
+            plan = plan.with_rule(request.rule, ratio, self.layers, fitted)
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", decision.ratio)
+        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
         if request.fit is not None and request.mode in ("blend", "reuse"):
-            report.predicted_agreement = request.fit.agreement_at(decision.ratio)
+            report.predicted_agreement = request.fit.agreement_at(ratio)
         runs = request.prompt.runs
-        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
+        report.chunks = new_run_reports(request.prompt)
         used = {start: (placement, each.match, each.policy) for start, (placement, each) in stored.items()}
         record_fusion(report, (run.start for run in runs), used, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
@@ -167,7 +154,7 @@ class BlendingEngine(LocalEngine):
         prefix_ids = tuple(prompt.token_ids[: prompt.num_prefix])
         prefix, count = self._longest_known_prefix(prefix_ids)
         num_known = count
-        if prefix is None or len(prefix_ids) - count > _COMPUTED_IN_PROMPT:
+        if prefix is None or len(prefix_ids) - count > COMPUTED_IN_PROMPT:
             prefix, count = self._prefix(prefix_ids), len(prefix_ids)
         fused.copy_front(prefix, count)
         return count, num_known
@@ -200,35 +187,29 @@ class BlendingEngine(LocalEngine):
 
     # -- decide
 
-    def _decide(self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]) -> BlendDecision:
-        """Return rule, layers and ratio, as requested or calibrated. A ratio that was not requested is raised as far as
-        recompute takes no longer than loading.
+    def _choose_ratio(
+        self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]
+    ) -> tuple[float, str]:
+        """Return the ratio, and the reason for full prefill if that is faster, else "".
+
+        A ratio that was not requested is raised as far as recompute takes no longer than loading.
         """
-        num_layers, fit, ratio = self.layers.num_layers, request.fit, request.ratio
-        rule = find_rule(request.rule if fit is None else fit.rule, num_layers)
-        keeps_all = ResolvedRule(rule, NO_RECOMPUTE, ())
         if request.mode != "blend":
-            return BlendDecision(keeps_all, 0.0)
-        num_tokens, num_stored = request.prompt.num_tokens, sum(each.kv.header.num_tokens for each in placements)
-        if request.adapts_ratio and placements and self.machine is not None:
-            # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
-            to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
-            num_available, probes_first = num_resident + num_stored, rule.probes_before_selection
-            hidden = decide_reuse(self.machine, ratio, num_tokens, num_available, {"disk": to_load}, probes_first)
-            ratio = hidden.ratio
-            if hidden.fallback_reason:
-                return BlendDecision(keeps_all, 1.0, hidden.fallback_reason)
-        selection = resolve_rule(
-            request.rule,
-            ratio,
-            num_layers,
-            num_fresh=num_tokens - num_resident - num_stored,
-            num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
-            num_chunk_tokens=num_stored,
-            fitted=fit.rule_and_layer if fit is not None else None,
-            global_layers=self.layers.global_layers,
+            return 0.0, ""
+        if not request.adapts_ratio or not placements or self.machine is None:
+            return request.ratio, ""
+        rule = find_rule(request.rule if request.fit is None else request.fit.rule, self.layers.num_layers)
+        # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
+        to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
+        decision = decide_reuse(
+            self.machine,
+            request.ratio,
+            request.prompt.num_tokens,
+            num_resident + sum(each.kv.header.num_tokens for each in placements),
+            {"disk": to_load},
+            rule.probes_before_selection,
         )
-        return BlendDecision(selection, ratio)
+        return decision.ratio, decision.fallback_reason
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""
@@ -249,11 +230,11 @@ class BlendingEngine(LocalEngine):
             plan.placements,
             layers.num_layers,
             layers.place_keys,
-            fused,
+            fused.write,
             layers.device,
             together=True,
             first_layer=lambda token_ids: layers.project_kv(0, layers.embed(token_ids)),
-            key_rotation=layers,
+            correctable=(layers, fused),
         ) as loader:
             result = fuse(layers, plan, fused, loader, ends_s)
         if loader.num_computed:
@@ -269,7 +250,8 @@ class BlendingEngine(LocalEngine):
         start_s = perf_counter()
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
-        report.chunks = new_chunk_reports(request.prompt)
+        report.chunks = new_run_reports(request.prompt)
+        merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, request.prompt.num_tokens), logits, report)
 
@@ -298,7 +280,7 @@ class BlendingEngine(LocalEngine):
                 plan = FusePlan(self._ids(prefix_ids), (), num_resident=count, num_fused=len(prefix_ids))
                 self._fuse_untimed(plan, known)
             self._prefixes[prefix_ids] = known
-            if len(self._prefixes) > _PREFIXES_KEPT:
+            if len(self._prefixes) > PREFIXES_KEPT:
                 self._prefixes.popitem(last=False)
         self._prefixes.move_to_end(prefix_ids)
         return known
@@ -339,7 +321,7 @@ class BlendingEngine(LocalEngine):
 
     def _fuse_untimed(self, plan: FusePlan, fused: FusedKV) -> None:
         layers = self.layers
-        with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused, layers.device) as loader:
+        with LayerLoader(plan.placements, layers.num_layers, layers.place_keys, fused.write, layers.device) as loader:
             fuse(layers, plan, fused, loader)
 
     def _ids(self, token_ids: Sequence[int]) -> Tensor:

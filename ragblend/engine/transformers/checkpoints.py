@@ -16,7 +16,7 @@ from typing import Any
 
 from ragblend.engine.store.keys import default_digest_cache, digest_files, fingerprint
 from ragblend.engine.transformers.adapters import is_adapter
-from ragblend.engine.transformers.gguf import GgufReference, parse_gguf_reference
+from ragblend.engine.transformers.gguf import parse_gguf_reference
 from ragblend.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
@@ -72,7 +72,7 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
     inside = (options.model_kwargs or {}).get("gguf_file")  # transformers' argument for a GGUF
     gguf = parse_gguf_reference(f"{model}:{inside}" if inside else model)
     if gguf is not None:
-        return _find_gguf(model, gguf, options)
+        return _find_gguf(model, *gguf, options)
     is_path = path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
     if is_path and options.revision is not None:
         raise UsageError(f"revision is {options.revision!r}, but {model} is a path; it is for Hugging Face ids only")
@@ -94,11 +94,11 @@ def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_I
         return Path(snapshot_download(model, allow_patterns=patterns, **_hub(options)))
 
 
-def _find_gguf(model: str, named: GgufReference, options: ModelOptions) -> Path:
+def _find_gguf(model: str, place: str, file: str, options: ModelOptions) -> Path:
     """Return the local file, downloaded if it is a repo's."""
-    folder = Path(named.place).expanduser()
-    path = folder / named.file if named.place else Path(named.file).expanduser()
-    if path.is_file() or not named.place or folder.is_dir():
+    folder = Path(place).expanduser()
+    path = folder / file if place else Path(file).expanduser()
+    if path.is_file() or not place or folder.is_dir():
         if not path.is_file():
             raise NotFoundError(f"no GGUF at {path}; pass a file, or one of a Hugging Face repo: ORG/REPO:{path.name}")
         if options.revision is not None:
@@ -107,7 +107,7 @@ def _find_gguf(model: str, named: GgufReference, options: ModelOptions) -> Path:
     from huggingface_hub import hf_hub_download
 
     with _from_hub(model, options):
-        return Path(hf_hub_download(named.place, named.file, **_hub(options)))
+        return Path(hf_hub_download(place, file, **_hub(options)))
 
 
 def _hub(options: ModelOptions) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
     GPU_PASS_TOKENS,
     LEAST_PASS_TOKENS,
-    PrefillItem,
     prefill_chunks,
     prefill_missing,
 )
@@ -108,12 +107,12 @@ class TransformersEngine(BlendingEngine):
         self.add_known_chunks(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
         for needs_others in (False, True):
-            items = (
-                PrefillItem(*self._chunk_ids(chunk))
+            variants = (
+                self._chunk_ids(chunk)
                 for chunk in chunks
                 if (isinstance(chunk, Chunk) and bool(chunk.context_texts)) == needs_others
             )
-            yield from prefill_missing(items, self._is_missing, self._prefill_chunks, self.store.put, limit)
+            yield from prefill_missing(variants, self._is_missing, self._prefill_chunks, self.store.put, limit)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Load the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
@@ -124,15 +123,15 @@ class TransformersEngine(BlendingEngine):
 
         Returns the number of bytes stored, 0 if the KV was stored already.
         """
-        if not self._is_missing(PrefillItem(token_ids, context)):
+        if not self._is_missing(token_ids, context):
             return 0
         (kv,) = self._prefill_chunks([token_ids], context)
         self.store.put(kv)
         return kv.nbytes
 
-    def _is_missing(self, item: PrefillItem) -> bool:
+    def _is_missing(self, token_ids: tuple[int, ...], context: IngestionContext) -> bool:
         self.check_not_forked()
-        return bool(item.token_ids) and not self.store.contains(self.key_of(*item))
+        return bool(token_ids) and not self.store.contains(self.key_of(token_ids, context))
 
     def _prefill_chunks(
         self, chunks: Sequence[tuple[int, ...]], context: IngestionContext = NO_CONTEXT

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.errors import UnsupportedModelError
 
@@ -22,23 +22,15 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 _HEAD_BYTES = 1 << 26  # metadata and the table of tensors precede the tensors
 
 
-class GgufReference(NamedTuple):
-    """Reference to a GGUF file. `file`: its name. `place`: the directory or Hugging Face repository that has it.
+def parse_gguf_reference(model: str) -> tuple[str, str] | None:
+    """Return the directory or Hugging Face repository of the GGUF that `model` names, and the file's name.
 
-    If `file` is the path of a local file, `place` is "".
-    """
-
-    place: str
-    file: str
-
-
-def parse_gguf_reference(model: str) -> GgufReference | None:
-    """Return the GGUF that `model` names; None if it names none.
+    The directory is "" for the path of a local file. Return None if `model` names no GGUF.
 
     >>> parse_gguf_reference("org/repo:model-Q4_K_M.gguf"), parse_gguf_reference("org/repo")
-    (GgufReference(place='org/repo', file='model-Q4_K_M.gguf'), None)
+    (('org/repo', 'model-Q4_K_M.gguf'), None)
     >>> parse_gguf_reference("models/mine.gguf")
-    GgufReference(place='', file='models/mine.gguf')
+    ('', 'models/mine.gguf')
     """
     if not model.lower().endswith(".gguf"):
         return None
@@ -49,7 +41,7 @@ def parse_gguf_reference(model: str) -> GgufReference | None:
         )
     place, colon, file = model.rpartition(":")
     is_file = not colon or Path(model).expanduser().exists()
-    return GgufReference("", model) if is_file else GgufReference(place, file)
+    return ("", model) if is_file else (place, file)
 
 
 def require_gguf() -> None:

@@ -25,7 +25,6 @@ from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.adapters import describe_active_adapters
 from ragblend.engine.transformers.batched_decode import (
     BatchedDecodeCache,
-    DecodeBatch,
     FewRowsCpuMatmul,
     assign_rows,
 )
@@ -38,7 +37,7 @@ from ragblend.engine.transformers.families import (
     rope_parameters,
     text_decoder,
 )
-from ragblend.engine.transformers.model_attention import PackedSpans, wrap_attention
+from ragblend.engine.transformers.model_attention import PackedCache, wrap_attention
 from ragblend.errors import RagblendError
 
 # Cached rotations per kind of layers: of the rows that the loader places, and of those that run before and after the
@@ -84,24 +83,6 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         if self._latent is not None:
             whole = self._latent.from_stored(whole)
         return whole.keys[None], whole.values[None]
-
-
-class _PackedCache(Cache):  # type: ignore[misc]
-    """Cache that keeps the packed chunks' values, and returns keys and values unchanged."""
-
-    values: Tensor  # [H, R, D]
-
-    def __init__(self, latent: LatentAttention | None = None) -> None:
-        super().__init__(layers=[])
-        self._latent = latent
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keep the values; return keys and values [1, H, R, D] unchanged."""
-        fresh = LayerKV(key_states[0], value_states[0])
-        self.values = (fresh if self._latent is None else self._latent.to_stored(fresh)).values
-        return key_states, value_states
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,11 +252,12 @@ class TransformersLayers:
         Each of `spans` is one chunk in `hidden` [R, hidden size]. `rows` [R] are positions after `prefix`, and start
         again in every chunk. Each chunk attends to the prefix and to itself. `prefix` is not changed.
         """
-        length, cache = prefix.length, _PackedCache(self._latent)
+        length = prefix.length
         prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
-        packed = PackedSpans(prefix_kv if self.expand_kv is None else self.expand_kv(layer, prefix_kv), spans)
+        prefix_kv = prefix_kv if self.expand_kv is None else self.expand_kv(layer, prefix_kv)
+        cache = PackedCache(prefix_kv, spans, self._latent)
         hidden, keys = self._run_capturing_keys(
-            layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=packed)
+            layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=cache)
         )
         return hidden, LayerKV(keys, cache.values)
 
@@ -286,12 +268,12 @@ class TransformersLayers:
         The tokens' K/V are written after the `length` rows of each prompt's `fused`; the lengths are not changed.
         """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
-        batch = DecodeBatch(places, BatchedDecodeCache(places, self._latent, self.expand_kv))
+        batch = BatchedDecodeCache(places, self._latent, self.expand_kv)
         rows = torch.cat([each.rows for each in places])
         with FewRowsCpuMatmul():
             hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
             for layer in range(len(self._layers)):
-                hidden = self._run(layer, hidden, rows, batch.cache, blend_batch=batch)
+                hidden = self._run(layer, hidden, rows, batch, blend_batch=batch)
             return self.logits(hidden[[each.span.stop - 1 for each in places]])
 
     def _run_capturing_keys(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:

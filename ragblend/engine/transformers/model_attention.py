@@ -7,13 +7,14 @@ registries and on `fusion.attention`, not on models.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,23 +22,39 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionExtras, ProbeQueries, attend_rows
 from ragblend.engine.fusion.protocols import QueryProbeHook
 from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.transformers.batched_decode import DecodeBatch, attend_batch
+from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, attend_batch
+from ragblend.engine.transformers.families import LatentAttention
 
 ATTENTION = "ragblend"
 
 
-class PackedSpans(NamedTuple):
-    """Chunks packed into one sequence. Each chunk attends to the same prefix and to itself only."""
+class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Transformers cache of chunks packed into one sequence. Each attends to the same prefix and to itself only.
 
-    prefix: LayerKV  # [H, P, D], keys rotated
-    spans: tuple[slice, ...]  # rows of each chunk, consecutive
+    `prefix`: keys (rotated) and values [H, P, D] of the prefix, as attention reads them. `spans`: rows of each chunk,
+    consecutive. `latent` is set for a model with multi-head latent attention.
+    """
+
+    values: Tensor  # [H, R, D], the chunks' stored values, once the layer has run
+
+    def __init__(self, prefix: LayerKV, spans: Sequence[slice], latent: LatentAttention | None = None) -> None:
+        super().__init__(layers=[])
+        self.prefix, self.spans, self._latent = prefix, spans, latent
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the values; return keys and values [1, H, R, D] unchanged."""
+        fresh = LayerKV(key_states[0], value_states[0])
+        self.values = (fresh if self._latent is None else self._latent.to_stored(fresh)).values
+        return key_states, value_states
 
 
 def attend_packed(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    packed: PackedSpans,
+    packed: PackedCache,
     scale: float | None,
     params: AttentionExtras = PLAIN,
 ) -> Tensor:
@@ -88,8 +105,8 @@ def _attention(
     scaling: float | None = None,
     blend_rows: Tensor | None = None,
     blend_probe_hook: QueryProbeHook | None = None,
-    blend_packed: PackedSpans | None = None,
-    blend_batch: DecodeBatch | None = None,
+    blend_packed: PackedCache | None = None,
+    blend_batch: BatchedDecodeCache | None = None,
     blend_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

@@ -145,14 +145,11 @@ class CompiledGrammar:
         self._num_guides = 0
 
     def new_guide(self) -> TokenGuide:
-        """Return a new TokenGuide for one answer."""
-        return TokenGuide(self.new_matcher(), self._refused)
+        """Return a new TokenGuide for one answer.
 
-    def new_matcher(self) -> Any:
-        """Return an llguidance matcher at the start of the grammar.
-
-        The result is a copy of one original. All copies share the original's cache of token masks, which makes masks
-        several times as fast. The cache never shrinks, so a new original is made after every FORGOTTEN_AFTER copies.
+        Its llguidance matcher is a copy of one original. All copies share the original's cache of token masks, which
+        makes masks several times as fast. The cache never shrinks, so a new original is made after every
+        FORGOTTEN_AFTER copies.
         """
         from llguidance import LLMatcher
 
@@ -160,7 +157,7 @@ class CompiledGrammar:
             if self._num_guides % FORGOTTEN_AFTER == 0:
                 self._first = LLMatcher(self._tokenizer, self._grammar)
             self._num_guides += 1
-            return self._first.deep_copy()
+            return TokenGuide(self._first.deep_copy(), self._refused)
 
 
 class TokenGuide:

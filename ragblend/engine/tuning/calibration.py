@@ -81,7 +81,7 @@ class RuleFit:
 
     @property
     def rule_and_layer(self) -> tuple[str, int]:
-        """Return rule and check layer, the `fitted` argument of `rules.resolve_rule`."""
+        """Return rule and check layer, the `fitted` argument of `FusePlan.with_rule`."""
         return self.rule, self.check_layer
 
     @property
@@ -92,8 +92,8 @@ class RuleFit:
     def agreement_at(self, ratio: float) -> float:
         """Return the agreement with full prefill to expect at `ratio`, interpolated linearly between measured ratios.
 
-        A larger ratio never has a lower agreement: a measured agreement above that of a larger ratio is lowered to the
-        larger ratio's.
+        The result does not fall with the ratio: before the interpolation, each measured agreement is lowered to the
+        lowest one of the larger ratios.
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)

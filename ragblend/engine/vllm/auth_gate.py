@@ -32,11 +32,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def gate_for_app(app: Any) -> AuthGate | None:
-    """Return a gate for vLLM's application with the keys of its configuration; None for a server without keys."""
+def install_gate(app: Any) -> ApiKeys | None:
+    """Return the API keys in the configuration of vLLM's application, and guard its engine; None without keys."""
     transfer = app.state.vllm_config.kv_transfer_config
     path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
-    return AuthGate(read_keys(path), app.state.engine_client) if path else None
+    if not path:
+        return None
+    keys = read_keys(path)
+    guard_engine(app.state.engine_client)
+    return keys
 
 
 def current_grant() -> Grant | None:
@@ -45,44 +49,34 @@ def current_grant() -> Grant | None:
     return found.grant if found is not None else None
 
 
-class AuthGate:
-    """Middleware of a vLLM server that rejects requests without a key, and engine requests that the key does not allow.
+def wrap_app(app: App, keys: ApiKeys) -> App:
+    """Return `app` with a check of each request: 401 without a valid key, 403 without the right."""
 
-    `engine_client` is vLLM's; the constructor changes it in place (see `guard_engine`).
-    """
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope.get("method", "WEBSOCKET"), route_path(scope)
+        if keys.is_public_route(method, path) or _is_preflight(scope):
+            await app(scope, receive, send)
+            return
+        grant = keys.grant_of(scope["headers"])
+        if grant is None:
+            await _send_error(scope, send, 401, "send an API key: Authorization: Bearer KEY")
+            return
+        try:
+            keys.check_route(grant, method, path)
+            # Documents are large and contain no parameters for the engine.
+            if method == "POST" and path != DOCUMENTS_PATH:
+                receive = await _validate_body(receive, grant)
+        except ForbiddenError as error:
+            await _send_error(scope, send, 403, str(error))
+            return
+        request = AuthContext(grant)
+        token = current_auth.set(request)
+        try:
+            await app(scope, receive, _wrap_send(scope, send, request))
+        finally:
+            current_auth.reset(token)
 
-    def __init__(self, keys: ApiKeys, engine_client: Any) -> None:
-        self._keys = keys
-        guard_engine(engine_client)
-
-    def wrap_app(self, app: App) -> App:
-        """Return `app` with a check of each request: 401 without a valid key, 403 without the right."""
-
-        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            method, path = scope.get("method", "WEBSOCKET"), route_path(scope)
-            if self._keys.is_public_route(method, path) or _is_preflight(scope):
-                await app(scope, receive, send)
-                return
-            grant = self._keys.grant_of(scope["headers"])
-            if grant is None:
-                await _send_error(scope, send, 401, "send an API key: Authorization: Bearer KEY")
-                return
-            try:
-                self._keys.check_route(grant, method, path)
-                # Documents are large and contain no parameters for the engine.
-                if method == "POST" and path != DOCUMENTS_PATH:
-                    receive = await _validate_body(receive, grant)
-            except ForbiddenError as error:
-                await _send_error(scope, send, 403, str(error))
-                return
-            request = AuthContext(grant)
-            token = current_auth.set(request)
-            try:
-                await app(scope, receive, _wrap_send(scope, send, request))
-            finally:
-                current_auth.reset(token)
-
-        return guarded
+    return guarded
 
 
 def guard_engine(engine_client: Any) -> None:

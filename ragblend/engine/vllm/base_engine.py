@@ -251,7 +251,7 @@ class VllmEngineBase(LocalEngine):
 
     def _backfill_missed(self, prompt: Prompt) -> None:
         """Precompute the missing chunks of a prompt in the background, unless `on_miss` is "inline"."""
-        if self._backfill is None or self.closed:
+        if not self._stores_missing or self.closed:
             return
         try:
             self.precompute_in_background(run for run in self.match(prompt).runs if not self.has_kv(run.chunk_ids))

@@ -290,12 +290,6 @@ class ServerModelRenderer:
         return getattr(self._loaded, name)
 
 
-class EmptyServerStore(MemoryStore):
-    """Empty store of an engine over HTTP. The KV and the chunk registry are on the server."""
-
-    is_remote = True
-
-
 class ServedStream(AnswerStream):
     """Answer in progress, received as server-sent events.
 
@@ -383,7 +377,8 @@ class VllmClient(EngineBase):
             name=name, fingerprint=facts.fingerprint or f"served-{facts.model}", on_miss=on_miss, **options
         )
         self.renderer: Any = ServerModelRenderer(facts, load_renderer)
-        self.store = EmptyServerStore(0)
+        self.store = MemoryStore(0)  # empty, because the KV is on the server
+        self.store.is_remote = True
         self.context = self.default_context = facts.context
         if context is not None:
             self.set_context_policy(context)
@@ -488,10 +483,6 @@ class VllmClient(EngineBase):
 
     def add_known_chunks(self, chunks: Iterable[Part]) -> None:
         """Do nothing, because the server matches prompts with the chunks in its own registry."""
-
-    def wait_for_precompute(self) -> None:
-        """Wait until the missing chunks of earlier prompts are stored."""
-        self._worker.submit(lambda: None).result()
 
     def _send_missing(self, prompt: Prompt) -> None:
         text_of = {_chunk_id(text): text for chunk in prompt.chunks if (text := chunk.text.strip())}

@@ -13,12 +13,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 from uuid import uuid4
 
+from ragblend.engine.loop import run_call
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -36,6 +38,8 @@ from ragblend.prompt.render import Renderer
 from ragblend.redaction import has_secret
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _YIELD_S = 0.0005  # sleep after a step without a token, which lets loading and fetching threads run
 _OURS = ("model", "revision", "dtype", "kv_transfer_config", "served_model_name")
@@ -82,9 +86,9 @@ class VllmEngine(VllmEngineBase):
         """Add `request` to vLLM's batch and yield its output as it arrives. Closing the generator aborts it."""
         answers: queue.SimpleQueue[OutputDelta | BaseException] = queue.SimpleQueue()
         request_id = f"ragblend-{uuid4().hex}"
-        self._loop.submit(partial(self._loop.add, request_id, request, sorted(self.stop_ids), answers), answers)
         finished = False
         try:
+            self._loop.submit(partial(self._loop.add, request_id, request, sorted(self.stop_ids), answers)).result()
             while not finished:
                 answer = answers.get()
                 if isinstance(answer, BaseException):
@@ -99,7 +103,7 @@ class VllmEngine(VllmEngineBase):
 
     def reset_prefix_cache(self) -> bool:
         """Clear vLLM's prefix cache. Return False, without clearing it, while a request uses it."""
-        return self._loop.reset_prefix_cache()
+        return self._loop.submit(self._loop.reset_prefix_cache).result()
 
     def close(self) -> None:
         """Finish background work and shut vLLM down."""
@@ -217,19 +221,12 @@ def _generation_stops(engine: Any) -> frozenset[int]:
     return frozenset(ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else [])
 
 
-class _Task(NamedTuple):
-    """Function to call between two engine steps, and the queue whose reader waits for its result, if any."""
-
-    run: Callable[[], None]
-    answers: queue.SimpleQueue[Any] | None = None
-
-
 class _EngineLoop:
     """Thread that owns vLLM's engine. It adds requests, runs engine steps, and delivers the output tokens."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[OutputDelta | BaseException]] = {}
         self._may_stop: set[str] = set()  # requests with stop strings, which may end before vLLM returns the report
         self._failure: BaseException | None = None
@@ -237,26 +234,19 @@ class _EngineLoop:
         self._thread = threading.Thread(target=self.run, name="ragblend-vllm", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], None], answers: queue.SimpleQueue[Any] | None = None) -> None:
-        """Queue `run` for the thread. `answers` receives the error if the thread ends before it calls `run`.
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Queue a call to run between two engine steps. The future has an error if the thread ends before it.
 
         Raises RagblendError if the engine has stopped.
         """
+        future: Future[T] = Future()
         with self._lock:
             if not self._thread.is_alive() or self._failure is not None:
                 if self._failure is None or isinstance(self._failure, EngineClosedError):
                     raise EngineClosedError("the vLLM engine is closed; load it again")
                 raise RagblendError(f"the vLLM engine has stopped ({self._failure}); load it again")
-            self._tasks.put(_Task(run, answers))
-
-    def reset_prefix_cache(self) -> bool:
-        """Clear vLLM's prefix cache between two engine steps. Return True if it was cleared."""
-        answer: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
-        self.submit(lambda: answer.put(bool(self._engine.reset_prefix_cache())), answer)
-        done = answer.get()
-        if isinstance(done, BaseException):
-            raise done
-        return done
+            self._tasks.put((future, function))
+        return future
 
     def close(self) -> None:
         """End the thread and vLLM. Unfinished requests end with EngineClosedError."""
@@ -278,11 +268,10 @@ class _EngineLoop:
             failure.__cause__ = error
         with self._lock:
             self._failure = failure
-        waiting = list(self._answers.values())
         while not self._tasks.empty():
-            task = self._tasks.get()
-            waiting += [task.answers] if task is not None and task.answers is not None else []
-        for answers in waiting:
+            if (task := self._tasks.get()) is not None:
+                task[0].set_exception(failure)
+        for answers in self._answers.values():
             answers.put(failure)
         stop_vllm(self._engine)
         self._engine = None
@@ -293,7 +282,7 @@ class _EngineLoop:
             task = self._tasks.get()
             if task is None:
                 return False
-            task.run()
+            run_call(*task)
         return True
 
     # -- tasks
@@ -305,13 +294,12 @@ class _EngineLoop:
         stop_ids: list[int],
         answers: queue.SimpleQueue[OutputDelta | BaseException],
     ) -> None:
-        """Add a request to vLLM. `answers` receives its tokens, or the error with which vLLM rejects it."""
+        """Add a request to vLLM. `answers` receives its tokens. Raises RagblendError if vLLM rejects the request."""
         try:
             params = sampling_params(request, stop_ids)
             self._engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, params)
         except Exception as error:
-            answers.put(RagblendError(f"vLLM rejects the request: {error}"))
-            return
+            raise RagblendError(f"vLLM rejects the request: {error}") from error
         self._answers[request_id] = answers
         if request.options.stop_strings:
             self._may_stop.add(request_id)
@@ -321,6 +309,10 @@ class _EngineLoop:
         self._may_stop.discard(request_id)
         if self._answers.pop(request_id, None) is not None:
             self._engine.abort_request([request_id])
+
+    def reset_prefix_cache(self) -> bool:
+        """Clear vLLM's prefix cache. Return True if it was cleared."""
+        return bool(self._engine.reset_prefix_cache())
 
     # -- outputs
 

@@ -129,8 +129,8 @@ class VllmLayers:
         return len(self._layers)
 
     @property
-    def can_share_reads(self) -> bool:
-        """True if scattered rows on this device attend in one call over a resident layer, whose KV is one tensor.
+    def attends_scattered_rows_together(self) -> bool:
+        """True if one attention call computes scattered rows over a layer whose KV is resident as one tensor.
 
         False on a CPU, where the backend's kernel is faster for any number of rows (`benchmarks.scattered`).
         """
@@ -218,7 +218,7 @@ class VllmLayers:
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
             probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer])
-            probe_hook(probe_queries, fused.keys(layer)[:, : positions_on_host(rows)[-1] + 1])
+            probe_hook(probe_queries, fused.keys(layer)[:, : positions_on_host(rows)[-1] + 1], None)
         return torch.cat(outputs)
 
     def run_layer_keeping_unrotated_kv(

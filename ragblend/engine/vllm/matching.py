@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 
 from ragblend.catalog.known_chunks import open_known_chunks
 from ragblend.catalog.registry import open_registry
-from ragblend.engine.base import LEAST_QUOTE, last_turn_end
+from ragblend.engine.base import ends_with_quotation, last_turn_end
 from ragblend.engine.store.base import KVStore
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun
@@ -43,7 +43,7 @@ class PromptMatcher:
         vLLM has to compute it to sample the next one. Raises RagblendError for a damaged registry.
         """
         runs = self._known(namespace).find_runs(token_ids)
-        if runs and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, self.tail_ids):
+        if ends_with_quotation(runs, token_ids, self.tail_ids):
             runs.pop()
         last = len(token_ids) - 1
         if runs and runs[-1].end > last:

@@ -80,9 +80,9 @@ class RequestMetrics:
 class TierMetrics:
     """Metrics of this process's memory and disk tiers (hits, evictions and sizes), and of its remote tier, if any.
 
-    Engine steps wait for `take_changes`, so a thread lists the files on disk. With `shows_bytes`, this process also
-    reports the sizes of the tiers, and whether the store's folder was deleted. Set `shows_bytes` in only one of the
-    processes that share a disk.
+    A thread lists the files on disk, so that `take_changes`, for which engine steps wait, is fast. With `shows_bytes`,
+    this process also reports the sizes of the tiers, and whether the store's folder was deleted. Set `shows_bytes` in
+    only one of the processes that share a disk.
     """
 
     def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:

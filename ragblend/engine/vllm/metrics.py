@@ -7,7 +7,7 @@ front end. There each engine of a data-parallel server has its own series, with 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -30,32 +30,27 @@ COUNTERS = {
 }
 """Descriptions of the counters, each exported as `vllm:ragblend_NAME`."""
 
-
-class _Labelled(NamedTuple):
-    label: str  # "" for none
-    documentation: str
-
-
+# The label of a series ("" for none) and its description.
 LABELLED_COUNTERS = {
-    "left_requests": _Labelled("reason", "Requests that were left to vLLM unchanged"),
-    "tier_hits": _Labelled("tier", "Stored chunks read from the tier"),
-    "tier_evictions": _Labelled("tier", "Stored chunks evicted from the tier"),
+    "left_requests": ("reason", "Requests that were left to vLLM unchanged"),
+    "tier_hits": ("tier", "Stored chunks read from the tier"),
+    "tier_evictions": ("tier", "Stored chunks evicted from the tier"),
 }
 HISTOGRAMS = {
-    "request_ttft_seconds": _Labelled("mode", "Seconds from arrival to the first token, of ragblend's requests"),
-    "request_match_seconds": _Labelled("", "Seconds spent finding stored chunks in the prompt, per request"),
-    "request_load_seconds": _Labelled("", "Seconds spent reading and placing stored KV, per request"),
-    "request_fuse_seconds": _Labelled("", "Seconds spent recomputing, per request"),
-    "request_stall_seconds": _Labelled("", "Seconds of waiting for stored KV, per request"),
+    "request_ttft_seconds": ("mode", "Seconds from arrival to the first token, of ragblend's requests"),
+    "request_match_seconds": ("", "Seconds spent finding stored chunks in the prompt, per request"),
+    "request_load_seconds": ("", "Seconds spent reading and placing stored KV, per request"),
+    "request_fuse_seconds": ("", "Seconds spent recomputing, per request"),
+    "request_stall_seconds": ("", "Seconds of waiting for stored KV, per request"),
 }
 GAUGES = {
-    "store_bytes": _Labelled("tier", "Bytes of stored KV in the tier; for the disk, when its files were last listed"),
-    "store_missing": _Labelled("", "1 while the store's folder is deleted, else 0"),
-    "blend_queue": _Labelled("", "Requests whose context is not filled yet"),
+    "store_bytes": ("tier", "Bytes of stored KV in the tier; for the disk, when its files were last listed"),
+    "store_missing": ("", "1 while the store's folder is deleted, else 0"),
+    "blend_queue": ("", "Requests whose context is not filled yet"),
 }
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-_SERIES = {name: _Labelled("", text) for name, text in COUNTERS.items()} | LABELLED_COUNTERS | HISTOGRAMS | GAUGES
+_SERIES = {name: ("", text) for name, text in COUNTERS.items()} | LABELLED_COUNTERS | HISTOGRAMS | GAUGES
 
 
 class BlendStats(KVConnectorStats):  # type: ignore[misc]

@@ -39,7 +39,7 @@ def blend_device_bytes(vllm_config: Any) -> int:
 
 
 class LayerPlacement(NamedTuple):
-    """One layer of a stored chunk, keys before rotation, and its rows in the prompt."""
+    """The KV of one layer of a stored chunk, with keys that are not rotated yet, and the chunk's rows in the prompt."""
 
     rows: slice
     kv: LayerKV
@@ -167,7 +167,7 @@ class PagedKV:
         Otherwise they attend over the blocks.
         """
         is_resident = has_hook or self.fully_resident_layer == layer
-        return self._layers.can_share_reads and layer in self._kept and is_resident
+        return self._layers.attends_scattered_rows_together and layer in self._kept and is_resident
 
     def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
         """Return the attention calls for `rows`: over the resident layer if `together`, else over the blocks.
@@ -181,21 +181,6 @@ class PagedKV:
                 calls = self._layers.split_calls(rows, self.blocks[None], torch.zeros_like(rows))
             self._last = (rows, together, calls)
         return self._last[2]
-
-
-class _ReadBuffer:
-    """Layers that the reader has read and `wait` has not placed yet.
-
-    The loader references this buffer instead of its owner. In a reference cycle, the owner and the request's layers
-    would stay in memory until the next garbage collection.
-    """
-
-    def __init__(self) -> None:
-        self.layers: dict[int, list[LayerPlacement]] = {}
-
-    def write(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
-        """Store one chunk's layer. The loader calls it."""
-        self.layers.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
 
 
 class PagedLayerLoader:
@@ -218,7 +203,9 @@ class PagedLayerLoader:
         self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, corrects_drift: bool = False
     ) -> None:
         self._paged, self._layers, self._placements = paged, layers, tuple(placements)
-        self._read = _ReadBuffer()
+        # Layers that the reader has read and `wait` has not placed yet. The loader references this dict instead of its
+        # owner: in a reference cycle, the request's layers would stay in memory until the next garbage collection.
+        self._read: dict[int, list[LayerPlacement]] = {}
         self._movable = {each.start for each in placements if corrects_drift and not each.exact}
         self._waiting: dict[int, list[LayerPlacement]] = {}  # chunks to be corrected, by layer
         self._staying: dict[int, list[LayerPlacement]] = {}  # the layer's other chunks, to make them resident again
@@ -227,7 +214,7 @@ class PagedLayerLoader:
             placements,
             layers.num_layers,
             lambda _layer, keys, _rows: keys,
-            self._read,
+            partial(_keep_layer, self._read),
             torch.device("cpu") if corrects_drift else layers.device,
             first_layer=partial(_first_layer, layers) if layers.num_ranks == 1 else None,
         )
@@ -258,14 +245,14 @@ class PagedLayerLoader:
             self._agree(layer)
         self._loader.wait(layer)
         start_s = perf_counter()
-        read = self._read.layers.pop(layer, [])
+        read = self._read.pop(layer, [])
         movable = self._movable if layer else ()  # the first layer is exact as stored
         waiting = [each for each in read if each.rows.start in movable]
         staying = [each for each in read if each.rows.start not in movable]
         self._paged.place(layer, staying)
         if waiting:
             self._waiting[layer] = waiting
-            if self._layers.can_share_reads:
+            if self._layers.attends_scattered_rows_together:
                 self._staying[layer] = staying
             self._paged.place_in_resident_layer(layer, waiting)
         elif read:
@@ -297,9 +284,9 @@ class PagedLayerLoader:
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Place the layer's inexact chunks, and add `shares` @ `drift` as `PagedKV.place` does.
+        """Place the layer's chunks whose stored KV is not exact in this prompt.
 
-        If `drift` is None, the chunks are placed as stored.
+        `shares` @ `drift` is added to their rows, as in `PagedKV.place`. If `drift` is None, they are placed as stored.
         """
         start_s = perf_counter()
         # Another layer may have been the resident one since `wait`.
@@ -318,6 +305,11 @@ class PagedLayerLoader:
             return
         self._loader.__exit__(*error)
         assert not self._waiting, "a layer was not corrected, so its blocks are empty"
+
+
+def _keep_layer(read: dict[int, list[LayerPlacement]], layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
+    """Add one chunk's layer to `read`."""
+    read.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
 
 
 def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:

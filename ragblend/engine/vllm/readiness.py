@@ -37,19 +37,18 @@ STOPPING = b'{"error": {"message": "this server is stopping; send the request to
 
 
 class Readiness:
-    """Reports whether a vLLM server is ready, and shuts it down gracefully. `tiers`: the tiers of its store.
+    """Reports whether a vLLM server with this `store` is ready, and shuts it down gracefully.
 
     The constructor replaces `engine_client.shutdown` by a function that first waits until the answers in progress are
     sent, for at most the `timeout` of the call. The function does not wait without a timeout, or when called again.
     """
 
-    def __init__(self, engine_client: Any, tiers: Sequence[KVStore]) -> None:
+    def __init__(self, engine_client: Any, store: KVStore) -> None:
         self.is_stopping = False
         self._num_under_way = 0
         self._client = engine_client
-        self._disk = _CachedProbe(lambda: _disk_state([disk for tier in tiers if (disk := tier.disk_tier) is not None]))
-        remote = [remote for tier in tiers for remote in tier.remote_tiers]
-        self._remote = _CachedProbe(lambda: _remote_state(remote))
+        self._disk = _CachedProbe(lambda: _disk_state(store.disk_tier))
+        self._remote = _CachedProbe(lambda: _remote_state(store.remote_tiers))
         shutdown = engine_client.shutdown
 
         def draining(*given: Any, **named: Any) -> Any:
@@ -103,12 +102,12 @@ async def send_unavailable(send: Callable[[dict[str, Any]], Awaitable[None]]) ->
     await send({"type": "http.response.body", "body": STOPPING})
 
 
-def add_readiness_route(app: Any, tiers: Sequence[KVStore]) -> Readiness:
+def add_readiness_route(app: Any, store: KVStore) -> Readiness:
     """Add the readiness route to vLLM's application `app`, and return its Readiness."""
     from starlette.requests import Request
     from starlette.responses import Response
 
-    readiness = Readiness(app.state.engine_client, tiers)
+    readiness = Readiness(app.state.engine_client, store)
 
     async def ready(request: Request) -> Response:
         state = await readiness.state()
@@ -141,15 +140,16 @@ class _CachedProbe:
             return "failing"
 
 
-def _disk_state(disks: Sequence[DiskStore]) -> str:
-    for disk in disks:
-        if not disk.root.is_dir():
-            return "missing"
-        try:
-            Directory(disk.kv_dir, fsync=False).write(probe := disk.kv_dir / ".ready", b"?")
-        except StoreFullError:
-            return "full"
-        try_remove_file(probe)
+def _disk_state(disk: DiskStore | None) -> str:
+    if disk is None:
+        return "ok"
+    if not disk.root.is_dir():
+        return "missing"
+    try:
+        Directory(disk.kv_dir, fsync=False).write(probe := disk.kv_dir / ".ready", b"?")
+    except StoreFullError:
+        return "full"
+    try_remove_file(probe)
     return "ok"
 
 

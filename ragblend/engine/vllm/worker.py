@@ -26,8 +26,7 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, Placement, record_fusion
-from ragblend.engine.fusion.prefill import prefill_chunk_steps
-from ragblend.engine.fusion.rules import NO_RECOMPUTE, ResolvedRule, find_rule, resolve_rule
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT, prefill_chunk_steps
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import key_from_header
@@ -41,8 +40,6 @@ from ragblend.prompt.types import common_prefix_length
 
 log = logging.getLogger(__name__)
 
-_PREFIXES_KEPT = 8  # as in transformers.blend
-_COMPUTED_IN_PROMPT = 32  # as in transformers.blend
 _PREFIXES_BYTES = 256 << 20  # limit on the prefixes' KV, because clients choose how long prefixes are
 
 # Most rows of a shared pass. A pass of few rows spends its time on reading the weights, so one more request costs
@@ -109,9 +106,8 @@ class JobResult(NamedTuple):
     failed: bool
 
 
-class _JobOutput(NamedTuple):
-    report: BlendReport
-    storing: Future[None] | None = None  # write of the ingested chunk
+_JobOutput = tuple[BlendReport, Future[None] | None]
+"""Report of a job, and the write of the ingested chunk."""
 
 
 @dataclass(slots=True)
@@ -246,14 +242,15 @@ class BlendWorker:
         try:
             step = running.steps.send(output)
         except StopIteration as end:
-            outcome: _JobOutput = end.value
-            outcome.report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - outcome.report.stall_s)
-            outcome.report.stall_s += running.unread_s
+            output_of_job: _JobOutput = end.value
+            report, storing = output_of_job
+            report.fuse_s = max(0.0, running.busy_s + perf_counter() - start_s - report.stall_s)
+            report.stall_s += running.unread_s
             self._drop(running)
-            if outcome.storing is not None:
-                self._storing.append((running.job, outcome.report, outcome.storing))
+            if storing is not None:
+                self._storing.append((running.job, report, storing))
             else:
-                finished.append(JobResult(running.job, outcome.report, failed=False))
+                finished.append(JobResult(running.job, report, failed=False))
             return 0
         except Exception as error:
             finished.append(self._failed(running, error))
@@ -326,7 +323,7 @@ class BlendWorker:
         for start, chunk in zip(starts, report.chunks, strict=True):
             if start < job.num_resident:  # was blended for an earlier turn
                 chunk.exact = job.ratio >= 1
-        return _JobOutput(report)
+        return report, None
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
         """Compute the KV of the last span after the ids before it, and queue it for storing."""
@@ -345,7 +342,7 @@ class BlendWorker:
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.gather_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = BlendReport("full", "none", 1.0, num_chunks=1, charged_budget=1.0, charged_budget_32=1.0)
-        return _JobOutput(report, self._writer.submit(self._write, whole) if layers.rank == 0 else None)
+        return report, self._writer.submit(self._write, whole) if layers.rank == 0 else None
 
     def _place_context(self, job: BlendJob, prefix: tuple[Placement, ...]) -> Steps[PagedKV]:
         """Fill the blocks before the last span. Stored chunks are placed unchanged, and missing ones are computed."""
@@ -382,39 +379,23 @@ class BlendWorker:
     # -- parts of jobs
 
     def _fuse_plan(self, job: BlendJob, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
-        """Return the plan of a blend: placed chunks, selection rule and check layers."""
-        params, layers, num_tokens = job.params, self.layers, len(job.token_ids)
-        choice = ResolvedRule(find_rule(params.rule, layers.num_layers), NO_RECOMPUTE, ())
-        if params.mode == "blend":
-            num_stored = sum(placement.kv.header.num_tokens for placement in placements)
-            choice = resolve_rule(
-                params.rule,
-                job.ratio,
-                layers.num_layers,
-                num_fresh=num_tokens - num_resident - num_stored,
-                num_candidates=sum(each.kv.header.num_tokens for each in placements if not each.exact),
-                num_chunk_tokens=num_stored,
-                fitted=job.fitted,
-                global_layers=layers.global_layers,
-            )
-        question_start = job.spans[-1][1]
-        return FusePlan(
+        """Return the plan of a blend: placed chunks, selection rule and check layer."""
+        params, layers, question_start = job.params, self.layers, job.spans[-1][1]
+        plan = FusePlan(
             torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device),
             placements,
-            choice.rule,
-            choice.checks,
-            num_resident,
+            num_resident=num_resident,
             seed=params.seed,
             num_fused=job.end,
             sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
-            probe_layers=choice.probe_layers,
-            question_start=question_start if question_start < num_tokens else None,
+            question_start=question_start if question_start < len(job.token_ids) else None,
         )
+        return plan.with_rule(params.rule, job.ratio, layers, job.fitted) if params.mode == "blend" else plan
 
     def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
-        kept = {check.layer for check in plan.checks}
-        if self.layers.can_share_reads and 0 < plan.checks[-1].ratio < 1:
+        kept = {plan.check_layer}
+        if self.layers.attends_scattered_rows_together and 0 < plan.ratio < 1:
             kept.update(range(self.layers.num_layers))
         num_probe_rows = len(job.token_ids) - job.end if plan.probe_layers else 0
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
@@ -431,7 +412,7 @@ class BlendWorker:
     def _prefix(self, job: BlendJob) -> Steps[tuple[Placement, ...]]:
         """Return the prefix's exact KV as one placement, or none. It is computed in the request's blocks, and cached.
 
-        For a prompt, the KV of a cached prefix may be used that lacks at most `_COMPUTED_IN_PROMPT` tokens. They are
+        For a prompt, the KV of a cached prefix may be used that lacks at most `COMPUTED_IN_PROMPT` tokens. They are
         then computed with the prompt.
         """
         prefix_ids, namespace = job.prefix_ids, job.params.namespace
@@ -444,7 +425,7 @@ class BlendWorker:
                 other: common_prefix_length(other[1], prefix_ids) for other in self._prefixes if other[0] == namespace
             }
             count = max(shared.values(), default=0)
-            if count and len(prefix_ids) - count <= _COMPUTED_IN_PROMPT:
+            if count and len(prefix_ids) - count <= COMPUTED_IN_PROMPT:
                 nearest = max(shared, key=shared.__getitem__)
                 self._prefixes.move_to_end(nearest)
                 return (Placement(slice_kv_rows(self._prefixes[nearest], 0, count), 0, exact=True),)
@@ -453,9 +434,7 @@ class BlendWorker:
             known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
             self._prefixes[key] = known
         self._prefixes.move_to_end(key)
-        while (
-            len(self._prefixes) > _PREFIXES_KEPT or sum(kv.nbytes for kv in self._prefixes.values()) > _PREFIXES_BYTES
-        ):
+        while len(self._prefixes) > PREFIXES_KEPT or sum(kv.nbytes for kv in self._prefixes.values()) > _PREFIXES_BYTES:
             self._prefixes.popitem(last=False)
         return (Placement(known, 0, exact=True),)
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ragblend.config import Settings
 from ragblend.engine.namespaces import cache_salt_of, equals_ignoring_salt, salted_namespace
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.vllm.api_keys import ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
-from ragblend.engine.vllm.auth_gate import AuthGate
+from ragblend.engine.vllm.api_keys import ApiKeys, ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
+from ragblend.engine.vllm.auth_gate import guard_engine, wrap_app
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import MAX_RUNS, TENANT_KEY, parse_params
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, UsageError
@@ -125,7 +125,7 @@ class Engine:
         self.seen.append(None)
 
 
-def asked(gate: AuthGate, engine: Engine, key: str, path: str, body: Any, method: str = "POST") -> tuple[int, Any]:
+def asked(keys: ApiKeys, engine: Engine, key: str, path: str, body: Any, method: str = "POST") -> tuple[int, Any]:
     """Status and body of an application that hands a body's `extra_args` to the engine, and makes errors a 500."""
     sent: list[Any] = []
     raw = json.dumps(body).encode()
@@ -160,24 +160,25 @@ def asked(gate: AuthGate, engine: Engine, key: str, path: str, body: Any, method
         call()
 
     scope = {"type": "http", "method": method, "path": path, "headers": bearer(key)}
-    asyncio.run(gate.wrap_app(app)(scope, receive, send))
+    asyncio.run(wrap_app(app, keys)(scope, receive, send))
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
 def test_the_gate_binds_what_any_body_hands_to_the_engine():
     engine = Engine()
-    gate = AuthGate(parse_keys({"keys": {KEY: FACTS}}), engine)
+    guard_engine(engine)
+    keys = parse_keys({"keys": {KEY: FACTS}})
     forged = {"kv_transfer_params": {"ragblend": {"namespace": "globex"}}}
     for path in ("/v1/completions", "/invocations", "/inference/v1/generate"):
-        status, body = asked(gate, engine, KEY, path, {"extra_args": forged})  # in no place that is known
+        status, body = asked(keys, engine, KEY, path, {"extra_args": forged})  # in no place that is known
         assert status == 403
         assert "'globex'" in body["error"]["message"]
-        assert asked(gate, engine, KEY, path, forged)[0] == 403
+        assert asked(keys, engine, KEY, path, forged)[0] == 403
     assert engine.seen == []
-    assert asked(gate, engine, KEY, "/v1/completions", {"extra_args": {"mine": 1}}) == (200, "app")
+    assert asked(keys, engine, KEY, "/v1/completions", {"extra_args": {"mine": 1}}) == (200, "app")
     assert engine.seen == [{"mine": 1, "kv_transfer_params": {TENANT_KEY: "acme"}}]
     for key, path, status in ((OTHER, "/v1/completions", 401), (KEY, "/metrics", 403), (KEY, "//v1/completions", 403)):
-        assert asked(gate, engine, key, path, {})[0] == status
+        assert asked(keys, engine, key, path, {})[0] == status
     with pytest.raises(ForbiddenError):  # a task without a request
         engine.generate("prompt", SimpleNamespace(extra_args=None), "id")
     with pytest.raises(ForbiddenError):

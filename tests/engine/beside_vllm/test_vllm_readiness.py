@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.vllm.readiness import Readiness
 
 POST = {"type": "http", "method": "POST"}
@@ -35,7 +36,7 @@ async def statuses_of(readiness: Readiness, app: Any) -> list[int]:
 
 async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refused():
     client, may_end, has_begun = EngineClient(), asyncio.Event(), asyncio.Event()
-    readiness = Readiness(client, [])
+    readiness = Readiness(client, MemoryStore(0))
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         has_begun.set()
@@ -61,7 +62,7 @@ async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refu
 async def test_an_answer_that_takes_too_long_does_not_hold_up_the_stop(timeout, passed_on):
     """Ten seconds remain for writes to the remote tier; without time to drain, vLLM stops as before."""
     client = EngineClient()
-    readiness = Readiness(client, [])
+    readiness = Readiness(client, MemoryStore(0))
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.Event().wait()

@@ -14,7 +14,7 @@ from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunk
-from ragblend.engine.fusion.rules import RULES, schedule_check_layers
+from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, validate_check_layer
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.transformers.layers import TransformersLayers
 
@@ -34,11 +34,14 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
         fused = FusedKV.allocate(layers.kv_shapes, count, layers.like)
         placements.append(Placement(prefill_chunk(layers, fused, header), start, exact=start == 0))
         start += count
-    checks = schedule_check_layers(RULES[rule], 0.2, num_layers)
-    plan = FusePlan(ids, tuple(placements), RULES[rule], checks, probe_layers=RULES[rule].probe_layers(num_layers))
+    check_layer, probe_layers = (
+        validate_check_layer(RULES[rule], CHECK_LAYER, num_layers),
+        RULES[rule].probe_layers(num_layers),
+    )
+    plan = FusePlan(ids, tuple(placements), RULES[rule], 0.2, check_layer, probe_layers=probe_layers)
     fused = FusedKV.allocate(layers.kv_shapes, TOTAL, layers.like)
-    to = (num_layers, layers.place_keys, fused, layers.device)
-    with LayerLoader(placements, *to, together=True, key_rotation=layers) as loader, DeviceLooks() as seen:
+    to = (num_layers, layers.place_keys, fused.write, layers.device)
+    with LayerLoader(placements, *to, together=True, correctable=(layers, fused)) as loader, DeviceLooks() as seen:
         fuse(layers, plan, fused, loader)
     return seen.places
 

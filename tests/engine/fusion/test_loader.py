@@ -75,7 +75,7 @@ def destination() -> FusedKV:
 
 
 def loader(placements: list[Placement], fused: FusedKV, **options: Any) -> LayerLoader:
-    return LayerLoader(placements, LAYERS, place, fused, torch.device("cpu"), **options)
+    return LayerLoader(placements, LAYERS, place, fused.write, torch.device("cpu"), **options)
 
 
 def load_all(placements: list[Placement], **options: Any) -> tuple[FusedKV, LayerLoader]:
@@ -142,7 +142,7 @@ def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_ru
         return place(layer, keys, rows)
 
     placements = [Placement(make_kv(), start, exact=False) for start in (1, 6, 13)]
-    with LayerLoader(placements, LAYERS, noting, fused, torch.device("cpu"), together=True) as layers:
+    with LayerLoader(placements, LAYERS, noting, fused.write, torch.device("cpu"), together=True) as layers:
         for layer in range(LAYERS):
             layers.wait(layer)
     assert [layer for layer, _ in placed] == list(range(LAYERS))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from ragblend.engine.fusion import prefill as ingestion
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.prefill import (
-    PrefillItem,
     TokenIds,
     batch_by_tokens,
     prefill_chunk,
@@ -111,6 +110,7 @@ def made_kv(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) 
 
 
 CHUNKS = [(number,) * 4 for number in range(10)]
+VARIANTS = [(ids, NO_CONTEXT) for ids in CHUNKS]
 NBYTES = 4 * 2 * 2 * 6 * 4
 
 
@@ -118,7 +118,7 @@ def test_every_chunk_is_answered_in_order_and_stored_once_known_ones_with_0_byte
     store, known = Store(), {CHUNKS[1], CHUNKS[4]}
     chunks = [*CHUNKS[:6], CHUNKS[5]]
     nbytes = list(
-        prefill_missing(map(PrefillItem, chunks), lambda item: item.token_ids not in known, made_kv, store.put, 8)
+        prefill_missing([(ids, NO_CONTEXT) for ids in chunks], lambda ids, _: ids not in known, made_kv, store.put, 8)
     )
     assert nbytes == [NBYTES, 0, NBYTES, NBYTES, 0, NBYTES, NBYTES]
     assert list(dict.fromkeys(store.stored)) == [CHUNKS[0], CHUNKS[2], CHUNKS[3], CHUNKS[5]]
@@ -135,9 +135,7 @@ def test_the_model_goes_on_while_the_store_writes():
             prefilled.set()
         return made_kv(chunks)
 
-    worker = threading.Thread(
-        target=lambda: list(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, prefill, store.put, 4))
-    )
+    worker = threading.Thread(target=lambda: list(prefill_missing(VARIANTS, lambda *_: True, prefill, store.put, 4)))
     worker.start()
     assert prefilled.wait(TIMEOUT_S), "prefilling waited for the first write"
     assert seen == [0] * len(CHUNKS)
@@ -154,14 +152,14 @@ def test_the_model_waits_when_too_much_is_unwritten(monkeypatch):
         seen.append(len(store.stored))
         return made_kv(chunks)
 
-    list(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, prefill, store.put, 4))
+    list(prefill_missing(VARIANTS, lambda *_: True, prefill, store.put, 4))
     assert all(number - stored <= 2 for number, stored in enumerate(seen))
 
 
 def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays():
     store, stored = Store(refuse_from=3), []
     with pytest.raises(StoreFullError):
-        stored.extend(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, made_kv, store.put, 4))
+        stored.extend(prefill_missing(VARIANTS, lambda *_: True, made_kv, store.put, 4))
     assert stored == [NBYTES] * 3
     assert store.stored == CHUNKS[:3]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ragblend-ingest")]
@@ -176,13 +174,13 @@ def test_an_interrupted_run_stores_what_it_had_prefilled():
         return made_kv(chunks)
 
     with pytest.raises(KeyboardInterrupt):
-        list(prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, prefill, store.put, 4))
+        list(prefill_missing(VARIANTS, lambda *_: True, prefill, store.put, 4))
     assert store.stored == CHUNKS[:5]
 
 
 def test_a_reader_that_leaves_early_leaves_no_thread_and_loses_nothing():
     store = Store()
-    run = prefill_missing(map(PrefillItem, CHUNKS), lambda _: True, made_kv, store.put, 4)
+    run = prefill_missing(VARIANTS, lambda *_: True, made_kv, store.put, 4)
     next(run)
     run.close()
     assert store.stored == CHUNKS[: len(store.stored)]

@@ -47,7 +47,8 @@ def test_what_arrives_is_what_was_stored_while_the_gpu_is_busy(tier, together, k
     for _ in range(5):  # freed memory comes round again
         with torch.cuda.stream(stream):
             fused = FusedKV.allocate([(HEADS, DIM, DIM)] * LAYERS, 3 * TOKENS, torch.empty(0, device=device))
-            with LayerLoader(placements, LAYERS, lambda _, keys, __: keys, fused, device, together=together) as loader:
+            to = (LAYERS, lambda _, keys, __: keys, fused.write, device)
+            with LayerLoader(placements, *to, together=together) as loader:
                 for layer in range(LAYERS):
                     busy = (busy @ busy).clamp(-1, 1)
                     loader.wait(layer)

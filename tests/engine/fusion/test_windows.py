@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Reference
+from test_fidelity import placements_of
 from test_fuse import (
     ATOL,
     PREFIX,
@@ -29,8 +30,8 @@ from test_fuse import (
 from tiny_models import FAMILIES, WINDOWED, make_model
 from transformers import Qwen2ForCausalLM
 
-from ragblend.engine.fusion.plan import Placement
-from ragblend.engine.fusion.rules import RULES, default_check_layer, find_rule, is_probe_worthwhile, resolve_rule
+from ragblend.engine.fusion.plan import FusePlan, Placement
+from ragblend.engine.fusion.rules import RULES, default_check_layer, find_rule, is_probe_worthwhile
 from ragblend.engine.store.kv import LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 
@@ -203,9 +204,11 @@ def test_what_no_other_text_reaches_is_stored_exactly(family, stock_model, tiny_
 def test_rules_read_global_layers_where_there_are_any_and_windows_where_there_are_none(tiny_layers):
     def reads(family: str, rule: str) -> tuple[int, tuple[int, ...]]:
         layers = tiny_layers(family)
-        counts = {"num_fresh": 7, "num_candidates": 48, "num_chunk_tokens": 74}
-        choice = resolve_rule(rule, 0.15, layers.num_layers, global_layers=layers.global_layers, **counts)
-        return choice.checks[0].layer, choice.probe_layers
+        prompt = make_prompt()
+        plan = FusePlan(torch.tensor(prompt.ids), placements_of(prompt), num_resident=PREFIX)
+        plan = plan.with_rule(rule, 0.15, layers)
+        assert (plan.rule.name, plan.ratio) == (rule, 0.15)
+        return plan.check_layer, plan.probe_layers
 
     assert reads("gemma3", "ask") == (0, (2, 5))
     assert reads("gemma3", "cacheblend") == (2, ())

@@ -17,7 +17,6 @@ from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import UsageError
 
 KV_DTYPES = ["auto", *CODE_DTYPES]
 SLOW_RULES = [pytest.param(rule, marks=pytest.mark.slow) for rule in ("auto", "ask", "random")]
@@ -91,7 +90,7 @@ def test_another_dtype_replaces_what_a_remote_tier_has_too(tmp_path):
     store.put(kv)
     assert store.flush(10)
     assert len(values.data[kv.header.key]) > kv.nbytes, "the same key means the same KV, so it is not sent again"
-    store.replace(kv)
+    store.replace_dtype(kv)
     assert store.flush(10)
     assert len(values.data[kv.header.key]) < kv.nbytes
     assert as_file(store.get(kv.header.key)) == as_file(convert_kv_dtype(kv, "int8"))
@@ -197,10 +196,3 @@ def test_bytes_stored_are_counted_as_stored(tiny_engine):
     engine = tiny_engine("llama", store=TieredStore(MemoryStore(1 << 26), kv_dtype="int8"))
     assert engine.precompute(CHUNKS[0]) == engine.store.nbytes()
     assert isinstance(engine.store.get(engine.key(CHUNKS[0])).stored_layer(0), QuantizedLayer)
-
-
-def test_a_store_that_is_passed_has_a_dtype_of_its_own():
-    from ragblend import load_engine
-
-    with pytest.raises(UsageError, match=r"TieredStore.*kv_dtype='int8'"):
-        load_engine("demo", MemoryStore(10), kv_dtype="int8")

@@ -565,8 +565,25 @@ def test_open_store_makes_the_tiers_that_are_asked_for(tmp_path):
     assert [type(tier) for tier in store.tiers] == [MemoryStore, DiskStore, RemoteStore]
     assert store.tiers[1].capacity_bytes == 2 << 30
     assert [type(tier) for tier in open_store(None, remote=url).tiers] == [MemoryStore, RemoteStore]
-    with pytest.raises(UsageError, match="open_remote"):
-        load_engine("demo", MemoryStore(10), remote=url)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "shown"),
+    [
+        ("memory_gib", 1, "memory_gib=1"),
+        ("disk_gib", 3, "disk_gib=3"),
+        ("kv_dir", "/fast", "kv_dir=/fast"),
+        ("remote", "redis://:secret@cache:6379/0", r"remote=redis://\*\*\*@cache:6379/0"),
+        ("remote_timeout_s", 2.0, "remote_timeout_s=2.0"),
+        ("catalog", "postgresql://me:secret@db/rag", r"catalog=postgresql://\*\*\*@db/rag"),
+        ("kv_dtype", "int8", "kv_dtype=int8"),
+    ],
+)
+def test_a_store_that_is_passed_has_its_own_tiers(option, value, shown):
+    message = f"^{shown} cannot be set here: store is a MemoryStore.*open_store\\(PATH, {option}=\\.\\.\\.\\)"
+    with pytest.raises(UsageError, match=message) as error:
+        load_engine("demo", MemoryStore(10), **{option: value})
+    assert "secret" not in str(error.value)
 
 
 class OwnStore(KVStore):

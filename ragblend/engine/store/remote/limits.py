@@ -10,7 +10,7 @@ _CONNECT_SHARE = 10
 def connect_timeout_s(timeout_s: float) -> float:
     """Return the time limit for connecting, in seconds, as a part of the limit `timeout_s` of the whole call.
 
-    Connecting to a host that is down fails after one second, or after a tenth of `timeout_s` if that is longer: a
-    process that computes on every core may not read its sockets for a second.
+    Connecting to a host that is down fails after one second, or after a tenth of `timeout_s` if that is longer. It is
+    not less, because a process that computes on every core can take a second until it reads its sockets.
     """
     return min(timeout_s, max(CONNECT_TIMEOUT_S, timeout_s / _CONNECT_SHARE))
