@@ -44,8 +44,8 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
     - Recomputing all tokens over stale KV gives full prefill.
     - Recomputing scattered tokens over exact KV gives full prefill. This is checked for one attention call, for
       several calls that are planned together, for attention over the blocks, and for the rule "ask".
-    - A query probe, whose rows have no blocks, gives full prefill over exact KV. This is checked for KV that was placed,
-      and for KV that is read from the blocks.
+    - A query probe, whose rows have no blocks, gives full prefill over exact KV. This is checked for KV that was
+      placed, and for KV that is read from the blocks.
     """
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     needed = -(-total // layers.block_size)
