@@ -28,9 +28,9 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.lab.bench.common.hardware import hardware_card, hardware_lines
-from ragblend.lab.bench.common.output import Column, format_table
 from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import engine_for, make_engine, make_prompts
+from ragblend.lab.tables import Column, format_table
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 
@@ -117,14 +117,14 @@ def _run(name: str, size: int, rounds: Sequence[tuple[Timed, Timed, Timed]]) -> 
     )
 
 
-COLUMNS = (
-    Column("model", "<14", "model"), Column("together", ">9", "max_num_seqs"),
-    Column("req/s", ">8.3f", "requests_per_s"), Column("alone", ">8.3f", "requests_per_s_alone"),
-    Column("step ms", ">9.1f", lambda run: 1e3 * run.step_s),
-    Column("alone", ">8.1f", lambda run: 1e3 * run.step_s_alone),
-    Column("speedup", ">9.2fx", "speedup"), Column("decode", ">9.2fx", "decode_speedup"),
-    Column("by CPU s", ">9.2fx", "cpu_speedup"), Column("decode", ">9.2fx", "decode_cpu_speedup"),
-    Column("same", ">6", "num_same_answers"),
+COLUMNS: tuple[Column, ...] = (
+    ("model", "<14", "model"), ("together", ">9", "max_num_seqs"),
+    ("req/s", ">8.3f", "requests_per_s"), ("alone", ">8.3f", "requests_per_s_alone"),
+    ("step ms", ">9.1f", lambda run: 1e3 * run["step_s"]),
+    ("alone", ">8.1f", lambda run: 1e3 * run["step_s_alone"]),
+    ("speedup", ">9.2fx", "speedup"), ("decode", ">9.2fx", "decode_speedup"),
+    ("by CPU s", ">9.2fx", "cpu_speedup"), ("decode", ">9.2fx", "decode_cpu_speedup"),
+    ("same", ">6", "num_same_answers"),
 )  # fmt: skip
 
 
@@ -160,10 +160,10 @@ def main(
     for subject in split_names(subjects):
         engine = opened(subject, "float32", seed)
         lengths = (num_chunks, chunk_tokens, question_tokens)
-        work = make_prompts(*lengths, max(counts), engine.layers.config.vocab_size, seed, 2 * num_chunks)
-        for chunk in work.chunks:
+        chunks, prompts = make_prompts(*lengths, max(counts), engine.layers.config.vocab_size, seed, 2 * num_chunks)
+        for chunk in chunks:
             engine.precompute(chunk)
-        runs += measure(engine, work.prompts, counts, answer_tokens, repeats, print_notice)
+        runs += measure(engine, prompts, counts, answer_tokens, repeats, print_notice)
         engine.close()
     config = {
         "dtype": "float32", "num_chunks": num_chunks, "chunk_tokens": chunk_tokens, "question_tokens": question_tokens,
@@ -175,7 +175,7 @@ def main(
         "config": config,
         "runs": [asdict(run) for run in runs],
     }
-    for line in (*hardware_lines(facts["hardware"]), "", *format_table(COLUMNS, runs)):
+    for line in (*hardware_lines(facts["hardware"]), "", *format_table(COLUMNS, facts["runs"])):
         print_notice(line)
     if out is not None:
         write_result(facts, out)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter, process_time
@@ -31,7 +31,7 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.quality.data import SYSTEM, SimilarPassages, build_prompt, load_cases, stored_chunks
+from ragblend.lab.quality.data import SYSTEM, build_prompt, find_similar_texts, load_cases, stored_chunks
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, timed_prefill
 from ragblend.prompt.types import Prompt, as_chunk
 
@@ -80,7 +80,7 @@ def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: 
 
 
 def measure_ragblend(
-    base: TransformersEngine, prompts: Sequence[Prompt], near: SimilarPassages
+    base: TransformersEngine, prompts: Sequence[Prompt], similar: Mapping[str, tuple[str, ...]]
 ) -> list[dict[str, Any]]:
     """Return a run per configuration: first-token KL from full prefill in nats, TTFT as a share of full prefill's."""
     seen: dict[Configuration, list[tuple[float, float, float, bool]]] = {each: [] for each in CONFIGURATIONS}
@@ -93,7 +93,7 @@ def measure_ragblend(
                 base.layers, base.renderer, MemoryStore(STORE_BYTES), name=base.name, fingerprint=base.fingerprint,
                 system=SYSTEM, on_miss="inline", check=False, context=context,
             )  # fmt: skip
-            for chunk in stored_chunks(prompt, context, near):
+            for chunk in stored_chunks(prompt, context, similar):
                 engine.precompute(chunk)
         for each in (FULL, *CONFIGURATIONS):
             engine = engines[each.context]
@@ -146,7 +146,7 @@ def main() -> None:
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(EMBEDDER)
         cases = load_cases(config)
-        near = SimilarPassages(cases, base, embedder, config)
+        similar = find_similar_texts(cases, base, embedder, config)
         moved = [build_prompt(case, base, embedder, config) for case in cases]
         asked = topics(
             [(case.question, build_prompt(case, base, embedder, wide)) for case in cases[: given.topics]],
@@ -162,7 +162,7 @@ def main() -> None:
             "topics": [prompt_facts(base, *each) for each in asked],
         }
         given.prompts.write_text(json.dumps(kept) + "\n")
-        runs = measure_ragblend(base, moved, near)
+        runs = measure_ragblend(base, moved, similar)
         card = hardware_card()
     for run in runs:
         print(

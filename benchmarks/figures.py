@@ -33,19 +33,19 @@ from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, token_log_probs
 from ragblend.lab.quality.study import (
     QualityRecord,
-    QualityResult,
     answer_in_full,
     engine_for,
     run_quality,
     table_lines,
 )
+from ragblend.lab.tables import Facts
 from ragblend.prompt.types import Prompt
 
-PANELS = (
-    Panel("ttft_s", "token_f1", "F1 of the greedy answer"),
-    Panel("ttft_s", "rouge_l", "ROUGE-L of the greedy answer"),
-    Panel("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
-    Panel("ttft_s", "answer_kl", "KL(full || this) over the answer, nats"),
+PANELS: tuple[Panel, ...] = (
+    ("ttft_s", "token_f1", "F1 of the greedy answer"),
+    ("ttft_s", "rouge_l", "ROUGE-L of the greedy answer"),
+    ("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
+    ("ttft_s", "answer_kl", "KL(full || this) over the answer, nats"),
 )
 
 
@@ -67,8 +67,8 @@ class FigureConfig(QualityConfig):
                 raise UsageError(f"baseline is {baseline!r}; choose from {', '.join(BASELINES)}")
 
 
-def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) -> QualityResult:
-    """Return the result of `bench quality` with one more run for each baseline."""
+def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) -> Facts:
+    """Return the JSON object of `bench quality` with one more run for each baseline."""
 
     def also(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
         return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)

@@ -45,10 +45,10 @@ from ragblend.engine.transformers.model import find_device
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import TtftConfig
 from ragblend.lab.bench.common.shapes import SHAPES, find_dtype
-from ragblend.lab.bench.common.workloads import PromptSet, engine_for, make_engine, make_prompts, random_model
-from ragblend.lab.bench.ttft import TtftRun, run_ttft
+from ragblend.lab.bench.common.workloads import engine_for, make_engine, make_prompts, random_model
+from ragblend.lab.bench.ttft import run_ttft
 from ragblend.options import Mode
-from ragblend.prompt.types import Prompt
+from ragblend.prompt.types import Chunk, Prompt
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
 """Attention of one kind each: plain, with biases or norms, soft caps, windows, sinks."""
@@ -77,11 +77,12 @@ class Sizes:
     def engine(self, tokens: int, count: int = 1) -> Iterator[tuple[TransformersEngine, Sequence[Prompt]]]:
         """Open an engine with the chunks of `count` prompts of about `tokens` tokens in memory."""
         lengths = (tokens // self.chunk_tokens, self.chunk_tokens, self.question_tokens)
-        work, store = make_prompts(*lengths, count, SHAPES[self.shape].vocab_size), MemoryStore(_NO_LIMIT_BYTES)
+        chunks, prompts = make_prompts(*lengths, count, SHAPES[self.shape].vocab_size)
+        store = MemoryStore(_NO_LIMIT_BYTES)
         with engine_for(self.shape, store, find_dtype(self.dtype), device=self.device) as engine:
-            for _ in engine.precompute_all(work.chunks):
+            for _ in engine.precompute_all(chunks):
                 pass
-            yield engine, work.prompts
+            yield engine, prompts
 
 
 GPU = Sizes("cuda", "llama-8b", "bfloat16", (4096, 8192, 16_384, 32_768), 512, 32, 64, 3)
@@ -107,11 +108,11 @@ def _exactness_of(family: str, dtype: str, device: str) -> dict[str, Any]:
     """Errors are the largest difference of a logit over the largest logit of full prefill."""
     shape = replace(SHAPES["llama-1m"], family=family)
     model = random_model(shape, find_dtype(dtype))
-    work = make_prompts(6, 64, 16, 2, shape.vocab_size)
+    chunks, prompts = make_prompts(6, 64, 16, 2, shape.vocab_size)
     found: dict[str, Any] = {"family": family, "dtype": dtype}
-    with closing(_stored(copy.deepcopy(model).to(device), family, work)) as engine:
+    with closing(_stored(copy.deepcopy(model).to(device), family, chunks)) as engine:
         prefilled = [
-            (_prefill(engine, prompt, "full"), _prefill(engine, prompt, "blend", "ask", 1.0)) for prompt in work.prompts
+            (_prefill(engine, prompt, "full"), _prefill(engine, prompt, "blend", "ask", 1.0)) for prompt in prompts
         ]
         found["ratio_one_error"] = max(_error(blended.logits, full.logits) for full, blended in prefilled)
         answers = [
@@ -119,25 +120,24 @@ def _exactness_of(family: str, dtype: str, device: str) -> dict[str, Any]:
                 engine.generate(prompt, mode=mode, rule="ask", recompute_ratio=1.0, max_tokens=16).token_ids
                 for mode in ("full", "blend")
             ]
-            for prompt in work.prompts
+            for prompt in prompts
         ]
         found["same_answers"], found["num_answers"] = sum(full == blended for full, blended in answers), len(answers)
         if dtype == "float32" and device != "cpu":
-            with closing(_stored(model, family, work)) as on_cpu:
+            with closing(_stored(model, family, chunks)) as on_cpu:
                 for rule in RATIOS:
                     pairs = [
-                        [_prefill(each, prompt, "blend", rule, 0.15) for each in (engine, on_cpu)]
-                        for prompt in work.prompts
+                        [_prefill(each, prompt, "blend", rule, 0.15) for each in (engine, on_cpu)] for prompt in prompts
                     ]
                     found[f"{rule}_error_to_cpu"] = max(_error(mine.logits.cpu(), its.logits) for mine, its in pairs)
                     found[f"{rule}_same_tokens"] = sum(_recomputed(mine) == _recomputed(its) for mine, its in pairs)
     return found
 
 
-def _stored(model: Any, family: str, work: PromptSet) -> TransformersEngine:
-    """Return an engine with the chunks of `work` in memory. It has passed the exactness check of every loaded model."""
+def _stored(model: Any, family: str, chunks: Sequence[Chunk]) -> TransformersEngine:
+    """Return an engine with `chunks` in memory. It has passed the exactness check of every loaded model."""
     engine = make_engine(model, MemoryStore(_NO_LIMIT_BYTES), family, family)
-    for chunk in work.chunks:
+    for chunk in chunks:
         engine.precompute(chunk)
     return engine
 
@@ -189,13 +189,13 @@ def _ttft_of(sizes: Sizes, tokens: int, tier: str) -> list[dict[str, Any]]:
         )
         lines += [
             {"tokens": tokens, "tier": tier, **_figures(run), "predicted": _predicted(run, tokens, sizes)}
-            for run in run_ttft(config).runs
-            if run.mode != "full" or rule == "ask"
+            for run in run_ttft(config)["runs"]
+            if run["mode"] != "full" or rule == "ask"
         ]
     return lines
 
 
-def _figures(run: TtftRun) -> dict[str, Any]:
+def _figures(run: dict[str, Any]) -> dict[str, Any]:
     left_out = {
         "charged_budget",
         "charged_budget_32",
@@ -205,18 +205,18 @@ def _figures(run: TtftRun) -> dict[str, Any]:
         "peak_rss_bytes",
         "select_share",
     }
-    return {name: value for name, value in asdict(run).items() if name not in left_out}
+    return {name: value for name, value in run.items() if name not in left_out}
 
 
-def _predicted(run: TtftRun, tokens: int, sizes: Sizes) -> float | None:
+def _predicted(run: dict[str, Any], tokens: int, sizes: Sizes) -> float | None:
     """Return the speedup that the hardware model expects of the GPU alone, None where it does not know GPU or model."""
-    if run.mode != "blend" or sizes.device == "cpu" or sizes.shape != "llama-8b":
+    if run["mode"] != "blend" or sizes.device == "cpu" or sizes.shape != "llama-8b":
         return None
     name = torch.cuda.get_device_name(sizes.device)
     known = next((gpu for gpu in hardware_model.GPUS if gpu in name), None)
     if known is None:
         return None
-    line = hardware_model.estimate(known, tokens, run.ratio, sizes.question_tokens, 0.6)
+    line = hardware_model.estimate(known, tokens, run["ratio"], sizes.question_tokens, 0.6)
     return line.full_s / line.together_s
 
 
@@ -372,7 +372,7 @@ def vllm(sizes: Sizes) -> list[dict[str, Any]]:
         rules=("ask",),
         ratio=RATIOS["ask"],
     )
-    return [_figures(run) for run in run_ttft(config).runs]
+    return [_figures(run) for run in run_ttft(config)["runs"]]
 
 
 class Part(NamedTuple):

@@ -7,7 +7,7 @@ Read `_timed`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.vllm.base_engine import INGEST_CONCURRENCY
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
-from ragblend.lab.bench.common.workloads import make_prompts
+from ragblend.lab.bench.common.workloads import make_prompts, vocab_size
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 from ragblend.prompt.types import Chunk, Prompt
 
@@ -76,11 +76,8 @@ def bench_ingest_vllm(
         torch.set_num_threads(threads)
     rounds: list[tuple[_Taken, _Taken]] = []
     length = PREFIX_TOKENS + chunk_tokens + 2
-    with open_vllm(config, num_prompts=INGEST_CONCURRENCY, prompt_tokens=length, store=store) as (
-        engine,
-        vocab_size,
-    ):
-        pool = make_prompts(chunks, chunk_tokens, 1, 1, vocab_size, seed).chunks
+    with open_vllm(config, num_prompts=INGEST_CONCURRENCY, prompt_tokens=length, store=store) as engine:
+        pool, _ = make_prompts(chunks, chunk_tokens, 1, 1, vocab_size(engine), seed)
         for number in range(repeats + 1):
             prefill, ingest = _timed(lambda: _prefill(engine, pool)), _timed(lambda: engine.precompute_all(pool))
             for chunk in pool:
@@ -126,7 +123,7 @@ def _timed(work: Callable[[], Iterator[Any]]) -> _Taken:
     return _Taken(perf_counter() - start_s, process_time() - start_cpu_s)
 
 
-def _prefill(engine: VllmEngine, chunks: tuple[Chunk, ...]) -> Iterator[Any]:
+def _prefill(engine: VllmEngine, chunks: Sequence[Chunk]) -> Iterator[Any]:
     """Prefill every chunk with vLLM itself, as many at a time as ingestion does, without its prefix cache."""
 
     def one(chunk: Chunk) -> None:

@@ -42,7 +42,7 @@ from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.vllm.worker import worker_of_this_process
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
-from ragblend.lab.bench.common.workloads import make_prompts
+from ragblend.lab.bench.common.workloads import make_prompts, vocab_size
 from ragblend.lab.bench.load import ThrottledStore
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 from ragblend.prompt.types import Prompt
@@ -134,11 +134,13 @@ def measure(
     length = PREFIX_TOKENS + config.num_chunks * config.chunk_tokens + QUESTION_TOKENS + STREAM_TOKENS
     with (
         tempfile.TemporaryDirectory(prefix="ragblend-stall-") as directory,
-        open_vllm(config, num_prompts=2, prompt_tokens=length, store=Path(directory)) as (engine, vocab),
+        open_vllm(config, num_prompts=2, prompt_tokens=length, store=Path(directory)) as engine,
     ):
-        work = make_prompts(config.num_chunks, config.chunk_tokens, QUESTION_TOKENS, repeats + 1, vocab)
-        notify(f"precomputing {len(work.chunks)} chunks")
-        for _ in engine.precompute_all(work.chunks):
+        chunks, prompts = make_prompts(
+            config.num_chunks, config.chunk_tokens, QUESTION_TOKENS, repeats + 1, vocab_size(engine)
+        )
+        notify(f"precomputing {len(chunks)} chunks")
+        for _ in engine.precompute_all(chunks):
             pass
         disk, memory, worker = DiskStore(Path(directory)), MemoryStore(1 << 40), worker_of_this_process()
         kvs = [kv for key in disk.keys() if (kv := disk.get(key)) is not None]  # noqa: SIM118 (a store is not a dict)
@@ -146,8 +148,8 @@ def measure(
             memory.put(load_into_memory(kv))
         speed = kvs[0].nbytes / kvs[0].header.num_layers / read_s
         stores: dict[str, KVStore] = {"memory": memory, "slow store": ThrottledStore(disk, speed)}
-        streamed = Prompt(work.chunks[:1], "0 1 2")
-        for number, prompt in enumerate(work.prompts):
+        streamed = Prompt(chunks[:1], "0 1 2")
+        for number, prompt in enumerate(prompts):
             notify(f"round {number} of {repeats}" if number else "warm-up")
             for name, side in sides.items() if number else [(SIDES[1], Side("warm-up"))]:
                 with _Stream(engine, streamed) as stream:

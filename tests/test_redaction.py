@@ -12,7 +12,7 @@ from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.client import Connection
 from ragblend.errors import UsageError
 from ragblend.llamaindex import BlendLLM as LlamaIndexLLM
-from ragblend.operations.serve import ServeOptions, build_server_command
+from ragblend.operations.serve import build_server_command
 from ragblend.redaction import redact_url
 
 SECRET = "geheim"
@@ -97,8 +97,8 @@ def test_a_server_that_does_not_answer_is_named_without_its_password():
 def test_the_printed_command_of_a_server_hides_what_is_secret(tmp_path):
     flags = ("--hf-token", SECRET, f"--ssl-keyfile-password={SECRET}", "--max-model-len", "512")
     remote = f"redis://127.0.0.1:6379/0?password={SECRET}"
-    options = ServeOptions(Settings(model="demo", store=str(tmp_path), remote=remote), api_key=SECRET)
-    made = build_server_command(options, flags, check=False)
+    settings = Settings(model="demo", store=str(tmp_path), remote=remote)
+    made = build_server_command(settings, flags, api_key=SECRET, check=False)
     assert SECRET not in made.display_command()
     assert made.display_command().endswith("--max-model-len 512")
     assert made.command[-5:-3] == ("--hf-token", SECRET), "vLLM still gets it"

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,7 +96,7 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
 ) -> None:
     """Start vLLM's OpenAI-compatible server with chunk KV from a store. Flags not listed here are passed to vLLM."""
-    from ragblend.operations.serve import ServeOptions, build_server_command
+    from ragblend.operations.serve import build_server_command
     from ragblend.operations.serve import serve as run
 
     unflagged = serve.unflagged  # type: ignore[attr-defined]  # vLLM would reject these flags without a reason
@@ -104,14 +104,14 @@ def serve(
         if hint := how_to_set_without_flag(argument, unflagged):
             raise UsageError(f"ragblend serve has no {argument.partition('=')[0]}; {hint}")
     keys_file = None if keys is None else expand_user_path(keys, "--api-keys-file")
-    options = ServeOptions(settings, host, port, api_key, keys_file)
+    options: dict[str, Any] = {"host": host, "port": port, "api_key": api_key, "keys": keys_file}
     if dry_run:
-        print(build_server_command(options, given.args).display_command())
+        print(build_server_command(settings, given.args, **options).display_command())
         return
     print_notice(
         f"starting vLLM with {settings.model} and the store {settings.store}; clients: --backend http://{host}:{port}"
     )
-    run(options, given.args)
+    run(settings, given.args, **options)
 
 
 def demo(

@@ -63,12 +63,12 @@ def sign(
     with progress_bars() as progress:
         report = sign_store(settings.store, key, signed_with=old, progress=progress, kv_dir=settings.kv_dir)
     lines = [
-        f"{settings.store}: {report.num_signed} entries and {report.num_notes} notes signed, {report.num_known} were "
-        f"(key {key.id})",
-        *(f"  {name}: {reason}" for name, reason in report.refused.items()),
+        f"{settings.store}: {report['num_signed']} entries and {report['num_notes']} notes signed, "
+        f"{report['num_known']} were (key {key.id})",
+        *(f"  {name}: {reason}" for name, reason in report["refused_keys"].items()),
     ]
-    if report.refused:
-        lines.append(f"{len(report.refused)} refused; drop and recompute them: ragblend verify --repair")
-    print_result(report.as_dict(), "\n".join(lines), json_)
-    if report.refused:
+    if report["refused"]:
+        lines.append(f"{report['refused']} refused; drop and recompute them: ragblend verify --repair")
+    print_result(report, "\n".join(lines), json_)
+    if report["refused"]:
         raise typer.Exit(EXIT_CORRUPT)

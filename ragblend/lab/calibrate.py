@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -44,24 +44,9 @@ Z_SQUARED = 3.8415  # squared normal quantile of a 95 % interval
 Curve = tuple[CurvePoint, ...]
 
 
-class CalibrationSample(NamedTuple):
-    """One question with one rule at one ratio, compared with full prefill."""
-
-    agrees: bool
-    kl: float
-    charged_budget: float
-    charged_budget_32: float
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Result of a calibration on questions that it was not fitted on. `low`, `high`: 95 % interval of `agreement`."""
-
-    num_questions: int
-    agreement: float
-    low: float
-    high: float
-    kl: float
+CalibrationSample = tuple[bool, float, float, float]
+"""One question with one rule at one ratio, compared with full prefill: whether the first tokens agree, KL(full ||
+blend) of the first token, the charged budget, and the charged budget with 32 layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,8 @@ class CalibrationRun:
     num_prefills: int
     elapsed_s: float
     cpu_s: float
-    held_out: HeldOut | None = None
+    held_out: CurvePoint | None = None  # at the fitted ratio, on questions that the calibration was not fitted on
+    num_held_out: int = 0
 
     @property
     def is_target_refuted(self) -> bool:
@@ -106,36 +92,40 @@ def calibrate(
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     check_target(target, num_questions)
-    fitter = require_transformers_engine(engine)
+    if not isinstance(engine, TransformersEngine):
+        raise UsageError(
+            "calibrate compares first-token distributions, which vLLM does not show. Calibrate with --backend "
+            "transformers on the store that vLLM serves from: the calibration is for both"
+        )
     disk = engine.store.disk_tier if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
     fitted, others = split_questions(questions, num_questions, num_held_out, target)
     grid = (0.0, *sorted({validate_ratio(ratio) for ratio in ratios} - {0.0, 1.0}), 1.0)
-    names = unique_rule_names(rules, fitter.layers.num_layers)
+    names = unique_rule_names(rules, engine.layers.num_layers)
 
     def prompts(texts: Sequence[str]) -> list[Prompt]:
         hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
         return [
-            Prompt([hit.chunk for hit in found], text, fitter.system) for found, text in zip(hits, texts, strict=True)
+            Prompt([hit.chunk for hit in found], text, engine.system) for found, text in zip(hits, texts, strict=True)
         ]
 
-    curves = measure_curves(fitter, prompts(fitted), names, grid, progress)
+    curves = measure_curves(engine, prompts(fitted), names, grid, progress)
     calibration = Calibration(
-        fitter.fingerprint,
-        fitter.default_prefix_ids,
+        engine.fingerprint,
+        engine.default_prefix_ids,
         index.manifest.chunker,
         time.time(),
         target,
         len(fitted),
         f"k {k}, neighbours {neighbours}, order {order}",
-        fit_all(curves, target, default_check_layer(fitter.layers.global_layers)),
+        fit_all(curves, target, default_check_layer(engine.layers.global_layers)),
     )
     path = str(save_calibration(disk, calibration)) if disk is not None else None
-    held_out = evaluate_held_out(fitter, prompts(others), calibration, progress) if others else None
+    held_out = evaluate_held_out(engine, prompts(others), calibration, progress) if others else None
     num_prefills = len(fitted) * (3 + len(names) * (len(grid) - 2)) + 2 * len(others)
     elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out)
+    return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out, len(others))
 
 
 # -- questions
@@ -230,6 +220,8 @@ def measure_curves(
     are blended as a calibrated engine blends them."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
+    unmeasured = tuple(CurvePoint(ratio, *(0.0,) * 6) for ratio in (0.0, 1.0))
+    fits = {rule: RuleFit(rule, check_layer, 0.0, False, unmeasured) for rule in rules}
     for number, prompt in enumerate(prompts):
         on_progress("measure", number, len(prompts))
         request, full = _run_full_prefill(engine, prompt)
@@ -237,7 +229,7 @@ def measure_curves(
             trial: CalibrationSample | None = None
             for rule in rules:
                 if trial is None or 0 < ratio < 1:  # at 0 and 1 all rules recompute the same tokens
-                    trial = _run_blend(engine, request, _make_uncalibrated_fit(rule, check_layer), ratio, full)
+                    trial = _run_blend(engine, request, fits[rule], ratio, full)
                 trials[rule, ratio].append(trial)
     on_progress("measure", len(prompts), len(prompts))
     return {rule: tuple(summarize_ratio(ratio, trials[rule, ratio]) for ratio in ratios) for rule in rules}
@@ -251,16 +243,15 @@ def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurveP
 
 def evaluate_held_out(
     engine: TransformersEngine, prompts: Sequence[Prompt], calibration: Calibration, on_progress: Progress
-) -> HeldOut:
-    """Blend `prompts` with the best fit of `calibration`, and return the agreement with full prefill."""
+) -> CurvePoint:
+    """Answer other questions with `calibration`'s best fit, and return the agreement with full prefill."""
     fit, trials = calibration.fits[0], []
     for number, prompt in enumerate(prompts):
         on_progress("check", number, len(prompts))
         request, full = _run_full_prefill(engine, prompt)
         trials.append(_run_blend(engine, request, fit, fit.ratio, full))
     on_progress("check", len(prompts), len(prompts))
-    found = summarize_ratio(fit.ratio, trials)
-    return HeldOut(len(prompts), found.agreement, found.low, found.high, found.kl)
+    return summarize_ratio(fit.ratio, trials)
 
 
 def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[EngineRequest, Tensor]:
@@ -278,15 +269,7 @@ def _run_blend(
     found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
     report = found.report
     agrees = bool(found.logits.argmax() == full.argmax())
-    return CalibrationSample(
-        agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32
-    )
-
-
-def _make_uncalibrated_fit(rule: str, check_layer: int) -> RuleFit:
-    """Return the fit of a rule before anything is measured."""
-    nothing = (0.0,) * 6
-    return RuleFit(rule, check_layer, 0.0, False, (CurvePoint(0.0, *nothing), CurvePoint(1.0, *nothing)))
+    return agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32
 
 
 # -- fitting: arithmetic on what was measured
@@ -303,13 +286,3 @@ def fit_all(curves: Mapping[str, Curve], target: float, check_layer: int = CHECK
     """Return a fit per rule, the smallest charged budget first; rules with equal budgets as in `curves`."""
     fits = [fit_ratio(rule, curve, target, check_layer) for rule, curve in curves.items()]
     return tuple(sorted(fits, key=lambda each: each.point.charged_budget))
-
-
-def require_transformers_engine(engine: Engine) -> TransformersEngine:
-    """Return `engine` if it is a TransformersEngine. Raises UsageError for vLLM, which returns no logits."""
-    if not isinstance(engine, TransformersEngine):
-        raise UsageError(
-            "calibrate compares first-token distributions, which vLLM does not show. Calibrate with --backend "
-            "transformers on the store that vLLM serves from: the calibration is for both"
-        )
-    return engine

@@ -8,8 +8,8 @@ modes and other ratios. Works on engines that decode themselves. Does not depend
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple, Unpack
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -56,7 +56,8 @@ class ExplainedSegment:
     @property
     def deviation(self) -> float | None:
         """Mean deviation of the tokens whose KV was stored; None if there are none."""
-        return _mean(token.deviation for token in self.tokens)
+        known = [token.deviation for token in self.tokens if token.deviation is not None]
+        return sum(known) / len(known) if known else None
 
     @property
     def attention(self) -> float | None:
@@ -92,10 +93,6 @@ class Explanation:
         """Return the number of tokens in that state."""
         return sum(token.state == state for token in self.tokens)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the explanation as JSON values."""
-        return asdict(self)
-
 
 def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
     """Answer `prompt` by blending and by full prefill, and return how both answers and the KV of all tokens compare.
@@ -111,14 +108,6 @@ def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[Engine
         for _ in compared.stream(mode):
             pass
     return compared.explanation()
-
-
-class Agreement(NamedTuple):
-    """Closeness of an answer to full prefill's. `first_token_kl`: KL(full || answer) of the first token, nats."""
-
-    answers_identical: bool
-    first_token_agrees: bool
-    first_token_kl: float
 
 
 class Comparison:
@@ -150,14 +139,17 @@ class Comparison:
 
         return GenerationStream(self._engine, replace(request, mode=mode), keep)
 
-    def agreement(self, mode: Mode) -> Agreement:
-        """Return how close the answer of `mode` is to full prefill's. Both must have been streamed before."""
+    def agreement(self, mode: Mode) -> dict[str, Any]:
+        """Return how close the answer of `mode` is to full prefill's: the fields of that name of an Explanation.
+
+        Both must have been answered.
+        """
         (reference, full_answer), (other, answer) = self._kept["full"], self._kept[mode]
-        return Agreement(
-            answer.token_ids == full_answer.token_ids,
-            int(reference.logits.argmax()) == int(other.logits.argmax()),
-            first_token_kl(reference.logits, other.logits),
-        )
+        return {
+            "answers_identical": answer.token_ids == full_answer.token_ids,
+            "first_token_agrees": int(reference.logits.argmax()) == int(other.logits.argmax()),
+            "first_token_kl": first_token_kl(reference.logits, other.logits),
+        }
 
     def explanation(self) -> Explanation:
         """Return the state of every token. The prompt must have been answered in the modes "blend" and "full".
@@ -167,20 +159,17 @@ class Comparison:
         (blended, answer), (full, full_answer) = self._kept["blend"], self._kept["full"]
         request = self._request
         found, deviations = self._stored or self._keep_stored(full)
-        agreement = self.agreement("blend")
         remaining = _deviations(full.fused, blended.fused, request.prompt.num_tokens)
         self._kept = {mode: kept for mode, kept in self._kept.items() if mode in ("full", "blend")}
         return Explanation(
-            self._engine.name,
-            _question(self._engine, request),
-            answer.text,
-            full_answer.text,
-            agreement.answers_identical,
-            agreement.first_token_agrees,
-            agreement.first_token_kl,
-            answer.report,
-            full_answer.report,
-            tuple(_segments(self._engine, request, blended, found, deviations, remaining)),
+            model=self._engine.name,
+            question=_question(self._engine, request),
+            answer=answer.text,
+            full_answer=full_answer.text,
+            **self.agreement("blend"),
+            report=answer.report,
+            full_report=full_answer.report,
+            segments=tuple(_segments(self._engine, request, blended, found, deviations, remaining)),
         )
 
     def _keep_stored(self, full: PrefillResult) -> tuple[set[int], list[float]]:
@@ -258,8 +247,3 @@ def _question(engine: TransformersEngine, request: EngineRequest) -> str:
 
 def _plain(tensor: Tensor | None) -> list[Any]:
     return [] if tensor is None else tensor.tolist()
-
-
-def _mean(values: Iterator[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend import __version__
 from ragblend.files.output import write_output
@@ -24,37 +23,6 @@ _BINS = 160  # the most cells in the strip of a folded chunk
 _SCALES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _CLASSES = {"exact": "e", "computed": "c", "recomputed": "r", "reused": "k"}
 _KINDS = {"prefix": "prefix", "text": "text", "suffix": "question", "chunk": "chunk"}
-
-
-class _Cell(NamedTuple):
-    """One token on the page: its text, CSS classes and tooltip."""
-
-    space: str  # whitespace before the text, which is not marked
-    text: str
-    classes: str
-    hint: str
-
-
-class _Bin(NamedTuple):
-    """Adjacent tokens in a chunk's strip: their darkest shades, and whether one of them was recomputed."""
-
-    deviation: int
-    attention: int
-    mark: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One segment as the template needs it."""
-
-    title: str
-    source: str
-    facts: list[str]
-    missed: bool
-    open: bool
-    chunk: Any
-    tokens: list[_Cell]
-    bins: list[_Bin]
 
 
 def render_html(explanation: Explanation) -> str:
@@ -132,23 +100,24 @@ def shade_above_even_share(attention: float | None, num_tokens: int) -> int:
 # -- the page's parts
 
 
-def _blocks(explanation: Explanation, scale: float) -> list[_Block]:
+def _blocks(explanation: Explanation, scale: float) -> list[dict[str, Any]]:
+    """Return the segments as the template needs them."""
     num_tokens = explanation.report.prompt_tokens
-    blocks = []
-    for number, segment in _numbered(explanation):
-        blocks.append(
-            _Block(
-                _title(segment, number),
-                segment.chunk.source if segment.chunk is not None else "",
-                _facts(segment),
-                segment.chunk is not None and not segment.chunk.hit,
-                num_tokens <= OPEN_TOKENS,
-                segment.chunk,
-                [_cell(token, segment.start + place, scale, num_tokens) for place, token in enumerate(segment.tokens)],
-                _bins(segment, scale, num_tokens),
-            )
-        )
-    return blocks
+    return [
+        {
+            "title": _title(segment, number),
+            "source": segment.chunk.source if segment.chunk is not None else "",
+            "facts": _facts(segment),
+            "missed": segment.chunk is not None and not segment.chunk.hit,
+            "open": num_tokens <= OPEN_TOKENS,
+            "chunk": segment.chunk,
+            "tokens": [
+                _cell(token, segment.start + place, scale, num_tokens) for place, token in enumerate(segment.tokens)
+            ],
+            "bins": _bins(segment, scale, num_tokens),
+        }
+        for number, segment in _numbered(explanation)
+    ]
 
 
 def _numbered(explanation: Explanation) -> Iterator[tuple[int, ExplainedSegment]]:
@@ -184,7 +153,8 @@ def _facts(segment: ExplainedSegment) -> list[str]:
     return facts
 
 
-def _cell(token: ExplainedToken, position: int, scale: float, num_tokens: int) -> _Cell:
+def _cell(token: ExplainedToken, position: int, scale: float, num_tokens: int) -> dict[str, str]:
+    """Return one token on the page: its text, the white space before it, which is not marked, CSS classes, tooltip."""
     step = shade((token.deviation or 0.0) / scale)
     hint = [f"token {position}: {token.state}"]
     if token.deviation is not None:
@@ -196,19 +166,20 @@ def _cell(token: ExplainedToken, position: int, scale: float, num_tokens: int) -
     classes = f"{_CLASSES[token.state]} d{step} a{shade_above_even_share(token.attention, num_tokens)}"
     text = token.text.lstrip() or token.text
     space = token.text[: len(token.text) - len(text)]
-    return _Cell(space, text, classes, ", ".join(hint))
+    return {"space": space, "text": text, "classes": classes, "hint": ", ".join(hint)}
 
 
-def _bins(segment: ExplainedSegment, scale: float, num_tokens: int) -> list[_Bin]:
-    """Return the segment in at most `_BINS` cells, each with the darkest shades of its tokens."""
+def _bins(segment: ExplainedSegment, scale: float, num_tokens: int) -> list[dict[str, int]]:
+    """Return the segment in at most `_BINS` cells, each with the darkest shades of its tokens, and a mark if one of
+    them was recomputed."""
     size = math.ceil(len(segment.tokens) / _BINS)
     parts = [segment.tokens[start : start + size] for start in range(0, len(segment.tokens), size)]
     return [
-        _Bin(
-            max(shade((token.deviation or 0.0) / scale) for token in part),
-            max(shade_above_even_share(token.attention, num_tokens) for token in part),
-            any(token.state == "recomputed" for token in part),
-        )
+        {
+            "deviation": max(shade((token.deviation or 0.0) / scale) for token in part),
+            "attention": max(shade_above_even_share(token.attention, num_tokens) for token in part),
+            "mark": any(token.state == "recomputed" for token in part),
+        }
         for part in parts
     ]
 

@@ -31,9 +31,8 @@ class NearText(NamedTuple):
     difference: str
 
 
-class _Word(NamedTuple):
-    folded: str
-    start: int  # its first character in the text
+_Word = tuple[str, int]
+"""A word in lower case, and the place of its first character in the text."""
 
 
 class _Candidate(NamedTuple):
@@ -90,17 +89,17 @@ def _compare(text: str, prompt_words: list[_Word], place_of: dict[tuple[str, ...
         len(shared) / len(words),
         text,
         {place + offset for place in found.values() for offset in range(NUM_WORDS)},
-        (words[first].start, prompt_words[found[first]].start),
+        (words[first][1], prompt_words[found[first]][1]),
     )
 
 
 def _words(text: str) -> list[_Word]:
-    return [_Word(match.group().casefold(), match.start()) for match in _WORD.finditer(text)]
+    return [(match.group().casefold(), match.start()) for match in _WORD.finditer(text)]
 
 
 def _runs(words: list[_Word]) -> Iterable[tuple[str, ...]]:
     """Return every NUM_WORDS words in a row."""
-    folded = [word.folded for word in words]
+    folded = [word for word, _ in words]
     return zip(*(folded[offset:] for offset in range(NUM_WORDS)), strict=False)
 
 

@@ -68,44 +68,13 @@ class PromptSpec:
         return self.num_stored + self.question_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class StorageEstimate:
-    """One storage: its cost, and its effect on the time to first token. Times are estimates, in seconds."""
-
-    storage: str
-    load_s: float  # T_load of one prompt's chunks
-    recompute_s: float  # T_recompute at the requested ratio
-    ttft_s: float  # both, in the pipeline
-    adds_delay: bool  # loading takes longer than recompute (with a query probe: than SLIGHT of it) or never overlaps it
-    hidden_ratio: float  # the largest ratio whose recompute hides behind loading, but at least the requested ratio
-    pays: bool  # blending is faster than full prefill
-    gb_per_1000_chunks: float
-    usd_per_1000_chunks_month: float
-    saved_s: float  # per prompt, compared with full prefill; negative if blending is slower
-    reuses_to_repay: int | None  # uses of a chunk that save the time of precomputing it; None: never
-    reuses_per_month: float | None  # uses of a chunk per month that pay its storage; None: never, or no hourly price
-
-
-@dataclass(frozen=True, slots=True)
-class StoragePlan:
-    """All storages, cheapest first. `chosen`: the cheapest storage that pays and adds no delay; None if none does."""
-
-    need: PromptSpec
-    full_s: float  # full prefill of one prompt
-    options: tuple[StorageEstimate, ...]
-    chosen: str | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return asdict(self)
-
-
 SLIGHT = 0.1
 """Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md)."""
 
 
-def plan(profile: MachineProfile, storages: Sequence[Storage], prompt: PromptSpec) -> StoragePlan:
-    """Return the estimate of each storage for prompts like `prompt`, and the cheapest storage that adds no delay.
+def plan(profile: MachineProfile, storages: Sequence[Storage], prompt: PromptSpec) -> dict[str, Any]:
+    """Return the JSON object of a plan: "need" is `prompt`, "full_s" the seconds of full prefill, "options" are the
+    estimates of the storages, cheapest first, and "chosen" names the cheapest one that adds no delay (None: all do).
 
     The chosen storage also makes blending faster than full prefill. Raises UsageError for no storages, and for storages
     with equal names.
@@ -114,13 +83,14 @@ def plan(profile: MachineProfile, storages: Sequence[Storage], prompt: PromptSpe
     if not storages or len(set(names)) < len(names):
         raise UsageError(f"storages are {', '.join(names) or 'none'}; name one or more, each once (--storage)")
     ordered = sorted(storages, key=lambda storage: (storage.usd_per_gb_month, -storage.bytes_per_s, storage.name))
-    options = tuple(estimate_storage(profile, storage, prompt) for storage in ordered)
-    chosen = next((option.storage for option in options if option.pays and not option.adds_delay), None)
-    return StoragePlan(prompt, profile.full_prefill_s(prompt.num_tokens), options, chosen)
+    options = [estimate_storage(profile, storage, prompt) for storage in ordered]
+    chosen = next((option["storage"] for option in options if option["pays"] and not option["adds_delay"]), None)
+    full_s = profile.full_prefill_s(prompt.num_tokens)
+    return {"need": asdict(prompt), "full_s": full_s, "options": options, "chosen": chosen}
 
 
-def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSpec) -> StorageEstimate:
-    """Return the cost of one storage, and its effect on the time to first token of prompts like `prompt`."""
+def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSpec) -> dict[str, Any]:
+    """Return the cost of one storage, and its effect in seconds on the time to first token of prompts like `prompt`."""
     full_s = profile.full_prefill_s(prompt.num_tokens)
     load_s = profile.load_s(storage.bytes_per_s, prompt.num_stored)
     recompute_s = profile.prompt_compute_s(prompt.ratio, prompt.num_tokens, prompt.num_stored)
@@ -129,24 +99,27 @@ def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSp
     saved_per_chunk_s = saved_s / prompt.num_chunks
     pays = saved_s > 0
     month_usd = chunk_gb * storage.usd_per_gb_month
-    return StorageEstimate(
-        storage=storage.name,
-        load_s=load_s,
-        recompute_s=recompute_s,
-        ttft_s=full_s - saved_s,
-        adds_delay=load_s > recompute_s * (SLIGHT if prompt.probes_before_selection else 1.0) or not profile.overlaps,
-        hidden_ratio=largest_hidden_ratio(
+    return {
+        "storage": storage.name,
+        "load_s": load_s,  # T_load of one prompt's chunks
+        "recompute_s": recompute_s,  # T_recompute at the requested ratio
+        "ttft_s": full_s - saved_s,  # both, in the pipeline
+        "adds_delay": load_s > recompute_s * (SLIGHT if prompt.probes_before_selection else 1.0)
+        or not profile.overlaps,
+        # The largest ratio that hides behind loading, at least the requested one.
+        "hidden_ratio": largest_hidden_ratio(
             prompt.ratio, profile.hidden_compute_s(load_s, prompt.probes_before_selection), full_s, profile.shares
         ),
-        pays=pays,
-        gb_per_1000_chunks=1000 * chunk_gb,
-        usd_per_1000_chunks_month=1000 * month_usd,
-        saved_s=saved_s,
-        reuses_to_repay=math.ceil(profile.full_prefill_s(prompt.chunk_tokens) / saved_per_chunk_s) if pays else None,
-        reuses_per_month=month_usd / (saved_per_chunk_s / 3600 * prompt.usd_per_hour)
+        "pays": pays,  # blending is faster than full prefill
+        "gb_per_1000_chunks": 1000 * chunk_gb,
+        "usd_per_1000_chunks_month": 1000 * month_usd,
+        "saved_s": saved_s,  # per prompt, compared with full prefill
+        # Uses of a chunk that save the time of precomputing it, and uses per month that pay its storage; None: never.
+        "reuses_to_repay": math.ceil(profile.full_prefill_s(prompt.chunk_tokens) / saved_per_chunk_s) if pays else None,
+        "reuses_per_month": month_usd / (saved_per_chunk_s / 3600 * prompt.usd_per_hour)
         if pays and prompt.usd_per_hour
         else None,
-    )
+    }
 
 
 def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:

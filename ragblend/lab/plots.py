@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.files.output import check_output_path, write_output
 
@@ -62,16 +62,10 @@ def _describe(axes: Any, x: str, y: str, title: str = "") -> None:
 
 
 def _title(facts: Facts) -> str:
-    config = facts["config"]
-    return (
-        f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, "
-        f"{format_hardware(facts['hardware'])}"
+    config, hardware = facts["config"], facts["hardware"]
+    return f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, " + (
+        hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
     )
-
-
-def format_hardware(hardware: Facts) -> str:
-    """Return the name of the GPU, or that of the CPU and the number of threads."""
-    return hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
 
 
 # -- time to first token
@@ -178,19 +172,14 @@ def _plot_over_load(axes: Any, facts: Facts) -> None:
 # -- quality
 
 
-class Panel(NamedTuple):
-    """One plot of runs. `place`: field of a run for the x axis. `name`: field of a run for the y axis."""
+Panel = tuple[str, str, str]
+"""One plot of runs: the keys of a run that are on the x axis and on the y axis, and the title."""
 
-    place: str
-    name: str
-    title: str
-
-
-QUALITY_PANELS = (
-    Panel("charged_budget_32", "first_token_kl", "KL(full || this) of the first token, nats"),
-    Panel("charged_budget_32", "answer_kl", "KL(full || this) over the answer, nats"),
-    Panel("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
-    Panel("ttft_s", "token_f1", "F1 of the greedy answer"),
+QUALITY_PANELS: tuple[Panel, ...] = (
+    ("charged_budget_32", "first_token_kl", "KL(full || this) of the first token, nats"),
+    ("charged_budget_32", "answer_kl", "KL(full || this) over the answer, nats"),
+    ("ttft_s", "gold_loss", "loss of the gold answer, nats per token"),
+    ("ttft_s", "token_f1", "F1 of the greedy answer"),
 )
 
 _PLACES = {"charged_budget_32": "charged budget at 32 layers", "ttft_s": "time to first token, seconds"}
@@ -199,7 +188,7 @@ _PLACES = {"charged_budget_32": "charged budget at 32 layers", "ttft_s": "time t
 def plot_quality(facts: Facts, path: Path, panels: Sequence[Panel] = QUALITY_PANELS) -> None:
     """Write the `panels` of `bench quality` over all questions: a line per rule, with bars for 95 % intervals."""
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
-    known = [panel for panel in panels if any(run[panel.name] is not None for run in runs)]  # ROUGE-L needs its package
+    known = [panel for panel in panels if any(run[panel[1]] is not None for run in runs)]  # ROUGE-L needs its package
     title = f"{_title(facts)}, {facts['config']['data']}, {runs[0]['num_questions']} questions"
     with figure_file(path, 4.5 * len(known), 4.6, title) as figure:
         for axes, panel in zip(figure.subplots(1, len(known)), known, strict=True):

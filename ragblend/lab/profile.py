@@ -11,7 +11,7 @@ import secrets
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -85,34 +85,45 @@ def measure_machine(
     take turns, so a machine that gets slower affects all of them. Raises UsageError for prompts beyond the model's
     context length, BackendUnreachableError for a remote tier that does not store or return the chunks.
     """
-    with closing(_VllmSubject(engine) if isinstance(engine, VllmEngine) else _TransformersSubject(engine)) as subject:
-        chunks, prompts = _make_prompts(effort, subject.vocab_size, engine.default_prefix_ids)
-        longest = prompts[-1]
-        if longest.num_tokens >= engine.context_length:
-            raise UsageError(
-                f"{effort.num_chunks} chunks of {effort.chunk_tokens} tokens make prompts of {longest.num_tokens}, "
-                f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones "
-                "(--num-chunks, --chunk-tokens)"
-            )
-        for number, chunk in enumerate(chunks):
-            on_progress("precompute", number, len(chunks))
-            subject.precompute(chunk)
-        full_s, blend_s = _measure_times(subject, prompts, effort, on_progress)
-        stored = subject.stored()
-        speeds: dict[str, float] = {}
-        if directory is not None:
-            speeds["disk"] = statistics.median(measure_disk_speed(directory, stored) for _ in range(effort.repeats))
-        if remote is not None:
-            speeds["remote"] = measure_remote_speed(remote, stored)
-        return MachineProfile(
-            fingerprint=engine.fingerprint,
-            hardware=subject.hardware,
-            num_layers=subject.num_layers,
-            bytes_per_token=engine.bytes_per_token,
-            prefill_s=tuple(full_s.items()),
-            shares=tuple((ratio, seconds / full_s[longest.num_tokens]) for ratio, seconds in blend_s.items()),
-            bytes_per_s=speeds,
+    if isinstance(engine, VllmEngine):
+        vocab_size, hardware = engine.vllm_config.model_config.get_vocab_size(), engine.hardware
+        num_layers = engine.vllm_config.model_config.hf_text_config.num_hidden_layers
+    else:
+        vocab_size, hardware = engine.layers.config.vocab_size, machine_facts(engine.layers.device)
+        num_layers = engine.layers.num_layers
+    chunks, prompts = _make_prompts(effort, int(vocab_size), engine.default_prefix_ids)
+    longest = prompts[-1]
+    if longest.num_tokens >= engine.context_length:
+        raise UsageError(
+            f"{effort.num_chunks} chunks of {effort.chunk_tokens} tokens make prompts of {longest.num_tokens}, "
+            f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones (--num-chunks, --chunk-tokens)"
         )
+    with nullcontext(engine) if isinstance(engine, VllmEngine) else _with_own_store(engine) as subject:
+        keys = [subject.key_of(chunk) for chunk in chunks]
+        try:
+            for number, chunk in enumerate(chunks):
+                on_progress("precompute", number, len(chunks))
+                subject.known_chunks.add([f"chunk {number}"], lambda _, chunk=chunk: chunk)  # type: ignore[misc]
+                subject.precompute_ids(chunk)
+            full_s, blend_s = _measure_times(subject, prompts, effort, on_progress)
+            stored = [load_into_memory(kv) for key in keys if (kv := subject.store.get(key)) is not None]
+        finally:
+            for key in keys:
+                subject.store.delete(key)
+    speeds: dict[str, float] = {}
+    if directory is not None:
+        speeds["disk"] = statistics.median(measure_disk_speed(directory, stored) for _ in range(effort.repeats))
+    if remote is not None:
+        speeds["remote"] = measure_remote_speed(remote, stored)
+    return MachineProfile(
+        fingerprint=engine.fingerprint,
+        hardware=hardware,
+        num_layers=int(num_layers),
+        bytes_per_token=engine.bytes_per_token,
+        prefill_s=tuple(full_s.items()),
+        shares=tuple((ratio, seconds / full_s[longest.num_tokens]) for ratio, seconds in blend_s.items()),
+        bytes_per_s=speeds,
+    )
 
 
 def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[MatchedPrompt]]:
@@ -131,105 +142,62 @@ def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[
 
 
 def _measure_times(
-    subject: _TransformersSubject | _VllmSubject,
+    engine: TransformersEngine | VllmEngine,
     prompts: Sequence[MatchedPrompt],
     effort: ProfileConfig,
     on_progress: Progress,
 ) -> tuple[dict[float, float], dict[float, float]]:
     """Return median seconds of full prefill by prompt tokens, and of blending the last, longest prompt by ratio."""
     longest = prompts[-1]
-    subject.prefill_s(longest, "full", effort.rule, 1.0)  # warm-up
-    subject.prefill_s(longest, "blend", effort.rule, DEFAULT_RATIO)
+    _measure_prefill_s(engine, longest, "full", effort.rule, 1.0)  # warm-up
+    _measure_prefill_s(engine, longest, "blend", effort.rule, DEFAULT_RATIO)
     full, blend = [], []
     for number in range(effort.repeats):
         on_progress("time prefill", number, effort.repeats)
-        full.append([subject.prefill_s(prompt, "full", effort.rule, 1.0) for prompt in prompts])
-        blend.append([subject.prefill_s(longest, "blend", effort.rule, ratio) for ratio in effort.ratios])
+        full.append([_measure_prefill_s(engine, prompt, "full", effort.rule, 1.0) for prompt in prompts])
+        blend.append([_measure_prefill_s(engine, longest, "blend", effort.rule, ratio) for ratio in effort.ratios])
     full_s, blend_s = (map(statistics.median, zip(*taken, strict=True)) for taken in (full, blend))
     lengths = (prompt.num_tokens for prompt in prompts)
     return dict(zip(lengths, full_s, strict=True)), dict(zip(effort.ratios, blend_s, strict=True))
 
 
-class _TransformersSubject:
-    """An engine that shares the model of another, but has its own memory store. Closing it deletes the KV."""
+def _with_own_store(engine: TransformersEngine) -> TransformersEngine:
+    """Return an engine that shares the model of another, but has its own memory store."""
+    return TransformersEngine(
+        engine.layers,
+        engine.renderer,
+        MemoryStore(1 << 50),
+        name=engine.name,
+        fingerprint=f"profile-{secrets.token_hex(8)}",  # unique, so that it is never confused with a model's
+        system=engine.system,
+        on_miss="inline",
+        check=False,
+    )
 
-    def __init__(self, engine: TransformersEngine) -> None:
-        self._layers = engine.layers
-        self._engine = TransformersEngine(
-            engine.layers,
-            engine.renderer,
-            MemoryStore(1 << 50),
-            name=engine.name,
-            fingerprint=f"profile-{secrets.token_hex(8)}",  # unique, so that it is never confused with a model's
-            system=engine.system,
-            on_miss="inline",
-            check=False,
-        )
-        self.num_layers: int = engine.layers.num_layers
-        self.vocab_size: int = engine.layers.config.vocab_size
-        self.hardware = machine_facts(engine.layers.device)
 
-    def precompute(self, chunk: Ids) -> None:
-        self._engine.precompute_ids(chunk)
-
-    def stored(self) -> list[MemoryKV]:
-        store = self._engine.store
-        return [load_into_memory(kv) for key in store.keys() if (kv := store.get(key)) is not None]  # noqa: SIM118
-
-    def prefill_s(self, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float) -> float:
-        """Return the seconds until the prompt's first logits."""
-        request = EngineRequest(prompt, mode, rule, ratio, GenerationOptions(max_tokens=1))
+def _measure_prefill_s(
+    engine: TransformersEngine | VllmEngine, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float
+) -> float:
+    """Return the seconds until the prompt's first logits; in vLLM, until its first token is sampled."""
+    options = GenerationOptions(mode, rule, ratio, max_tokens=1)
+    if isinstance(engine, TransformersEngine):
         start_s = perf_counter()
-        prefilled = self._engine.prefill(request)
+        prefilled = engine.prefill(EngineRequest(prompt, mode, rule, ratio, options))
         if prefilled.logits.device.type == "cuda":
             torch.cuda.synchronize(prefilled.logits.device)
         return perf_counter() - start_s
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-class _VllmSubject:
-    """vLLM in this process, measured through its scheduler and connector. Closing it deletes the chunks."""
-
-    def __init__(self, engine: VllmEngine) -> None:
-        self._engine = engine
-        model = engine.vllm_config.model_config
-        self.num_layers = int(model.hf_text_config.num_hidden_layers)
-        self.vocab_size = int(model.get_vocab_size())
-        self.hardware = engine.hardware
-        self._chunks: list[Ids] = []
-
-    def precompute(self, chunk: Ids) -> None:
-        self._chunks.append(chunk)
-        self._engine.known_chunks.add([f"chunk {len(self._chunks)}"], lambda _: chunk)
-        self._engine.precompute_ids(chunk)
-
-    def _keys(self) -> list[str]:
-        return [self._engine.key_of(chunk) for chunk in self._chunks]
-
-    def stored(self) -> list[MemoryKV]:
-        return [load_into_memory(kv) for key in self._keys() if (kv := self._engine.store.get(key)) is not None]
-
-    def prefill_s(self, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float) -> float:
-        """Return the seconds until the first token is sampled."""
-        options = GenerationOptions(mode, rule, ratio, max_tokens=1)
-        request = VllmRequest(prompt.token_ids, BlendParams.from_options(options, self._engine.namespace), options)
-        num_hits = 0
-        self._engine.reset_prefix_cache()  # it keeps what a blend of this prompt left
-        start_s = perf_counter()
-        for delta in self._engine.run_request(request):
-            num_hits = delta.report.num_chunk_hits if delta.report is not None else num_hits
-        seconds = perf_counter() - start_s
-        if mode == "blend" and num_hits < len(prompt.runs):
-            raise RagblendError(
-                f"vLLM blended {num_hits} of {len(prompt.runs)} chunks, so the time is not comparable; see vLLM's log"
-            )
-        return seconds
-
-    def close(self) -> None:
-        for key in self._keys():
-            self._engine.store.delete(key)
+    request = VllmRequest(prompt.token_ids, BlendParams.from_options(options, engine.namespace), options)
+    num_hits = 0
+    engine.reset_prefix_cache()  # it keeps what a blend of this prompt left
+    start_s = perf_counter()
+    for delta in engine.run_request(request):
+        num_hits = delta.report.num_chunk_hits if delta.report is not None else num_hits
+    seconds = perf_counter() - start_s
+    if mode == "blend" and num_hits < len(prompt.runs):
+        raise RagblendError(
+            f"vLLM blended {num_hits} of {len(prompt.runs)} chunks, so the time is not comparable; see vLLM's log"
+        )
+    return seconds
 
 
 @contextmanager

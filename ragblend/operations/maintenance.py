@@ -16,7 +16,7 @@ from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, open_registry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.disk import DiskStore, GcResult
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.store.metadata import (
     CALIBRATIONS_DIR,
@@ -263,18 +263,6 @@ _LOSS_MESSAGES = {
 }
 
 
-class GcReport(NamedTuple):
-    """Entries, files, texts and pins that `collect_garbage` removed, or would remove in a dry run."""
-
-    evicted: tuple[str, ...]  # keys
-    num_quarantined: int  # damaged entries
-    num_temp_files: int  # files of interrupted writes
-    freed_bytes: int
-    kept_bytes: int
-    texts: tuple[str, ...] = ()  # registered texts
-    pins: tuple[str, ...] = ()  # names of pinned documents
-
-
 def collect_garbage(
     store: str | Path,
     max_bytes: int | None = None,
@@ -282,9 +270,9 @@ def collect_garbage(
     *,
     orphans: bool = False,
     kv_dir: str | None = None,
-) -> GcReport:
-    """Remove temporary files, damaged entries and, if `orphans` is True, orphans. Then evict the least recently used KV
-    until the rest fits `max_bytes`.
+) -> GcResult:
+    """Remove temp files, damaged entries and, if `orphans` is True, orphans; then the least recently used KV over
+    `max_bytes`.
 
     Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
     KV with such a chunk in its ingestion context, registered texts of such chunks, and pins of documents that are not
@@ -296,7 +284,7 @@ def collect_garbage(
         result = disk.gc(max_bytes, None, dry_run)
         if not dry_run:
             _unrecord_missing(disk)
-        return GcReport(*result)
+        return result
     with open_index(store) as opened, opened.registry_for(disk) as registry:
         used = _load_live_chunks(opened, registry)
         if used is None:
@@ -309,7 +297,8 @@ def collect_garbage(
             unwanted = set(_find_orphans(disk.headers(), used))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             texts = tuple(text for text in registry.texts() if text not in kept)
-            return GcReport(*result, texts, _stray_pins(disk, opened, set(disk.keys()) - unwanted))
+            pins = _stray_pins(disk, opened, set(disk.keys()) - unwanted)
+            return result._replace(texts=texts, pins=pins)
         dropped, freed_bytes = _drop_orphans(disk, opened, registry, used)
         with opened.write_transaction(), registry.block_additions():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
@@ -324,8 +313,8 @@ def collect_garbage(
         registry.truncate_log()
         result = disk.gc(max_bytes)
         _unrecord_missing(disk)
-        result = result._replace(evicted=(*dropped, *result.evicted), freed_bytes=freed_bytes + result.freed_bytes)
-    return GcReport(*result, texts, pins)
+        evicted, freed_bytes = (*dropped, *result.evicted), freed_bytes + result.freed_bytes
+    return result._replace(evicted=evicted, freed_bytes=freed_bytes, texts=texts, pins=pins)
 
 
 def _drop_orphans(
@@ -340,7 +329,11 @@ def _drop_orphans(
             registry.block_additions(),
         ):  # a chunk that is added later uses its entry, or is prefilled
             if fresh := [*index.texts_since(used.generation), *registry.texts_after(used.last_text)]:
-                used = used.add_texts(fresh, index.manifest.generation, registry.last_text_number())
+                used = used._replace(
+                    ids=used.ids.union(map(used.renderer.chunk_ids, fresh)),
+                    generation=index.manifest.generation,
+                    last_text=registry.last_text_number(),
+                )
                 pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
             freed_bytes += disk.reclaim(batch)
@@ -427,11 +420,6 @@ class _LiveChunks(NamedTuple):
     generation: int  # of the index
     last_text: int  # row number of the registry's latest text
     renderer: Renderer
-
-    def add_texts(self, texts: Iterable[str], generation: int, last_text: int) -> _LiveChunks:
-        """Return a copy with the chunks of `texts`, which were added later."""
-        ids = self.ids.union(map(self.renderer.chunk_ids, texts))
-        return self._replace(ids=ids, generation=generation, last_text=last_text)
 
 
 def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks | None:

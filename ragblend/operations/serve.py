@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,32 +41,11 @@ RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """Options of `ragblend serve`. All other flags are passed to vLLM."""
-
-    settings: Settings = field(default_factory=Settings)
-    host: str = LOOPBACK
-    port: int = 8000
-    api_key: str | None = None
-    keys: Path | None = None
-
-    def __post_init__(self) -> None:
-        if (self.settings.model or "").startswith("-"):
-            raise UsageError(
-                f"the model is {self.settings.model!r}, a flag; write the model first: ragblend serve MODEL --store "
-                "DIR ..."
-            )
-        if not 0 < self.port < 65536:
-            raise UsageError(f"port is {self.port}; choose 1 to 65535")
-
-
-@dataclass(frozen=True, slots=True)
 class ServerCommand:
     """Command line and environment of the server that `ragblend serve` starts."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]  # with the secrets, which a command line would show to other users
-    url: str
     store: Path
     checkpoint: Checkpoint
 
@@ -77,17 +56,31 @@ class ServerCommand:
         return shlex.join(["env", *settings, *command] if settings else command)
 
 
-def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, check: bool = True) -> ServerCommand:
-    """Return the server's command for `options`. vLLM's own `flags` are appended.
+def build_server_command(
+    settings: Settings,
+    flags: Sequence[str] = (),
+    *,
+    host: str = LOOPBACK,
+    port: int = 8000,
+    api_key: str | None = None,
+    keys: Path | None = None,
+    check: bool = True,
+) -> ServerCommand:
+    """Return the server's command. vLLM's own `flags` are appended. `keys`: the file of the tenants' API keys.
 
     Downloads the model if it is not local, and writes no other file. Raises RagblendError if the store cannot be
     served, and with `check` also if vLLM is missing or has an unsupported version.
     """
+    if (settings.model or "").startswith("-"):
+        raise UsageError(
+            f"the model is {settings.model!r}, a flag; write the model first: ragblend serve MODEL --store DIR ..."
+        )
+    if not 0 < port < 65536:
+        raise UsageError(f"port is {port}; choose 1 to 65535")
     if check:
         require_vllm()
-    if options.keys is not None:
-        _check_keys(options.keys, options.api_key)
-    settings = options.settings
+    if keys is not None:
+        _check_keys(keys, api_key)
     tiers = dict(settings.tiers)
     if settings.remote is not None:
         open_remote(settings.remote)  # reports an invalid URL here, not in one of vLLM's processes
@@ -106,21 +99,19 @@ def build_server_command(options: ServeOptions, flags: Sequence[str] = (), *, ch
         system=settings.system,
         context=settings.context,
         trust_remote_code=settings.trust_remote_code,
-        keys=options.keys,
+        keys=keys,
     )
     store = Path(transfer["kv_connector_extra_config"]["store"])
     _check_store(store, checkpoint)
-    own = ["--host", options.host, "--port", str(options.port)]
+    own = ["--host", host, "--port", str(port)]
     own += ["--trust-remote-code"] if settings.trust_remote_code else []
     command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
     added = vllm_environment()
     # Secrets are not flags, because every user of the machine can read the command line.
-    if options.api_key:
-        added[API_KEY] = options.api_key
+    if api_key:
+        added[API_KEY] = api_key
     added.update({f"RAGBLEND_{name.upper()}": url for name, url in urls.items()})  # the connector reads them there
-    host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
-    return ServerCommand(tuple(command), added, url, store, checkpoint)
+    return ServerCommand(tuple(command), added, store, checkpoint)
 
 
 def _check_store(path: Path, checkpoint: Checkpoint) -> None:
@@ -163,10 +154,13 @@ def _check_keys(path: Path, api_key: str | None) -> None:
         )
 
 
-def serve(options: ServeOptions, flags: Sequence[str] = ()) -> NoReturn:
-    """Replace this process by the server. Never returns; raises RagblendError if the server cannot be started."""
-    launch = build_server_command(options, flags)
-    catalog, checkpoint = resolve_catalog(launch.store, options.settings.catalog), launch.checkpoint
+def serve(settings: Settings, flags: Sequence[str] = (), **options: Any) -> NoReturn:
+    """Replace this process by the server that `build_server_command` describes. Never returns.
+
+    Raises RagblendError if the server cannot be started.
+    """
+    launch = build_server_command(settings, flags, **options)
+    catalog, checkpoint = resolve_catalog(launch.store, settings.catalog), launch.checkpoint
     register_shared_model(catalog, checkpoint.fingerprint, checkpoint.name, new_model=False)
-    register_model(launch.store, checkpoint.fingerprint, checkpoint.facts(), True, options.settings.catalog)
+    register_model(launch.store, checkpoint.fingerprint, checkpoint.facts(), True, settings.catalog)
     os.execvpe(launch.command[0], list(launch.command), {**os.environ, **launch.environment})

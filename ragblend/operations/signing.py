@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,6 @@ from ragblend.errors import BackendUnreachableError, DamagedEntryError
 from ragblend.ingestion.sync import Progress, ignore_progress
 
 
-@dataclass(slots=True)
-class SignReport:
-    """Result of `sign_store`, as numbers of entries."""
-
-    num_signed: int = 0
-    num_known: int = 0  # entries that were already signed with the key
-    num_notes: int = 0  # signed metadata files: of models, calibrations and machines
-    refused: dict[str, str] = field(default_factory=dict)  # reason by key: damaged, or of an unexpected shape
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields. `refused` is a count, and `refused_keys` has the reasons."""
-        return {**asdict(self), "refused": len(self.refused), "refused_keys": self.refused}
-
-
 def sign_store(
     store: str | Path,
     key: StoreKey,
@@ -42,33 +27,37 @@ def sign_store(
     signed_with: StoreKey | None = None,
     progress: Progress = ignore_progress,
     kv_dir: str | None = None,
-) -> SignReport:
+) -> dict[str, Any]:
     """Sign every entry and metadata file of the directory with `key`, quarantined unsigned entries included.
 
-    signed_with: an older key; only what is signed with this key is signed again. None: every intact entry is signed, so
-    the caller trusts everyone who could write to the store. After an interruption, call the function again.
+    Return the numbers of signed entries, of those that were signed with the key before ("num_known"), of signed
+    metadata files ("num_notes") and of refused entries, whose reasons are in "refused_keys".
+
+    signed_with: an older key; only what it has signed is signed again. If it is None, every intact entry is signed, so
+    the caller trusts everyone who could write to the store. After an interruption, call it again.
     """
-    report = SignReport()
+    num_signed, num_known, refused = 0, 0, dict[str, str]()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
-    report.num_notes = new.sign_metadata_files_again(old)
+    num_notes = new.sign_metadata_files_again(old)
     set_expected_specs(old)
     paths = list(old.paths())
     for done, path in enumerate(paths, start=1):
         if new.contains(path.stem):
-            report.num_known += 1
+            num_known += 1
         else:
             try:
                 times = path.stat()
                 new.put(old.read_entry_file(path))
                 with suppress(OSError):  # keeps the entry's time of last use
                     os.utime(path.with_suffix(ENTRY_SUFFIX), ns=(times.st_atime_ns, times.st_mtime_ns))
-                report.num_signed += 1
+                num_signed += 1
             except FileNotFoundError:
                 pass  # evicted since it was listed
             except (OSError, DamagedEntryError) as error:
-                report.refused[path.stem] = str(error)
+                refused[path.stem] = str(error)
         progress("sign", done, len(paths))
-    return report
+    counts = {"num_signed": num_signed, "num_known": num_known, "num_notes": num_notes, "refused": len(refused)}
+    return {**counts, "refused_keys": refused}
 
 
 def set_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:

@@ -35,8 +35,6 @@ from ragblend.engine.tuning.calibration import (
 from ragblend.errors import UsageError
 from ragblend.lab.calibrate import (
     CalibrationRun,
-    CalibrationSample,
-    HeldOut,
     calibrate,
     check_target,
     fit_all,
@@ -58,7 +56,7 @@ RATIOS = (0.0, 0.1, 0.2, 0.5, 1.0)
 def curve(*right: int, of: int = 60, costs: float = 1.0) -> tuple[CurvePoint, ...]:
     """A curve with `right` questions right at each of RATIOS; a ratio costs `costs` times itself."""
     return tuple(
-        summarize_ratio(ratio, [CalibrationSample(n < count, 0.0, costs * ratio, ratio) for n in range(of)])
+        summarize_ratio(ratio, [(n < count, 0.0, costs * ratio, ratio) for n in range(of)])
         for ratio, count in zip(RATIOS, right, strict=True)
     )
 
@@ -223,7 +221,7 @@ def found(engine, index, questions):
 
 def test_the_prediction_holds_on_held_out_questions_of_the_demos_corpus(found):
     held = found.held_out
-    assert held.num_questions == 24
+    assert found.num_held_out == 24
     assert not found.is_target_refuted
     best = found.calibration.fits[0]
     assert held.agreement >= found.calibration.target
@@ -376,15 +374,15 @@ def calibration(ratio: float = 0.1, meets: bool = True) -> CalibrationRun:
     )
     fits = (RuleFit("cacheblend_k", 1, ratio, meets, points),)
     calibration = Calibration("f00d", (1,), "112 tokens", 1e9, 0.9, 60, "k 2, neighbours 2", fits)
-    held_out = HeldOut(100, 0.99, 0.9455, 0.9982, 0.0052)
-    return CalibrationRun(calibration, "kv/calibrations/x.json", 300, 60.0, 50.0, held_out)
+    held_out = CurvePoint(0.1, 0.18, 0.99, 0.9455, 0.9982, 0.0052, 0.1133)
+    return CalibrationRun(calibration, "kv/calibrations/x.json", 300, 60.0, 50.0, held_out, 100)
 
 
 def test_what_the_command_prints_is_stable():
     assert "\n".join(calibration_lines(calibration())) == GOLDEN
     assert any("only ratio 1" in line for line in calibration_lines(calibration(1.0)))
     assert any("no ratio meets" in line for line in calibration_lines(calibration(1.0, meets=False)))
-    missed = replace(calibration(), held_out=HeldOut(100, 0.8, 0.711, 0.867, 0.0052))
+    missed = replace(calibration(), held_out=CurvePoint(0.1, 0.18, 0.8, 0.711, 0.867, 0.0052, 0.1133))
     assert any("BELOW the target" in line for line in calibration_lines(missed))
 
 

@@ -165,9 +165,9 @@ def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_
     for mode in modes:
         text = "".join(compared.stream(mode))
         assert text == engine.generate(PROMPT, mode=mode, recompute_ratio=0.3, **options).text
-    assert compared.agreement("full") == (True, True, 0.0)
-    assert compared.agreement("prefix").first_token_kl < 1e-5
-    assert compared.agreement("reuse").first_token_kl > 1e-5
+    assert list(compared.agreement("full").values()) == [True, True, 0.0]
+    assert compared.agreement("prefix")["first_token_kl"] < 1e-5
+    assert compared.agreement("reuse")["first_token_kl"] > 1e-5
     once = explain(engine, PROMPT, recompute_ratio=0.3, **options)
     assert [token.state for token in compared.explanation().tokens] == [token.state for token in once.tokens]
 
@@ -181,5 +181,5 @@ def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_
         explanation = compared.explanation()
         assert explanation.count("recomputed" if ratio == 0 else "reused") == 0
         assert explanation.report.recompute_ratio == ratio
-    assert compared.agreement("blend").first_token_kl < 1e-5
+    assert compared.agreement("blend")["first_token_kl"] < 1e-5
     assert prefilled == ["blend", "blend"]

@@ -74,5 +74,5 @@ def test_the_reason_is_the_cause(tiny_engine, stored_for, sent, reason):
         tokenizer = engine.renderer.fingerprint if stored_for[0] == "own" else stored_for[0]
         registry.add_ids([(TEXT, engine.renderer.chunk_ids(Chunk(TEXT).text))], tokenizer, stored_for[1])
     found = find_missed_reuse(engine, Prompt(question=sent))
-    assert [each.document for each in found] == ([] if reason is None else ["contracts/lease"])
-    assert all(each.reason.startswith(reason or "") and each.share == 1.0 for each in found)
+    assert [each["document"] for each in found] == ([] if reason is None else ["contracts/lease"])
+    assert all(each["reason"].startswith(reason or "") and each["share"] == 1.0 for each in found)

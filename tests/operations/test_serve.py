@@ -17,12 +17,12 @@ from ragblend.engine.vllm import launch as vllm_launch
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import CONNECTOR_MODULE, cpu_paged_kv_bytes, plugin_problem
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
-from ragblend.operations.serve import ServeOptions, ServerCommand, build_server_command, serve
+from ragblend.operations.serve import ServerCommand, build_server_command, serve
 
 
 def launch(*flags: str, **options: Any) -> ServerCommand:
     settings = {name: options.pop(name) for name in [*options] if name in Settings.__dataclass_fields__}
-    return build_server_command(ServeOptions(Settings(**{"model": "demo", **settings}), **options), flags, check=False)
+    return build_server_command(Settings(**{"model": "demo", **settings}), flags, **options, check=False)
 
 
 def value(command: tuple[str, ...], flag: str) -> str:
@@ -89,7 +89,7 @@ def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path, monkeypatch, k
     before, errors = sorted(tmp_path.rglob("*")), []
     for start in (serve, build_server_command):  # the second is all that --dry-run does
         with pytest.raises(RagblendError) as error:
-            start(ServeOptions(Settings(model="demo", store=str(store))))
+            start(Settings(model="demo", store=str(store)))
         errors.append(str(error.value))
     assert str(store) in errors[0]
     assert errors[0] == errors[1]
@@ -216,7 +216,7 @@ def test_a_plugin_kept_out_is_named_with_the_way_in():
 def test_without_a_fitting_vllm_nothing_starts(tmp_path, monkeypatch, version):
     monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: version)
     with pytest.raises(RagblendError, match=r"pip install 'ragblend\[vllm\]'"):
-        build_server_command(ServeOptions(Settings(model="demo", store=str(tmp_path))))
+        build_server_command(Settings(model="demo", store=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,6 @@ from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.lab.traffic.analysis import AnalysisConfig
     from ragblend.lab.traffic.tokens import Tokens
 
 SCHEMA_VERSION = 2
@@ -64,12 +63,12 @@ def analyze(
     from ragblend.lab.traffic.cost_model import blending_verdict, precompute_hint
 
     tokens = _tokens_of(model, settings)
-    config = _config(settings, model, profile, ratio)
+    blend = _blend_options(settings, model, profile, ratio)
     with progress_bars() as progress:
-        facts = run(logs, tokens, config._replace(show_texts=show_texts), progress)
+        facts = run(logs, tokens, **blend, show_texts=show_texts, progress=progress)
     facts |= {
         "schema_version": SCHEMA_VERSION,
-        "ratio": config.blend.ratio,
+        "ratio": blend["ratio"],
         "verdict": blending_verdict(facts),
         "hint": precompute_hint(facts["first_use_share"]),
     }
@@ -92,23 +91,25 @@ def _tokens_of(model: str | None, settings: Settings) -> Tokens:
     return ModelTokens(tokenizer, Path(model).name)
 
 
-def _config(settings: Settings, model: str | None, profile: str | None, ratio: float | None) -> AnalysisConfig:
+def _blend_options(settings: Settings, model: str | None, profile: str | None, ratio: float | None) -> dict[str, Any]:
+    """Return the keyword arguments of `analyze` about the rule, the machine and the model."""
     from ragblend.engine.fusion.rules import find_rule
     from ragblend.lab.plan import read_profile
-    from ragblend.lab.traffic.analysis import AnalysisConfig
-    from ragblend.lab.traffic.cost_model import BlendSettings, kv_bytes_per_token
+    from ragblend.lab.traffic.cost_model import kv_bytes_per_token
 
     if ratio is not None and not 0 <= ratio <= 1:
         raise UsageError(f"--ratio is {ratio}; choose 0 (full reuse) to 1 (full prefill)")
     measured = read_profile(profile) if profile is not None else None
     rule = find_rule("auto", measured.num_layers) if measured is not None else find_rule("auto")
-    if measured is not None:
-        nbytes: int | None = measured.bytes_per_token
-    else:
-        nbytes = kv_bytes_per_token(model, settings.model_options) if model is not None else None
-    speed = measured.bytes_per_s.get("disk") if measured is not None else None
-    blend = BlendSettings(rule.ratio if ratio is None else ratio, rule.probes_before_selection, speed)
-    return AnalysisConfig(blend, measured, nbytes)
+    nbytes = measured.bytes_per_token if measured is not None else None
+    if measured is None and model is not None:
+        nbytes = kv_bytes_per_token(model, settings.model_options)
+    return {
+        "ratio": rule.ratio if ratio is None else ratio,
+        "probes_first": rule.probes_before_selection,
+        "profile": measured,
+        "kv_bytes_per_token": nbytes,
+    }
 
 
 # -- printing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,7 @@ from ragblend.redaction import redact_url
 if TYPE_CHECKING:
     from ragblend.engine.tuning.calibration import CurvePoint, RuleFit
     from ragblend.index import ChunkIndex
-    from ragblend.lab.calibrate import CalibrationRun, HeldOut
+    from ragblend.lab.calibrate import CalibrationRun
 
 
 @with_settings(
@@ -76,7 +76,6 @@ def calibrate(
     if ratios is not None:
         grid["ratios"] = split_numbers(ratios)
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened, progress_bars() as progress:
-        fitting.require_transformers_engine(engine)
         asked = _questions(questions, opened, engine.name, num_questions + held_out)
         found = fitting.calibrate(
             engine,
@@ -146,7 +145,13 @@ def calibration_facts(run: CalibrationRun, model: str, questions: str | None) ->
         "predicted_agreement": {
             name: getattr(calibration.fits[0].point, name) for name in ("agreement", "low", "high")
         },
-        "held_out": asdict(held) | {"is_kept": not run.is_target_refuted} if held is not None else None,
+        "held_out": None
+        if held is None
+        else {
+            "num_questions": run.num_held_out,
+            **{name: getattr(held, name) for name in ("agreement", "low", "high", "kl")},
+            "is_kept": not run.is_target_refuted,
+        },
         "num_prefills": run.num_prefills,
         "elapsed_s": round(run.elapsed_s, 1),
         "cpu_s": round(run.cpu_s, 1),
@@ -176,7 +181,7 @@ def calibration_lines(run: CalibrationRun) -> list[str]:
         verdict = "BELOW the target" if run.is_target_refuted else "the target is met"
         lines += [
             "",
-            f"held out: of {held.num_questions} other questions {_share(held)} agree, KL {held.kl:.2g}; {verdict}",
+            f"held out: of {run.num_held_out} other questions {_share(held)} agree, KL {held.kl:.2g}; {verdict}",
         ]
     if run.path is not None:
         lines += ["", f"saved; `ragblend ask` and every engine on this store use it: {run.path}"]
@@ -194,5 +199,5 @@ def _table(fit: RuleFit) -> list[str]:
     return rows
 
 
-def _share(found: CurvePoint | HeldOut) -> str:
+def _share(found: CurvePoint) -> str:
     return f"{found.agreement:.1%} [{found.low:.1%}, {found.high:.1%}]"

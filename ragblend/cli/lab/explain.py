@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.index import SearchHit
-    from ragblend.lab.prompt_file import MissedReuse
     from ragblend.prompt.types import Prompt
 
 
@@ -75,21 +74,21 @@ def explain(
         write_html(explanation, page)
         print_notice(f"{page} written")
     if json_:
-        facts = {**explanation.as_dict(), "sources": [source_facts(hit) for hit in hits]}
+        facts = {**asdict(explanation), "sources": [source_facts(hit) for hit in hits]}
         facts["question"] = explanation.question if question is None else question
-        print_json({**facts, "unmatched_texts": [each._asdict() for each in missed]})
+        print_json({**facts, "unmatched_texts": missed})
         return
     for line in explanation_lines(explanation):
         print_line(line)
-    is_near = any(each.share >= LEAST_SHARE for each in missed)
+    is_near = any(each["share"] >= LEAST_SHARE for each in missed)
     if sent is not None and not explanation.report.num_chunks and not is_near:
         run = f"{NUM_WORDS} words in a row in common with it"
         least = f"{LEAST_SHARE:.0%} of its words in parts of at least {run}" if missed else run
         print_line(f"\nno stored text is in this prompt, and none has {least}")
     for each in missed:
-        name = each.document or repr(shorten(each.text, 40, placeholder="..."))
+        name = each["document"] or repr(shorten(each["text"], 40, placeholder="..."))
         label = "not reused" if is_near else "the nearest stored text"
-        print_line(f"\n{label}: {name}, {each.share:.0%} of whose words are in the prompt\n  {each.reason}")
+        print_line(f"\n{label}: {name}, {each['share']:.0%} of whose words are in the prompt\n  {each['reason']}")
     if html is None:
         print_notice("see every token: add --html explain.html")
 
@@ -105,7 +104,7 @@ def _retrieved_prompt(
     return Prompt([hit.chunk for hit in hits], question, settings.system), hits
 
 
-def _find_missed_reuse(engine: TransformersEngine, prompt: Prompt, settings: Settings) -> list[MissedReuse]:
+def _find_missed_reuse(engine: TransformersEngine, prompt: Prompt, settings: Settings) -> list[dict[str, Any]]:
     """Return the stored texts that are in the prompt in another form, with the names of their documents."""
     from ragblend.index import open_index
     from ragblend.lab.prompt_file import find_missed_reuse
@@ -113,5 +112,6 @@ def _find_missed_reuse(engine: TransformersEngine, prompt: Prompt, settings: Set
     found = find_missed_reuse(engine, prompt)
     with suppress(NotFoundError), open_index(settings.store) as index:  # also one of another namespace
         source_of = {chunk.text.strip(): chunk.source for chunk in index.chunks()} if found else {}
-        found = [each._replace(document=each.document or source_of.get(each.text, "")) for each in found]
+        for each in found:
+            each["document"] = each["document"] or source_of.get(each["text"], "")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,13 +15,13 @@ from ragblend.cli.printing import print_result, progress_bars
 from ragblend.cli.session import open_engine, set_num_threads
 from ragblend.config import Settings
 from ragblend.errors import UsageError
+from ragblend.lab.tables import Column, format_table
 from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.tuning.loading_controller import MachineProfile
     from ragblend.engine.vllm.engine import VllmEngine
-    from ragblend.lab.plan import StorageEstimate, StoragePlan
     from ragblend.lab.profile import ProfileConfig
 
 
@@ -107,7 +108,7 @@ def plan(
         probes_before_selection=known.probes_before_selection,
     )
     made = make_plan(measured, [parse_storage(text, measured.bytes_per_s) for text in storage], need)
-    print_result(made.as_dict(), "\n".join(plan_lines(made)), json_)
+    print_result(made, "\n".join(plan_lines(made)), json_)
 
 
 def _open_to_measure(
@@ -134,29 +135,27 @@ def profile_lines(profile: MachineProfile) -> list[str]:
     return [f"full prefill: {times}", f"blending, of that time: {shares}", f"reading: {tiers or 'not measured'}"]
 
 
-def plan_lines(plan: StoragePlan) -> list[str]:
+def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     """Return the text for a plan: a table of the storages, cheapest first, and the chosen one."""
-    need, cheapest = plan.need, plan.chosen
+    need, cheapest = plan["need"], plan["chosen"]
     lines = [
-        f"{need.num_chunks} chunks x {need.chunk_tokens} tokens, ratio {need.ratio:.0%}; full prefill takes "
-        f"{plan.full_s:.3g} s",
-        f"{'storage':<12}{'load s':>8}{'recompute s':>12}{'TTFT s':>8}{'delay':>7}{'hides':>7}{'GB/1000':>9}"
-        f"{'USD/month':>11}{'uses to repay':>15}" + ("  uses/month" if need.usd_per_hour else ""),
+        f"{need['num_chunks']} chunks x {need['chunk_tokens']} tokens, ratio {need['ratio']:.0%}; full prefill takes "
+        f"{plan['full_s']:.3g} s",
+        *format_table((*_COLUMNS, *([_USES_PER_MONTH] if need["usd_per_hour"] else []), _NOTE), plan["options"]),
     ]
-    lines += [_option_line(option) for option in plan.options]
     if cheapest is None:
         ways = ["a faster one", "a higher ratio"]
-        ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if need.probes_before_selection else []
+        ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if need["probes_before_selection"] else []
         return [*lines, f"every storage adds delay: {', '.join(ways)} or fewer bytes (--dtype) would help"]
     return [*lines, f"{cheapest} is the cheapest that adds no delay"]
 
 
-def _option_line(option: StorageEstimate) -> str:
-    repaid = "never" if option.reuses_to_repay is None else str(option.reuses_to_repay)
-    monthly = "" if option.reuses_per_month is None else f"{option.reuses_per_month:>12.3g}"
-    delay = "yes" if option.adds_delay else "no"
-    return (
-        f"{option.storage:<12}{option.load_s:>8.3f}{option.recompute_s:>12.3f}{option.ttft_s:>8.3f}{delay:>7}"
-        f"{option.hidden_ratio:>7.0%}{option.gb_per_1000_chunks:>9.2f}{option.usd_per_1000_chunks_month:>11.4f}"
-        f"{repaid:>15}{monthly}" + ("" if option.pays else "  full prefill is faster")
-    )
+_COLUMNS: tuple[Column, ...] = (
+    ("storage", "<12", "storage"), ("load s", ">8.3f", "load_s"), ("recompute s", ">12.3f", "recompute_s"),
+    ("TTFT s", ">8.3f", "ttft_s"), ("delay", ">7", lambda option: "yes" if option["adds_delay"] else "no"),
+    ("hides", ">7.0%", "hidden_ratio"), ("GB/1000", ">9.2f", "gb_per_1000_chunks"),
+    ("USD/month", ">11.4f", "usd_per_1000_chunks_month"),
+    ("uses to repay", ">15", lambda option: option["reuses_to_repay"] or "never"),
+)  # fmt: skip
+_USES_PER_MONTH: Column = ("  uses/month", ">12.3g", "reuses_per_month")
+_NOTE: Column = ("", "<24", lambda option: "" if option["pays"] else "  full prefill is faster")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
-from ragblend.corpus.readers.types import Mark
+from ragblend.corpus.readers.types import Mark, ParsedRecord
 from ragblend.errors import UnreadableDocumentError
 
 _LINE_BREAKS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -14,23 +17,38 @@ MAX_HEADING_LEVEL = 6
 _MAX_NESTED_TABLES = 32
 
 
+@dataclass(slots=True)
+class OpenParagraph:
+    """A paragraph that is being read: its text so far, its footnotes, and what is written before its text."""
+
+    texts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    prefix: str = ""
+    is_hidden: bool = False  # True if the open run is hidden
+
+
 class TextBlocks:
-    """Collects blocks and marks in reading order; the offsets of the marks are those of the joined text."""
+    """Collects blocks and marks in reading order; the offsets of the marks are those of the joined text.
+
+    `tables`: the open tables, nested; each is a list of rows of cells of paragraphs. Paragraphs of the innermost one go
+    to its `open_cell`.
+    """
 
     def __init__(self) -> None:
         self.marks: list[Mark] = []
+        self.tables: list[list[list[list[str]]]] = []
         self._blocks: list[str] = []
         self._num_chars = 0
         self._new_pages: list[str] = []
 
-    def add(self, block: str) -> None:
-        """Append a block. A blank block is left out."""
-        block = _LINE_BREAKS.sub("\n", block).strip("\n").rstrip()
-        if not block.strip():
-            return
-        self._place_pages(self._next_offset())
-        self._num_chars = self._next_offset() + len(block)
-        self._blocks.append(block)
+    def add(self, *blocks: str) -> None:
+        """Append blocks. Blank blocks are left out."""
+        for each in blocks:
+            block = _LINE_BREAKS.sub("\n", each).strip("\n").rstrip()
+            if block.strip():
+                self._place_pages(self._next_offset())
+                self._num_chars = self._next_offset() + len(block)
+                self._blocks.append(block)
 
     def add_heading(self, words: str, level: int) -> None:
         """Append a heading as a Markdown line, with its mark. A blank heading is left out."""
@@ -59,10 +77,44 @@ class TextBlocks:
         self._blocks.append(text)
         self._num_chars = start + len(text)
 
-    def build(self) -> tuple[str, tuple[Mark, ...]]:
-        """Return the joined text and its marks. A page without text has its mark at the offset of the next text."""
+    def begin_table(self) -> None:
+        """Open a table. Raises UnreadableDocumentError for one in too many tables: each level copies the text again."""
+        if len(self.tables) >= _MAX_NESTED_TABLES:
+            raise UnreadableDocumentError(
+                f"has tables inside each other, more than the {_MAX_NESTED_TABLES} levels that are read; save it as PDF"
+            )
+        self.tables.append([])
+
+    def begin_row(self) -> None:
+        """Open a row of the innermost table, if there is one."""
+        if self.tables:
+            self.tables[-1].append([])
+
+    def begin_cell(self) -> None:
+        """Open a cell of the innermost table's last row, if there is one."""
+        if self.tables and self.tables[-1]:
+            self.tables[-1][-1].append([])
+
+    @property
+    def open_cell(self) -> list[str] | None:
+        """The paragraphs of the innermost table's last cell; None if there is none."""
+        rows = self.tables[-1] if self.tables else []
+        return rows[-1][-1] if rows and rows[-1] else None
+
+    def end_table(self) -> None:
+        """Close the innermost table. Its blocks go to the cell that it is in, else to the text."""
+        blocks = table_blocks(self.tables.pop())
+        if (cell := self.open_cell) is not None:
+            cell.extend(blocks)
+        else:
+            self.add(*blocks)
+
+    def build(
+        self, metadata: Mapping[str, Any] = MappingProxyType({}), notes: Iterable[str] = (), key: str = ""
+    ) -> ParsedRecord:
+        """Return the record of the joined text. A page without text has its mark at the offset of the next text."""
         self._place_pages(self._num_chars)
-        return "\n\n".join(self._blocks), tuple(self.marks)
+        return ParsedRecord(key, "\n\n".join(self._blocks), dict(metadata), tuple(self.marks), tuple(notes))
 
     def _next_offset(self) -> int:
         return self._num_chars + 2 if self._blocks else 0
@@ -81,6 +133,14 @@ def collapse_whitespace(text: str) -> str:
     return _SPACES.sub(" ", text).strip()
 
 
+def fence_code(code: str, language: str = "") -> str:
+    """Return code between fences that do not occur in it; "" for blank code."""
+    if not code.strip():
+        return ""
+    fence = "`" * (max((len(run) for run in re.findall("`{3,}", code)), default=2) + 1)
+    return f"{fence}{language}\n{code}\n{fence}"
+
+
 def table_row(cells: Sequence[str]) -> str:
     """Return the line of a table's row, without empty cells at its end.
 
@@ -88,14 +148,6 @@ def table_row(cells: Sequence[str]) -> str:
     'M8 |  | 40 Nm'
     """
     return " | ".join(map(collapse_whitespace, cells)).rstrip(" |")
-
-
-def check_table_depth(num_open: int) -> None:
-    """Raise UnreadableDocumentError if `num_open` nested tables are too many: each level copies the text again."""
-    if num_open >= _MAX_NESTED_TABLES:
-        raise UnreadableDocumentError(
-            f"has tables inside each other, more than the {_MAX_NESTED_TABLES} levels that are read; save it as PDF"
-        )
 
 
 def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:

@@ -43,8 +43,7 @@ def read_epub(data: bytes) -> ParsedRecords:
             notes.append(f"chapter {part!r} is left out: the file {error}")
     if chapters and len(notes) == len(chapters):
         raise UnreadableDocumentError(f"has no readable chapter; {notes[0]}")
-    text, marks = blocks.build()
-    yield ParsedRecord("", text, _read_metadata(package), marks, tuple(notes))
+    yield blocks.build(_read_metadata(package), notes)
 
 
 def _find_package(container: ZipContainer) -> str:

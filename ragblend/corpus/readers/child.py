@@ -1,62 +1,44 @@
-"""Reading of a file in a child process first, so that a crash, an endless loop or a memory bomb ends only the child.
+"""Calls of readers in a child process, so that a crash, an endless loop or a memory bomb ends only the child.
 
-C, C++ and Rust libraries parse PDF, HTML, Parquet and spreadsheets. `check_reading` runs this module with `python -m`;
-it imports the readers and no model code.
+C, C++ and Rust libraries parse PDF, HTML, Parquet and spreadsheets. The child runs this module with `python -m`. It
+imports the module of the called function and no model code.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
-from collections import deque
-from typing import IO
+from importlib import import_module
+from typing import Any
 
-from ragblend.corpus.readers.formats import READERS
 from ragblend.errors import RagblendError, UnreadableDocumentError
 
-_MIN_TIME_S, _TIME_PER_MB_S = 30.0, 10.0
-_MIN_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 32  # address space in bytes; libraries reserve more than they use
+_COMMAND = (sys.executable, "-P", "-m", __name__)
 _OUT_OF_MEMORY = 3  # exit status
 
 
-def check_reading(file: IO[bytes], num_bytes: int, suffix: str) -> None:
-    """Read `file` of `num_bytes` in a child process, with the reader of the `suffix` (".pdf").
+def run_in_child(
+    function: str, *arguments: str, limit_s: float, memory_bytes: int, fix: str, **stdin: Any
+) -> tuple[Any, str]:
+    """Call `function` ("MODULE:NAME") in a child process with the bytes on stdin and `arguments`.
 
-    Raises UnreadableDocumentError if the child crashed, took longer than 10 s per MB (at least 30 s) or needed more
-    memory than 4 GiB and 32 times the file. A file that its reader rejects passes; plain text is not read. `file` must
-    have a descriptor and is read from its beginning; its position changes.
+    Return its result, as JSON values, and the reason if it rejected the file, else "". `memory_bytes`: the address
+    space. `fix`: end of the error messages. `stdin`: of `subprocess.run`. Raises UnreadableDocumentError if the child
+    crashed, took longer than `limit_s` or needed more memory.
     """
-    if suffix.lower() not in READERS:
-        return
-    descriptor = file.fileno()  # first, because it moves a spooled file to the disk
-    file.flush()
-    file.seek(0)
-    limit_s = max(_MIN_TIME_S, _TIME_PER_MB_S * num_bytes / 1e6)
-    command = _command(suffix.lower(), _MIN_MEMORY + _MEMORY_PER_BYTE * num_bytes)
+    command = [*_COMMAND, function, str(memory_bytes), *arguments]
     try:
-        status = subprocess.run(
-            command,
-            stdin=descriptor,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=limit_s,
-            check=False,
-        ).returncode
+        child = subprocess.run(command, capture_output=True, timeout=limit_s, check=False, **stdin)
     except subprocess.TimeoutExpired as error:
-        raise UnreadableDocumentError(
-            f"reading it took longer than {limit_s:.0f} s; save it again with the program that made it, or as text"
-        ) from error
-    if status == _OUT_OF_MEMORY:
-        raise UnreadableDocumentError("reading it took too much memory; split it, or save it as text")
-    if status:
-        raise UnreadableDocumentError(
-            f"reading it crashed ({_name_status(status)}); save it again with the program that made it, or as text"
-        )
-
-
-def _command(suffix: str, memory_bytes: int) -> list[str]:
-    return [sys.executable, "-m", __name__, suffix, str(memory_bytes)]
+        raise UnreadableDocumentError(f"reading it took longer than {limit_s:.0f} s; {fix}") from error
+    if child.returncode == _OUT_OF_MEMORY:
+        raise UnreadableDocumentError(f"reading it took too much memory; {fix}")
+    if child.returncode:
+        raise UnreadableDocumentError(f"reading it crashed ({_name_status(child.returncode)}); {fix}")
+    result, rejected = json.loads(child.stdout)
+    return result, rejected
 
 
 def _name_status(status: int) -> str:
@@ -75,15 +57,17 @@ def _limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main(suffix: str, memory_bytes: str) -> int:
-    """Read stdin with the reader of `suffix`. Return 3 if memory ran out, else 0, also for a rejected file."""
+def main(function: str, memory_bytes: str, *arguments: str) -> int:
+    """Call `function` with stdin; print its result and why it rejected the file. Return 3 if memory ran out, else 0."""
     _limit_memory(int(memory_bytes))
+    module, _, name = function.partition(":")
     try:
-        deque(READERS[suffix](sys.stdin.buffer.read()), maxlen=0)
-    except RagblendError:
-        return 0
+        answer = getattr(import_module(module), name)(sys.stdin.buffer.read(), *arguments), ""
+    except RagblendError as error:
+        answer = None, str(error)
     except MemoryError:
         return _OUT_OF_MEMORY
+    json.dump(answer, sys.stdout)
     return 0
 
 

@@ -1,7 +1,6 @@
 """Decodes files: finds the encoding of a file's bytes, and rejects files that are not text.
 
-`decode_by_bom_or_utf8` accepts UTF-8 and the encodings of byte order marks. `decode_text` also accepts a declared
-charset, and detects others.
+Read `decode_text` first.
 """
 
 from __future__ import annotations
@@ -40,16 +39,6 @@ class TextWithNotes(NamedTuple):
 
     text: str
     notes: tuple[str, ...] = ()
-
-
-def decode_by_bom_or_utf8(data: bytes) -> str:
-    """Return the text of `data`: by its byte order mark, else as UTF-8. Raises UnreadableDocumentError."""
-    marked = detect_bom_encoding(data)
-    if marked is None and b"\0" in data:
-        raise UnreadableDocumentError(BINARY_REASON)
-    text = decode_as(data, marked or "utf-8-sig")
-    check_is_text(text[:SAMPLE_CHARS])
-    return text
 
 
 def decode_text(data: bytes, declared: str = "") -> TextWithNotes:
@@ -173,18 +162,6 @@ def _name(codec: str) -> str:
         "big5hkscs": "big5",
         "cp932": "shift-jis",
     }.get(name, name)
-
-
-def decode_as(data: bytes, encoding: str, start: int = 0) -> str:
-    """Return the text of `data` from offset `start` on. Raises UnreadableDocumentError with the first bad offset."""
-    try:
-        return data.decode(encoding)
-    except (UnicodeError, LookupError) as error:
-        where = f"byte {start + error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
-        raise UnreadableDocumentError(
-            f"is not {'UTF-8' if encoding.startswith('utf-8') else encoding} text ({where}); if it is text in another "
-            "encoding, convert it: iconv -f ENCODING -t UTF-8 FILE"
-        ) from error
 
 
 def check_is_text(sample: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 
@@ -23,17 +23,7 @@ _ENCODED = re.compile(r"data:[^,\s]{0,200},\S*|(?=[^0-9]*[0-9])(?=[^A-Z]*[A-Z])(
 _MIN_PROSE_WORDS, _MIN_PROSE_SHARE = 4, 0.2
 
 
-class RecordText(NamedTuple):
-    """The text of a record and its metadata. `is_cut`: some values of the record are in neither of them."""
-
-    text: str
-    metadata: dict[str, Any]
-    is_cut: bool = False
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """A sentence about the omitted values; () if no value is omitted."""
-        return ("lists of numbers and base64 strings are left out",) if self.is_cut else ()
+_CUT_NOTES = ("lists of numbers and base64 strings are left out",)
 
 
 def add_notes_to_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecords:
@@ -44,8 +34,8 @@ def add_notes_to_first(records: ParsedRecords, notes: tuple[str, ...]) -> Parsed
         yield record
 
 
-def read_record(record: Mapping[str, Any]) -> RecordText:
-    """Return the text and metadata of a record whose text field the caller does not name.
+def read_record(record: Mapping[str, Any]) -> ParsedRecord:
+    """Return the text and metadata of a record whose text field the caller does not name. Its key is "".
 
     The text is the string at `text`, `content` or `page_content`. Other strings of at most 200 characters on one line,
     numbers, and lists of these are metadata, and so are objects called `metadata` or `meta`. All other values follow
@@ -63,10 +53,10 @@ def read_record(record: Mapping[str, Any]) -> RecordText:
     taken = {main, *metadata, *(name for name in METADATA_FIELDS if isinstance(record.get(name), dict))}
     flat = flatten({name: value for name, value in record.items() if name not in taken})
     text = "\n\n".join(part for part in (record[main] or "", flat.text) if part)
-    return RecordText(text, metadata, flat.is_cut)
+    return flat._replace(text=text, metadata=metadata)
 
 
-def read_text_field(record: Mapping[str, Any], text_field: str) -> RecordText | None:
+def read_text_field(record: Mapping[str, Any], text_field: str) -> ParsedRecord | None:
     """Return the text at `text_field`, a name or a dotted path; None if the record has no such field.
 
     A path goes through lists: `sections.body` is the bodies of all sections, with a blank line between two. null is an
@@ -76,9 +66,10 @@ def read_text_field(record: Mapping[str, Any], text_field: str) -> RecordText | 
     values = _find_values(record, text_field)
     if values is None:
         return None
-    found = [RecordText(value, {}) if isinstance(value, str) else flatten(value) for value in values]
+    found = [ParsedRecord("", value, {}) if isinstance(value, str) else flatten(value) for value in values]
     text = "\n\n".join(each.text for each in found if each.text)
-    return RecordText(text, select_metadata(record, {text_field}), any(each.is_cut for each in found))
+    notes = next((each.notes for each in found if each.notes), ())
+    return ParsedRecord("", text, select_metadata(record, {text_field}), notes=notes)
 
 
 def _find_values(record: Mapping[str, Any], path: str) -> list[Any] | None:
@@ -127,14 +118,14 @@ def is_short(value: Any) -> bool:
 _BREAK = object()  # a blank line between two items of a list, at which chunks end
 
 
-def flatten(value: Any) -> RecordText:
+def flatten(value: Any) -> ParsedRecord:
     """Return `path: value` lines of a JSON value; dots join the names of nested objects.
 
     >>> flatten({"name": "Pump", "parts": [{"id": 1, "tags": ["a", "b"]}, {"id": 2}]}).text
     'name: Pump\\n\\nparts.id: 1\\nparts.tags: a, b\\n\\nparts.id: 2'
 
     Items of a list have no number, so inserting an item does not change the others' text. Lists of more than 16 numbers
-    and base64 are left out.
+    and base64 are left out, which the record's notes say.
     """
     lines: list[str] = []
     is_cut = False
@@ -152,11 +143,11 @@ def flatten(value: Any) -> RecordText:
             waiting.append((path, _BREAK))
             for each in reversed(item):
                 waiting.extend(((path, each), (path, _BREAK)))
-        elif isinstance(item, str) and _is_encoded(item):
+        elif isinstance(item, str) and len(item) >= _MIN_ENCODED_CHARS and _ENCODED.fullmatch(item):
             is_cut = True
         elif text := ", ".join(filter(None, map(_as_text, item))) if isinstance(item, list) else _as_text(item):
             lines.append(f"{path}: {text}" if path else text)
-    return RecordText("\n".join(lines).strip("\n"), {}, is_cut)
+    return ParsedRecord("", "\n".join(lines).strip("\n"), {}, notes=_CUT_NOTES if is_cut else ())
 
 
 def _join(path: str, name: str) -> str:
@@ -177,11 +168,6 @@ def _is_vector(items: list[Any]) -> bool:
     return sum(map(len, rows)) > _MAX_NUMBERS and all(
         isinstance(each, int | float) and not isinstance(each, bool) for row in rows for each in row
     )
-
-
-def _is_encoded(text: str) -> bool:
-    """Return True for bytes in base64, such as a picture."""
-    return len(text) >= _MIN_ENCODED_CHARS and _ENCODED.fullmatch(text) is not None
 
 
 def is_settings(value: Any) -> bool:

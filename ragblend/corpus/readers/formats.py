@@ -1,12 +1,17 @@
-"""The reader of each file, by the suffix of its name. To add a format, add its module and an entry here."""
+"""The reader of each file, by the suffix of its name. To add a format, add its module and an entry here.
+
+`check_reading` tries a reader in a child process, for a file from someone else.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import IO
 
 from ragblend.corpus.readers.books import read_epub
+from ragblend.corpus.readers.child import run_in_child
 from ragblend.corpus.readers.html import read_html
 from ragblend.corpus.readers.mail import read_mail, read_mbox
 from ragblend.corpus.readers.notebook import read_notebook
@@ -23,7 +28,7 @@ from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.word import read_docx, read_mislabeled_doc
 from ragblend.corpus.readers.xml_text import read_xml
 
-READERS_VERSION = 3
+READERS_VERSION = 4
 """Raise it when a reader returns another text for the same bytes; ingestion then reads unchanged files again."""
 
 JSON_LINES_SUFFIXES = frozenset({".jsonl", ".ndjson"})
@@ -31,19 +36,14 @@ PARQUET_SUFFIX = ".parquet"
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
 
 
-class RecordReader(Protocol):
-    """A reader of records. `text_field`: the field that holds their text; "" lets the reader choose."""
-
-    def __call__(self, data: bytes, text_field: str = "") -> ParsedRecords:
-        """Return the records of a file that holds `data`."""
-
-
-RECORD_READERS: dict[str, RecordReader] = {
+RECORD_READERS: dict[str, Callable[..., ParsedRecords]] = {
     **dict.fromkeys((".csv", ".tsv"), read_csv),
     **dict.fromkeys(JSON_LINES_SUFFIXES, read_jsonl),
     ".json": read_json,
     PARQUET_SUFFIX: read_parquet,
 }
+"""Readers of records. `text_field=`: the field that holds their text; "" lets the reader choose."""
+
 READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),
     ".pdf": read_pdf,
@@ -70,3 +70,33 @@ TEXT_READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".js", ".mjs", ".cjs", ".css", ".map"), read_code),
 }
 """Readers of text; a file without text is skipped. `read_text` reads all other files."""
+
+_MIN_TIME_S, _TIME_PER_MB_S = 30.0, 10.0
+_MIN_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 32  # address space in bytes; libraries reserve more than they use
+
+
+def check_reading(file: IO[bytes], num_bytes: int, suffix: str) -> None:
+    """Read `file` of `num_bytes` in a child process, with the reader of the `suffix` (".pdf").
+
+    Raises UnreadableDocumentError if the child crashed, took longer than 10 s per MB (at least 30 s) or needed more
+    memory than 4 GiB and 32 times the file. A file that its reader rejects passes; plain text is not read. `file` must
+    have a descriptor and is read from its beginning; its position changes.
+    """
+    if suffix.lower() not in READERS:
+        return
+    descriptor = file.fileno()  # first, because it moves a spooled file to the disk
+    file.flush()
+    file.seek(0)
+    run_in_child(
+        f"{__name__}:read_all",
+        suffix.lower(),
+        limit_s=max(_MIN_TIME_S, _TIME_PER_MB_S * num_bytes / 1e6),
+        memory_bytes=_MIN_MEMORY + _MEMORY_PER_BYTE * num_bytes,
+        fix="split it, or save it again with the program that made it, or as text",
+        stdin=descriptor,
+    )
+
+
+def read_all(data: bytes, suffix: str) -> None:
+    """Read all records of a file with the reader of the `suffix`, and keep none. Raises the errors of the reader."""
+    deque(READERS[suffix](data), maxlen=0)

@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragblend.corpus.readers.blocks import TextBlocks, table_row
+from ragblend.corpus.readers.blocks import TextBlocks, fence_code, table_row
 from ragblend.corpus.readers.encodings import unify_line_breaks
-from ragblend.corpus.readers.types import Mark
+from ragblend.corpus.readers.types import ParsedRecord
 
 _BLOCKS = frozenset(
     {
@@ -31,7 +31,6 @@ _STRUCTURED = frozenset({*_HEADINGS, *_LISTS, "li", "dt", "dd", "pre", "table", 
 _MAX_CELL_CHARS = 2000  # a table with a longer cell only arranges the page
 _MAX_INDENTED = 8
 _BLANK_LINES = re.compile(r"\n{3,}")
-_FENCE = re.compile(r"^[ \t]*(`{3,})", re.MULTILINE)
 
 
 class _Block(NamedTuple):
@@ -111,11 +110,11 @@ class PageWriter:
         if tag in _STRUCTURED:
             self._end(tag)
 
-    def build(self) -> tuple[str, tuple[Mark, ...]]:
-        """Return the text and its marks."""
+    def build(self, title: str) -> ParsedRecord:
+        """Return the page's record."""
         self._end_block(ends_heading=True)
         self._end_group()
-        return self._output.build()
+        return self._output.build({"title": title} if title else {})
 
     def _begin(self, tag: str) -> None:
         if tag in _HEADINGS:
@@ -201,8 +200,7 @@ class PageWriter:
         if not text:
             return
         if "\n" in text:
-            fence = max((found[1] for found in _FENCE.finditer(text)), key=len, default="``") + "`"
-            text = f"{fence}\n{text}\n{fence}"
+            text = fence_code(text)
         self._emit(_Block(text))
         self._prefix, self._group = "", 0
 

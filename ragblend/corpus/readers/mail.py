@@ -14,7 +14,6 @@ from email.header import decode_header, make_header
 from email.message import Message
 from email.parser import BytesParser
 from email.utils import parsedate_to_datetime
-from typing import Any
 
 from ragblend.corpus.readers.blocks import TextBlocks, collapse_whitespace
 from ragblend.corpus.readers.encodings import decode_text
@@ -73,8 +72,9 @@ def _parse_mail(data: bytes, key: str) -> ParsedRecord:
         )
     reader = _PartReader()
     reader.read(mail)
-    text, marks = reader.blocks.build()
-    return ParsedRecord(key, text, _metadata(mail), marks, tuple(dict.fromkeys(reader.notes)))
+    found = {"title": _header(mail, "Subject"), "from": _header(mail, "From"), "to": _header(mail, "To")}
+    metadata = {name: value for name, value in {**found, "date": _date(mail)}.items() if value}
+    return reader.blocks.build(metadata, dict.fromkeys(reader.notes), key)
 
 
 def _to_ascii_compatible(data: bytes) -> bytes:
@@ -191,11 +191,6 @@ def _decode_raw(header: bytes) -> str:
         return header.decode()
     except UnicodeDecodeError:
         return header.decode("cp1252", "replace")
-
-
-def _metadata(mail: Message) -> dict[str, Any]:
-    found = {"title": _header(mail, "Subject"), "from": _header(mail, "From"), "to": _header(mail, "To")}
-    return {name: value for name, value in {**found, "date": _date(mail)}.items() if value}
 
 
 def _date(mail: Message) -> str:

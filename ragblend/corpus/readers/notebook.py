@@ -11,16 +11,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ragblend.corpus.readers.blocks import TextBlocks
+from ragblend.corpus.readers.blocks import TextBlocks, fence_code
 from ragblend.corpus.readers.encodings import decode_text, unify_line_breaks
-from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.text_headings import find_markdown_headings
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
 MAX_OUTPUT_CHARS = 2000
 _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,[\w+/=%-]*")
 _ANSI_CODE = re.compile("\x1b\\[[0-9;?]*[A-Za-z]")
-_HEADING = re.compile(r"(#{1,6})[ \t]+(\S.*)")
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})")
 _FIGURE = re.compile(r"<Figure size |<[\w.]+ at 0x")  # text that replaces a picture or an object
 
 
@@ -33,9 +32,8 @@ def read_notebook(data: bytes) -> ParsedRecords:
     blocks = TextBlocks()
     num_cut = sum(_add_cell(blocks, cell, language) for cell in _cells(notebook))
     notes = (f"outputs of {num_cut} cells were cut after {MAX_OUTPUT_CHARS} characters",) if num_cut else ()
-    text, marks = blocks.build()
     title = metadata.get("title")
-    yield ParsedRecord("", text, {"title": title} if title and isinstance(title, str) else {}, marks, notes)
+    yield blocks.build({"title": title} if title and isinstance(title, str) else {}, notes)
 
 
 def _parse(data: bytes) -> dict[str, Any]:
@@ -75,38 +73,15 @@ def _add_cell(blocks: TextBlocks, cell: dict[str, Any], language: str) -> bool:
         level = cell.get("level")
         blocks.add_heading(source, level if isinstance(level, int) else 1)
     elif kind != "code":
-        _add_markdown(blocks, source)
+        source = _DATA_URI.sub("", source).strip("\n").rstrip()
+        blocks.add_text(source, find_markdown_headings(source))
     else:
-        blocks.add(_fence_code(source, language))
+        blocks.add(fence_code(source, language))
         texts = (_ANSI_CODE.sub("", _output_text(output)).strip("\n") for output in _list(cell.get("outputs")))
         outputs = "\n".join(text for text in texts if text)
-        blocks.add(_fence_code(_cut(outputs), "text"))
+        blocks.add(fence_code(_cut(outputs), "text"))
         return len(outputs) > MAX_OUTPUT_CHARS
     return False
-
-
-def _add_markdown(blocks: TextBlocks, source: str) -> None:
-    source = _DATA_URI.sub("", source).strip("\n").rstrip()
-    offset, fence = 0, ""
-    marks = []
-    for line in source.split("\n"):
-        if found := _FENCE.match(line):
-            if not fence:
-                fence = found[1]
-            elif found[1].startswith(fence):
-                fence = ""
-        elif not fence and (heading := _HEADING.match(line)):
-            marks.append(Mark(offset, "heading", heading[2].rstrip(" \t#"), len(heading[1])))
-        offset += len(line) + 1
-    blocks.add_text(source, marks)
-
-
-def _fence_code(code: str, language: str) -> str:
-    """Return code between fences that do not occur in it; "" for blank code."""
-    if not code.strip():
-        return ""
-    fence = "`" * (max((len(run) for run in re.findall("`{3,}", code)), default=2) + 1)
-    return f"{fence}{language}\n{code}\n{fence}"
 
 
 def _output_text(output: Any) -> str:

@@ -76,12 +76,8 @@ def parse_number(text: str, default: int = 0) -> int:
     return int(text) if text.isdecimal() and len(text) <= 7 else default
 
 
-Step = tuple[bool, Element, str]
-"""A step of a walk: True at the beginning of an element, False at its end; the element; its local name."""
-
-
-def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[Step]:
-    """Yield steps through all elements in document order.
+def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[tuple[bool, Element, str]]:
+    """Yield all elements in document order, each at its beginning (True) and its end (False), with its local name.
 
     An element whose local name is in `left_out` is skipped with all that is in it: only its end is yielded, with the
     name "", because the text after it (`tail`) is its parent's.

@@ -7,13 +7,12 @@ Slides are pages. Sheets are headings with a line per row. Cells have their disp
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from functools import partial
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import TextBlocks, check_table_depth, table_blocks, table_row
-from ragblend.corpus.readers.office_xml import Step, attribute, parse_number, parse_part, read_properties, walk
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, table_row
+from ragblend.corpus.readers.office_xml import attribute, parse_number, parse_part, read_properties, walk
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
@@ -23,7 +22,6 @@ _LEFT_OUT_NAMES = (
 )
 _LEFT_OUT = frozenset(_LEFT_OUT_NAMES.split())
 _CHARACTERS = {"tab": "\t", "line-break": "\n"}
-_TABLE_PARTS = frozenset({"table", "table-row", "table-cell", "covered-table-cell"})
 _WHITE_SPACE = re.compile(r"\s+")  # in the XML; elements write repeated spaces of the text
 _MAX_SPACES = 16
 _MAX_REPEATED_CELLS = 64  # limit, because one cell that repeats thousands of times ends a sheet
@@ -35,14 +33,12 @@ def _read(kind: str, data: bytes) -> ParsedRecords:
     if "META-INF/manifest.xml" in container and b"encryption-data" in container.read("META-INF/manifest.xml"):
         raise UnreadableDocumentError(f"is an {kind} with a password; save it without one")
     reader = _ContentReader()
-    for step in walk(parse_part(container, "content.xml"), _LEFT_OUT):
-        reader.take(step)
-    text, marks = reader.blocks.build() if reader.num_texts else ("", ())
+    reader.read(parse_part(container, "content.xml"))
     metadata = {
         **read_properties(container, "meta.xml"),
         **({"num_pages": reader.num_pages} if reader.num_pages else {}),
     }
-    yield ParsedRecord("", text, metadata, marks)
+    yield (reader.blocks if reader.num_texts else TextBlocks()).build(metadata)
 
 
 read_odt = partial(_read, "OpenDocument text")
@@ -50,47 +46,34 @@ read_odp = partial(_read, "OpenDocument presentation")
 read_ods = partial(_read, "OpenDocument spreadsheet")
 
 
-@dataclass(slots=True)
-class _Paragraph:
-    """An open paragraph: its text so far, and its footnotes."""
-
-    prefix: str
-    texts: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 class _ContentReader:
-    """Builds blocks from the steps of a walk through a file's content."""
+    """Builds blocks from a file's content."""
 
     def __init__(self) -> None:
         self.blocks = TextBlocks()
         self.num_pages = 0
         self.num_texts = 0  # 0 for a spreadsheet that has only the names of its sheets
         self._is_spreadsheet = False
-        self._paragraphs: list[_Paragraph] = []  # nested, because a text box is part of a paragraph
-        self._tables: list[list[list[list[str]]]] = []  # open tables, nested: rows of cells of paragraphs
+        self._paragraphs: list[OpenParagraph] = []  # nested, because a text box is part of a paragraph
         self._footnotes: list[list[str]] = []  # paragraphs of the footnotes that are open
         self._num_footnotes = 0
         self._frames: list[str] = []  # classes of a slide's open frames: "title", "outline", "notes"
         self._prefix = ""  # of the next paragraph
 
-    def take(self, step: Step) -> None:
-        """Process the next step. Text after an element belongs to its parent."""
-        begins, element, name = step
-        if begins:
-            self._begin(element, name)
-            self._add_text(element.text)
-        else:
-            self._end(element, name)
-            self._add_text(element.tail)
-
-    def _add_text(self, text: str | None) -> None:
-        if text and self._paragraphs:
-            self._paragraphs[-1].texts.append(_WHITE_SPACE.sub(" ", text))
+    def read(self, root: Element) -> None:
+        """Collect the blocks below `root`. Text after an element belongs to its parent."""
+        for begins, element, name in walk(root, _LEFT_OUT):
+            if begins:
+                self._begin(element, name)
+            else:
+                self._end(element, name)
+            text = element.text if begins else element.tail
+            if text and self._paragraphs:
+                self._paragraphs[-1].texts.append(_WHITE_SPACE.sub(" ", text))
 
     def _begin(self, element: Element, name: str) -> None:
         if name in ("p", "h"):
-            self._paragraphs.append(_Paragraph(self._prefix))
+            self._paragraphs.append(OpenParagraph(prefix=self._prefix))
             self._prefix = ""
         elif name in _CHARACTERS and self._paragraphs:
             self._paragraphs[-1].texts.append(_CHARACTERS[name])
@@ -111,19 +94,14 @@ class _ContentReader:
         elif name == "page":
             self.num_pages += 1
             self.blocks.add_page(str(self.num_pages))
-        elif name in _TABLE_PARTS:
-            self._begin_table_part(element, name)
-
-    def _begin_table_part(self, element: Element, name: str) -> None:
-        if name == "table":
-            if self._is_spreadsheet and not self._tables:
+        elif name == "table":
+            if self._is_spreadsheet and not self.blocks.tables:
                 self.blocks.add_heading(attribute(element, "name"), 1)
-            check_table_depth(len(self._tables))
-            self._tables.append([])
-        elif name == "table-row" and self._tables:
-            self._tables[-1].append([])
-        elif self._tables and self._tables[-1]:
-            self._tables[-1][-1].append([])
+            self.blocks.begin_table()
+        elif name == "table-row":
+            self.blocks.begin_row()
+        elif name in ("table-cell", "covered-table-cell"):
+            self.blocks.begin_cell()
 
     def _end(self, element: Element, name: str) -> None:
         if name in ("p", "h"):
@@ -135,13 +113,16 @@ class _ContentReader:
             self._paragraphs[-1].notes.append(f"[{self._num_footnotes}] " + "\n".join(texts))
         elif name == "frame":
             self._frames.pop()
-        elif name == "table-cell" and self._tables and self._tables[-1] and self._tables[-1][-1]:
+        elif name == "table-cell" and (cell := self.blocks.open_cell) is not None:
             if date := attribute(element, "date-value"):
-                self._tables[-1][-1][-1][:] = [date.removesuffix("T00:00:00").replace("T", " ")]
+                cell[:] = [date.removesuffix("T00:00:00").replace("T", " ")]
             repeated = min(parse_number(attribute(element, "number-columns-repeated"), 1), _MAX_REPEATED_CELLS)
-            self._tables[-1][-1] += [self._tables[-1][-1][-1]] * (repeated - 1)
+            self.blocks.tables[-1][-1] += [cell] * (repeated - 1)
+        elif name == "table" and self._is_spreadsheet and len(self.blocks.tables) == 1:
+            lines = (table_row([" ".join(cell) for cell in row]) for row in self.blocks.tables.pop())
+            self.blocks.add("\n".join(line for line in lines if line))
         elif name == "table":
-            self._end_table(self._tables.pop())
+            self.blocks.end_table()
 
     def _end_paragraph(self, element: Element, name: str) -> None:
         paragraph = self._paragraphs.pop()
@@ -150,7 +131,7 @@ class _ContentReader:
         self.num_texts += bool(text)
         if self._footnotes:
             self._footnotes[-1].append(text)
-        elif (cell := self._open_cell()) is not None:
+        elif (cell := self.blocks.open_cell) is not None:
             cell.extend(one for one in (text, *paragraph.notes) if one)
         elif name == "h":
             self.blocks.add_heading(text, parse_number(attribute(element, "outline-level"), 1))
@@ -158,22 +139,5 @@ class _ContentReader:
             self.blocks.add_heading(text, 1)
         else:
             self.blocks.add(text)
-        if not self._footnotes and self._open_cell() is None:
-            for note in paragraph.notes:
-                self.blocks.add(note)
-
-    def _open_cell(self) -> list[str] | None:
-        rows = self._tables[-1] if self._tables else []
-        return rows[-1][-1] if rows and rows[-1] else None
-
-    def _end_table(self, rows: list[list[list[str]]]) -> None:
-        if self._is_spreadsheet and not self._tables:
-            lines = (table_row([" ".join(cell) for cell in row]) for row in rows)
-            self.blocks.add("\n".join(line for line in lines if line))
-            return
-        blocks = table_blocks(rows)
-        if (cell := self._open_cell()) is not None:
-            cell.extend(blocks)
-            return
-        for block in blocks:
-            self.blocks.add(block)
+        if not self._footnotes and self.blocks.open_cell is None:
+            self.blocks.add(*paragraph.notes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragblend.corpus.readers.blocks import collapse_whitespace
@@ -22,7 +22,7 @@ from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
 if TYPE_CHECKING:
-    from ragblend.corpus.readers.pdfium import PdfHeading, PdfPageContents
+    from ragblend.corpus.readers.pdfium import PdfPageContents
 
 _PICTURE = "a picture and no text"
 _GARBAGE = "garbled text"
@@ -129,16 +129,13 @@ def _clean_title(title: str) -> str:
 
 
 def _join_pages(
-    texts: Sequence[str], labels: Sequence[str], headings: Sequence[PdfHeading]
+    texts: Sequence[str], labels: Sequence[str], headings: Mapping[int, Sequence[tuple[str, int]]]
 ) -> tuple[str, tuple[Mark, ...]]:
     """Return the document's text, with a blank line between pages, and its marks. Empty pages have none."""
-    by_page: dict[int, list[PdfHeading]] = {}
-    for heading in headings:
-        by_page.setdefault(heading.page, []).append(heading)
-    waiting: list[PdfHeading] = []  # headings of pages without text: they mark the next page with text
+    waiting: list[tuple[str, int]] = []  # headings of pages without text: they mark the next page with text
     marks, offset, parts = list[Mark](), 0, list[str]()
     for at, text in enumerate(texts):
-        waiting += by_page.get(at, [])
+        waiting += headings.get(at, ())
         if not text:
             continue
         marks.append(Mark(offset, "page", labels[at] or str(at + 1)))
@@ -149,17 +146,17 @@ def _join_pages(
     return "\n\n".join(parts), tuple(marks)
 
 
-def _mark_headings(text: str, headings: Sequence[PdfHeading]) -> list[Mark]:
+def _mark_headings(text: str, headings: Sequence[tuple[str, int]]) -> list[Mark]:
     """Return the marks of a page's headings, at the line with the heading's words or else at the heading before."""
     if not headings:
         return []
     lines = _find_lines(text)
     marks, offset = list[Mark](), 0
-    for heading in headings:
-        value = collapse_whitespace(_clean(heading.title))[:_MAX_TITLE]
+    for title, level in headings:
+        value = collapse_whitespace(_clean(title))[:_MAX_TITLE]
         if value:
             offset = max(offset, lines.get(_line_key(value), offset))
-            marks.append(Mark(offset, "heading", value, min(heading.level, _MAX_LEVEL)))
+            marks.append(Mark(offset, "heading", value, min(level, _MAX_LEVEL)))
     return marks
 
 

@@ -62,23 +62,16 @@ class PdfPageContents(NamedTuple):
     is_damaged: bool = False
 
 
-class PdfHeading(NamedTuple):
-    """A bookmark: its title, the number of its page from 0, and its level from 1."""
-
-    title: str
-    page: int
-    level: int
-
-
 class PdfContents(NamedTuple):
     """A document. `labels`: the pages' labels, such as "iv", or "" for a page without one.
 
-    `is_xfa`: its fields are only in Adobe's form language, which PDFium does not read.
+    `headings`: (title, level) of the bookmarks to a page, by its number from 0; the highest level is 1. `is_xfa`: its
+    fields are only in Adobe's form language, which PDFium does not read.
     """
 
     pages: list[PdfPageContents]
     labels: list[str]
-    headings: list[PdfHeading]
+    headings: dict[int, list[tuple[str, int]]]
     title: str
     is_xfa: bool
 
@@ -91,7 +84,7 @@ def read_contents(data: bytes) -> PdfContents:
         return PdfContents(
             [_read_page(document, at, form) for at in range(num_pages)],
             [document.get_page_label(at).strip() for at in range(num_pages)],
-            list(_read_headings(document)),
+            _read_headings(document),
             document.get_metadata_value("Title"),
             document.get_formtype() == raw.FORMTYPE_XFA_FULL,
         )
@@ -253,8 +246,12 @@ def _read_wide(function: Callable[..., int], *arguments: Any) -> str:
     return buffer.raw[: num_bytes - 2].decode("utf-16-le", "replace")
 
 
-def _read_headings(document: PdfDocument) -> Iterator[PdfHeading]:
-    """Yield the bookmarks in the order of the tree. Uses a stack, because a hostile tree is deep or a circle."""
+def _read_headings(document: PdfDocument) -> dict[int, list[tuple[str, int]]]:
+    """Return the bookmarks of each page in the order of the tree.
+
+    Uses a stack, because a hostile tree is deep or a circle.
+    """
+    found: dict[int, list[tuple[str, int]]] = {}
     stack, seen = [(raw.FPDFBookmark_GetFirstChild(document, None), 1)], set[int]()
     while stack and len(seen) < _MAX_BOOKMARKS:
         pointer, level = stack.pop()
@@ -267,4 +264,5 @@ def _read_headings(document: PdfDocument) -> Iterator[PdfHeading]:
         destination = bookmark.get_dest()
         page = destination.get_index() if destination else None
         if page is not None:
-            yield PdfHeading(bookmark.get_title(), page, level)
+            found.setdefault(page, []).append((bookmark.get_title(), level))
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import unicodedata
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from itertools import islice
@@ -40,7 +39,9 @@ def _parse_json_file(text: str, text_field: str) -> ParsedRecords:
     try:
         value = _parse_json(text)
     except json.JSONDecodeError as error:
-        if not _has_value_per_line(text, error):
+        # In exports of databases, a value ends with its line and another one follows.
+        first = text[: error.pos]
+        if error.msg != "Extra data" or "\n" in first.strip() or not first.endswith("\n"):
             raise _not_json(error) from error
         yield from _parse_jsonl(text.split("\n"), text_field)
         return
@@ -50,7 +51,7 @@ def _parse_json_file(text: str, text_field: str) -> ParsedRecords:
         for number, record in enumerate(value):
             yield from _parse_item(record, number, f"item {number + 1}", text_field)
         return
-    if isinstance(value, dict) and not text_field and not _has_known_shape(value) and is_settings(value):
+    if isinstance(value, dict) and not text_field and not _is_record(value) and is_settings(value):
         raise NotADocumentError(
             "holds settings or data, and neither sentences nor a list of records; to read one of its fields: "
             "`text_field='NAME'`"
@@ -65,12 +66,6 @@ def _not_json(error: Exception) -> UnreadableDocumentError:
     return UnreadableDocumentError(f"is not JSON ({error}); repair it or rename it to .txt")
 
 
-def _has_value_per_line(text: str, error: json.JSONDecodeError) -> bool:
-    """Return True if a value ends with its line and another one follows, as in exports of databases."""
-    first = text[: error.pos].strip()
-    return error.msg == "Extra data" and "\n" not in first and text[: error.pos].endswith("\n")
-
-
 def _parse_json(text: str) -> Any:
     """Return a JSON value; a whole number of more digits than Python converts to int (4,300) becomes a Decimal."""
 
@@ -81,16 +76,6 @@ def _parse_json(text: str) -> Any:
             return Decimal(digits)
 
     return json.loads(text, parse_int=number)
-
-
-def _as_number(digits: str) -> tuple[int, str]:
-    """Return a sort key for decimal digits of any script and number.
-
-    >>> sorted(["10", "9", "009", "1" * 5000], key=_as_number)[:3]
-    ['9', '009', '10']
-    """
-    plain = "".join(str(unicodedata.decimal(digit)) for digit in digits).lstrip("0")
-    return len(plain), plain
 
 
 def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
@@ -156,13 +141,14 @@ def _parse_item(value: Any, number: int, place: str, text_field: str) -> ParsedR
         yield UnreadableRecord(f"#{number}", f"{place} {error}")
 
 
-def _has_known_shape(value: dict[str, Any]) -> bool:
+def _is_record(value: dict[str, Any]) -> bool:
     return any(name in value for name in TEXT_FIELDS) or isinstance(value.get("ctxs"), list) or bool(_passages(value))
 
 
 def _passages(value: dict[str, Any]) -> list[str]:
     """Return the names of numbered passages, in the order of their numbers."""
-    return sorted((name for name in value if name.isdecimal() and isinstance(value[name], str)), key=_as_number)
+    names = [name for name in value if name.isascii() and name.isdecimal() and isinstance(value[name], str)]
+    return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0")))  # more digits than int() takes
 
 
 def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator[ParsedRecord]:
@@ -174,12 +160,15 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
     if isinstance(value, str):
         yield ParsedRecord(key, value, {})
     elif isinstance(value, list):
-        flat = flatten(value)
-        yield ParsedRecord(key, flat.text, {}, notes=flat.notes)
+        yield flatten(value)._replace(key=key)
     elif not isinstance(value, dict):
         raise NotADocumentError(f"is {json.dumps(value, default=str)}, which is neither a text nor an object with one")
     elif text_field:
-        yield _parse_field(value, key, text_field)
+        if (found := read_text_field(value, text_field)) is None:
+            raise UnreadableDocumentError(
+                f"has no field {text_field!r}, but {_list_names(value)}; name another (`text_field`)"
+            )
+        yield found._replace(key=key)
     elif isinstance(value.get("ctxs"), list):
         # The question and the answers are not metadata, because they belong to the record.
         for number, passage in enumerate(value["ctxs"]):
@@ -191,17 +180,7 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
         for name in passages:
             yield ParsedRecord(f"{key}{joint}{name}", value[name], {})
     else:
-        found = read_record(value)
-        yield ParsedRecord(key, found.text, found.metadata, notes=found.notes)
-
-
-def _parse_field(value: dict[str, Any], key: str, text_field: str) -> ParsedRecord:
-    found = read_text_field(value, text_field)
-    if found is None:
-        raise UnreadableDocumentError(
-            f"has no field {text_field!r}, but {_list_names(value)}; name another (`text_field`)"
-        )
-    return ParsedRecord(key, found.text, found.metadata, notes=found.notes)
+        yield read_record(value)._replace(key=key)
 
 
 def _list_names(names: Iterable[str]) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import codecs
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ragblend.corpus.readers.blocks import TextBlocks, table_blocks
+from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, table_blocks
 from ragblend.corpus.readers.encodings import SAMPLE_CHARS, check_is_text
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
 RTF_MAGIC = b"{\\rtf"
@@ -48,10 +48,10 @@ def read_rtf(data: bytes) -> ParsedRecords:
         raise UnreadableDocumentError("is no RTF file: it does not begin with {\\rtf; correct its name's ending")
     reader = _RtfReader()
     reader.read(data[start:].decode("latin-1"))
-    text, marks = reader.blocks.build()
-    check_is_text(text[:SAMPLE_CHARS])
     title = " ".join("".join(reader.title).split())
-    yield ParsedRecord("", text, {"title": title} if title else {}, marks)
+    record = reader.blocks.build({"title": title} if title else {})
+    check_is_text(record.text[:SAMPLE_CHARS])
+    yield record
 
 
 @dataclass(slots=True)
@@ -64,14 +64,6 @@ class _Group:
     num_fallback_chars: int = 1  # characters after a \\u to skip: they are for programs without Unicode
 
 
-@dataclass(slots=True)
-class _Text:
-    """Text of the open paragraph or footnote."""
-
-    parts: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 class _RtfReader:
     """Builds blocks from control words and text."""
 
@@ -79,7 +71,7 @@ class _RtfReader:
         self.blocks = TextBlocks()
         self.title: list[str] = []
         self._groups = [_Group()]
-        self._texts = [_Text()]  # text of the body, then of an open footnote
+        self._paragraphs = [OpenParagraph()]  # of the body, then of an open footnote
         self._bytes = bytearray()  # text that is not decoded yet
         self._num_to_skip = 0
         self._codec = "cp1252"
@@ -133,7 +125,7 @@ class _RtfReader:
         if group.destination == "title":
             self.title.append(text)
         elif group.destination in ("body", "note") and not group.is_hidden:
-            self._texts[-1].parts.append(text)
+            self._paragraphs[-1].texts.append(text)
 
     def _open_group(self) -> None:
         if len(self._groups) > _MAX_GROUP_DEPTH:
@@ -145,8 +137,8 @@ class _RtfReader:
         group = self._groups.pop()
         outer = self._groups[-1] if self._groups else _Group()
         if group.destination == "note" and outer.destination != "note":
-            note = "\n".join(line for line in _join(self._texts.pop().parts).split("\n") if line.strip()).strip()
-            self._texts[-1].notes.append(f"[{self._num_notes}] {note}")
+            note = "\n".join(line for line in _join(self._paragraphs.pop().texts).split("\n") if line.strip()).strip()
+            self._paragraphs[-1].notes.append(f"[{self._num_notes}] {note}")
         return len(self._groups) > 1
 
     def _symbol(self, symbol: str) -> None:
@@ -201,7 +193,7 @@ class _RtfReader:
         elif word == "footnote" and group.destination == "body":
             self._num_notes += 1
             self._add(f"[{self._num_notes}]")
-            self._texts.append(_Text())
+            self._paragraphs.append(OpenParagraph())
             group.destination = "note"
         elif word != "title":
             group.destination = ""
@@ -217,7 +209,8 @@ class _RtfReader:
         elif word == "outlinelevel" and number is not None and number < 9:
             self._outline_level = number + 1
         elif word in ("cell", "nestcell"):
-            self._row.append([self._take_paragraph(), *self._take_notes()])
+            text, notes = self._take_paragraph()
+            self._row.append([text, *notes])
         elif word in ("row", "nestrow"):
             self._rows.append(self._row)
             self._row = []
@@ -226,7 +219,7 @@ class _RtfReader:
         if self._is_in_table:
             self._add("\n")
             return
-        text, notes = self._take_paragraph(), self._take_notes()
+        text, notes = self._take_paragraph()
         if not text and not notes:
             return
         self._end_table()
@@ -234,22 +227,15 @@ class _RtfReader:
             self.blocks.add_heading(text, self._outline_level)
         else:
             self.blocks.add(text)
-        for note in notes:
-            self.blocks.add(note)
+        self.blocks.add(*notes)
 
-    def _take_paragraph(self) -> str:
-        text = _join(self._texts[0].parts).strip()
-        self._texts[0].parts.clear()
-        return text
-
-    def _take_notes(self) -> list[str]:
-        notes = list(self._texts[0].notes)
-        self._texts[0].notes.clear()
-        return notes
+    def _take_paragraph(self) -> tuple[str, list[str]]:
+        """Return the text and the footnotes of the body's paragraph, and begin another one."""
+        paragraph, self._paragraphs[0] = self._paragraphs[0], OpenParagraph()
+        return _join(paragraph.texts).strip(), paragraph.notes
 
     def _end_table(self) -> None:
-        for block in table_blocks([*self._rows, self._row]):
-            self.blocks.add(block)
+        self.blocks.add(*table_blocks([*self._rows, self._row]))
         self._rows, self._row = [], []
 
 

@@ -21,7 +21,7 @@ from ragblend.corpus.readers.office_xml import (
     read_properties,
     read_relationships,
 )
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
@@ -47,11 +47,10 @@ def read_pptx(data: bytes) -> ParsedRecords:
             notes.append(f"slide {number} has a picture and no text; run OCR on it")
     if slides and len([note for note in notes if "left out" in note]) == len(slides):
         raise UnreadableDocumentError(f"has no readable slide; {notes[0]}")
-    text, marks = blocks.build()
-    if notes and not text:
+    record = blocks.build({**read_properties(container, "docProps/core.xml"), "num_pages": len(slides)}, notes)
+    if notes and not record.text:
         raise UnreadableDocumentError("holds pictures and no text; export it as PDF and run OCR on it: ocrmypdf")
-    metadata = {**read_properties(container, "docProps/core.xml"), "num_pages": len(slides)}
-    yield ParsedRecord("", text, metadata, marks, tuple(notes))
+    yield record
 
 
 def _slide_parts(container: ZipContainer) -> Iterator[str]:
@@ -74,8 +73,7 @@ def _add_slide(blocks: TextBlocks, container: ZipContainer, part: str, slide: El
     texts = [text for shape in shapes if shape not in titles if (text := _shape_text(container, relationships, shape))]
     heading = " ".join(drawing_text(paragraph) for title in titles for paragraph in _paragraphs(title))
     blocks.add_heading(heading, 1)
-    for text in texts:
-        blocks.add(text)
+    blocks.add(*texts)
     notes = _notes(container, part, relationships)
     if notes:
         blocks.add(f"Notes: {notes}")
@@ -100,16 +98,13 @@ def _shape_text(container: ZipContainer, relationships: dict[str, Relationship],
     if local_name(shape) != "graphicFrame":
         return "\n".join(text for paragraph in _paragraphs(shape) if (text := drawing_text(paragraph).strip()))
     rows = outermost(shape, "tr", left_out=_LEFT_OUT)
-    lines = [table_row([_cell_text(cell) for cell in row if local_name(cell) == "tc"]) for row in rows]
+    cells = ([_paragraphs(cell) for cell in row if local_name(cell) == "tc"] for row in rows)
+    lines = [table_row([" ".join(map(drawing_text, paragraphs)) for paragraphs in row]) for row in cells]
     drawings = [
         read_drawing(container, relationships, reference)
         for reference in outermost(shape, *DRAWING_REFERENCES, left_out=_LEFT_OUT)
     ]
     return "\n".join(line for line in (*lines, *drawings) if line)
-
-
-def _cell_text(cell: Element) -> str:
-    return " ".join(drawing_text(paragraph) for paragraph in _paragraphs(cell))
 
 
 def _paragraphs(shape: Element) -> Iterator[Element]:

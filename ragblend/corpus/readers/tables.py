@@ -257,11 +257,8 @@ def _is_header(rows: list[Row], text_names: Iterable[str]) -> bool:
     ]
     if not set(numeric) & set(usual) or not set(usual) <= set(numeric):
         return True
-    return _are_years(first[at].strip() for at in numeric) or _are_counted([first[at].strip() for at in numeric])
-
-
-def _are_years(values: Iterable[str]) -> bool:
-    return all(re.fullmatch(r"(19|20)\d\d", value) for value in values)
+    numbers = [first[at].strip() for at in numeric]
+    return all(re.fullmatch(r"(19|20)\d\d", number) for number in numbers) or _are_counted(numbers)
 
 
 def _are_counted(values: Row) -> bool:

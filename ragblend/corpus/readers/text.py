@@ -24,14 +24,14 @@ def read_markdown(data: bytes) -> ParsedRecords:
     """Read Markdown with the marks of its headings. A title in its front matter becomes metadata."""
     decoded = _decode(data)
     title = find_front_matter_title(decoded.text)
-    marks = find_markdown_headings(decoded.text)
+    marks = tuple(find_markdown_headings(decoded.text))
     yield ParsedRecord("", decoded.text, {"title": title} if title else {}, marks, decoded.notes)
 
 
 def read_restructured_text(data: bytes) -> ParsedRecords:
     """Read a text with the marks of its underlined headings (reStructuredText)."""
     decoded = _decode(data)
-    yield ParsedRecord("", decoded.text, {}, find_underlined_headings(decoded.text), decoded.notes)
+    yield ParsedRecord("", decoded.text, {}, tuple(find_underlined_headings(decoded.text)), decoded.notes)
 
 
 def read_code(data: bytes) -> ParsedRecords:

@@ -23,16 +23,12 @@ _TABLE_HEADER = re.compile(r"  |\t| \| ")
 _MAX_HEADING_CHARS = 300
 
 
-def find_markdown_headings(text: str) -> tuple[Mark, ...]:
-    """Return the marks of Markdown's headings outside of code fences and front matter.
+def find_markdown_headings(text: str) -> Iterator[Mark]:
+    """Yield the marks of Markdown's headings outside of code fences and front matter.
 
     >>> [(mark.value, mark.level) for mark in find_markdown_headings("# A `b`\\n```\\n# c\\n```\\nD\\n---\\n")]
     [('A b', 1), ('D', 2)]
     """
-    return tuple(_find_markdown_headings(text))
-
-
-def _find_markdown_headings(text: str) -> Iterator[Mark]:
     fence = ""  # the open fence
     above = ""  # the line above if it begins a paragraph; underlined, it is a heading
     begins = True  # this line would begin a paragraph
@@ -78,18 +74,14 @@ def _end_of_front_matter(text: str) -> int:
     return min(end.end() + 1, len(text)) if end else 0
 
 
-def find_underlined_headings(text: str) -> tuple[Mark, ...]:
-    """Return, in order, the marks of titles that are underlined, over their whole length, with one repeated character.
+def find_underlined_headings(text: str) -> Iterator[Mark]:
+    """Yield, in order, the marks of titles that are underlined, over their whole length, with one repeated character.
 
     Levels are numbered in the order in which their styles appear (reStructuredText).
 
     >>> [(mark.value, mark.level) for mark in find_underlined_headings("A\\n====\\n\\nB\\n---\\ntext\\n\\nC\\n===\\n")]
     [('A', 1), ('B', 2), ('C', 1)]
     """
-    return tuple(_find_underlined_headings(text))
-
-
-def _find_underlined_headings(text: str) -> Iterator[Mark]:
     styles: dict[tuple[str, bool], int] = {}
     for underline in _ADORNMENT_LINE.finditer(text):
         start = text.rfind("\n", 0, max(underline.start() - 1, 0)) + 1

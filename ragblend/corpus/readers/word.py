@@ -6,10 +6,9 @@ Left out: deleted and hidden text, comments, headers and footers, picture data. 
 from __future__ import annotations
 
 import posixpath
-from dataclasses import dataclass, field
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import TextBlocks, check_table_depth, table_blocks
+from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks
 from ragblend.corpus.readers.drawings import DRAWING_REFERENCES, read_drawing
 from ragblend.corpus.readers.html import read_html
 from ragblend.corpus.readers.office_xml import (
@@ -25,8 +24,8 @@ from ragblend.corpus.readers.office_xml import (
 from ragblend.corpus.readers.rejected import OLE_MAGIC, ZIP_MAGIC, describe_ole
 from ragblend.corpus.readers.rtf import RTF_MAGIC, read_rtf
 from ragblend.corpus.readers.text import read_text
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
-from ragblend.corpus.readers.word_styles import ListLabels, Style, Styles, outline_level, value_of
+from ragblend.corpus.readers.types import ParsedRecords
+from ragblend.corpus.readers.word_styles import ListLabels, Style, outline_level, read_styles, value_of
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
@@ -42,8 +41,7 @@ def read_docx(data: bytes) -> ParsedRecords:
     main = find_main_part(container, "word/document.xml")
     reader = _BodyReader(container, main)
     reader.read(parse_part(container, main))
-    text, marks = reader.blocks.build()
-    yield ParsedRecord("", text, read_properties(container, "docProps/core.xml"), marks)
+    yield reader.blocks.build(read_properties(container, "docProps/core.xml"))
 
 
 def read_mislabeled_doc(data: bytes) -> ParsedRecords:
@@ -58,16 +56,6 @@ def read_mislabeled_doc(data: bytes) -> ParsedRecords:
     return read_html(data) if head.startswith((b"<html", b"<!doctype html")) else read_text(data)
 
 
-@dataclass(slots=True)
-class _Paragraph:
-    """An open paragraph: its text so far, and its footnotes."""
-
-    properties: Element | None
-    texts: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    is_hidden: bool = False  # True if the open run is hidden
-
-
 class _BodyReader:
     """Builds blocks from the body of a document."""
 
@@ -77,15 +65,14 @@ class _BodyReader:
         self._relationships = read_relationships(container, main)
         part_of = {one.kind: one.target for one in self._relationships.values()}
         folder = posixpath.dirname(main)
-        self._styles = Styles(container, part_of.get("styles", f"{folder}/styles.xml"))
+        self._styles = read_styles(container, part_of.get("styles", f"{folder}/styles.xml"))
         self._labels = ListLabels(container, part_of.get("numbering", f"{folder}/numbering.xml"))
         self._notes = {
             reference: self._read_notes(part_of.get(kind, f"{folder}/{kind}.xml"))
             for reference, kind in (("footnoteReference", "footnotes"), ("endnoteReference", "endnotes"))
         }
         self._num_notes = 0
-        self._paragraphs: list[_Paragraph] = []  # nested, because a text box is part of a paragraph
-        self._tables: list[list[list[list[str]]]] = []  # open tables, nested: rows of cells of paragraphs
+        self._paragraphs: list[OpenParagraph] = []  # nested, because a text box is part of a paragraph
         self._pending: list[str] = []  # footnotes of a table's cells
 
     def read(self, root: Element) -> None:
@@ -100,23 +87,23 @@ class _BodyReader:
 
     def _paragraph(self, begins: bool, element: Element) -> None:
         if begins:
-            self._paragraphs.append(_Paragraph(child(element, "pPr")))
+            self._paragraphs.append(OpenParagraph())
             return
-        paragraph = self._paragraphs.pop()
+        paragraph, properties = self._paragraphs.pop(), child(element, "pPr")
         text = "".join(paragraph.texts).strip()
-        style = self._styles.find(value_of(child(paragraph.properties, "pStyle")))
+        style = self._styles.get(value_of(child(properties, "pStyle")), Style())
         if text:
-            label = self._label(paragraph.properties, style)
+            label = self._label(properties, style)
             text = f"{label} {text}" if label else text
-        if self._tables and self._tables[-1] and self._tables[-1][-1]:
-            self._tables[-1][-1][-1].append(text)
+        if (cell := self.blocks.open_cell) is not None:
+            cell.append(text)
             self._pending += paragraph.notes
             return
-        if level := outline_level(paragraph.properties) or style.heading_level:
+        if level := outline_level(properties) or style.heading_level:
             self.blocks.add_heading(text, level)
         else:
             self.blocks.add(text)
-        self._add_blocks(paragraph.notes)
+        self.blocks.add(*paragraph.notes)
 
     def _label(self, properties: Element | None, style: Style) -> str:
         numbering = child(properties, "numPr")
@@ -125,36 +112,22 @@ class _BodyReader:
         return self._labels.next_label(list_id, parse_number(level, style.list_level)) if list_id else ""
 
     def _table(self, begins: bool, element: Element, name: str) -> None:
-        if begins and name == "tbl":
-            check_table_depth(len(self._tables))
-            self._tables.append([])
-        elif begins and name == "tr" and self._tables:
-            self._tables[-1].append([])
-        elif begins and self._tables and self._tables[-1]:
-            self._tables[-1][-1].append([])
-        elif not begins and name == "tr" and child(element, "trPr", "del") is not None and self._tables:
-            self._tables[-1].pop()
-        elif not begins and name == "tbl":
-            self._end_table(self._tables.pop())
+        blocks = self.blocks
+        if begins:
+            {"tbl": blocks.begin_table, "tr": blocks.begin_row, "tc": blocks.begin_cell}[name]()
+        elif name == "tr" and child(element, "trPr", "del") is not None and blocks.tables:
+            blocks.tables[-1].pop()
+        elif name == "tbl":
+            blocks.end_table()
+            if blocks.open_cell is None:
+                blocks.add(*self._pending)
+                self._pending.clear()
 
-    def _end_table(self, rows: list[list[list[str]]]) -> None:
-        blocks = table_blocks(rows)
-        outer = self._tables[-1] if self._tables else []
-        if outer and outer[-1]:
-            outer[-1][-1].extend(blocks)
-            return
-        self._add_blocks(blocks)
-        self._add_blocks(self._pending)
-        self._pending.clear()
-
-    def _add_blocks(self, blocks: list[str]) -> None:
-        for block in blocks:
-            self.blocks.add(block)
-
-    def _inline(self, paragraph: _Paragraph, element: Element, name: str) -> None:
+    def _inline(self, paragraph: OpenParagraph, element: Element, name: str) -> None:
         """Add the content of a paragraph's run to the paragraph's text."""
         if name == "r":
-            paragraph.is_hidden = _is_on(child(element, "rPr", "vanish"))
+            switch = child(element, "rPr", "vanish")
+            paragraph.is_hidden = switch is not None and value_of(switch) not in ("0", "false", "off")
         elif paragraph.is_hidden:
             return
         elif name == "t":
@@ -169,7 +142,7 @@ class _BodyReader:
         elif name in DRAWING_REFERENCES:
             paragraph.texts.append("\n" + read_drawing(self._container, self._relationships, element) + "\n")
 
-    def _reference(self, paragraph: _Paragraph, note: str) -> None:
+    def _reference(self, paragraph: OpenParagraph, note: str) -> None:
         if note:
             self._num_notes += 1
             paragraph.texts.append(f"[{self._num_notes}]")
@@ -199,7 +172,3 @@ def _symbol(code: str) -> str:
     except ValueError:
         return ""
     return chr(number) if ord(" ") <= number < _FIRST_SURROGATE else ""
-
-
-def _is_on(switch: Element | None) -> bool:
-    return switch is not None and value_of(switch) not in ("0", "false", "off")

@@ -35,32 +35,25 @@ class ListLevel(NamedTuple):
     start: int
 
 
-class Styles:
-    """The paragraph styles of a Word file. They are empty if the file has no part with styles."""
+def read_styles(container: ZipContainer, part: str) -> dict[str, Style]:
+    """Return the paragraph styles of a Word file by id; none if the file has no such part."""
+    root = parse_part(container, part) if part in container else ()
+    elements = {attribute(one, "styleId"): one for one in root if local_name(one) == "style"}
+    return {style_id: _resolve(elements, style_id) for style_id in elements}
 
-    def __init__(self, container: ZipContainer, part: str) -> None:
-        root = parse_part(container, part) if part in container else ()
-        self._elements = {attribute(one, "styleId"): one for one in root if local_name(one) == "style"}
-        self._resolved: dict[str, Style] = {}
 
-    def find(self, style_id: str) -> Style:
-        """Return the style with this id; if there is none, the style of body text."""
-        if style_id not in self._resolved:
-            self._resolved[style_id] = self._resolve(style_id)
-        return self._resolved[style_id]
-
-    def _resolve(self, style_id: str) -> Style:
-        level, list_id, list_level = 0, "", ""
-        element = self._elements.get(style_id)
-        for _ in range(_MAX_BASED_ON):
-            if element is None:
-                break
-            level = level or _heading_level(element)
-            numbering = child(element, "pPr", "numPr")
-            list_id = list_id or value_of(child(numbering, "numId"))
-            list_level = list_level or value_of(child(numbering, "ilvl"))
-            element = self._elements.get(value_of(child(element, "basedOn")))
-        return Style(level, list_id, parse_number(list_level))
+def _resolve(elements: dict[str, Element], style_id: str) -> Style:
+    level, list_id, list_level = 0, "", ""
+    element = elements.get(style_id)
+    for _ in range(_MAX_BASED_ON):
+        if element is None:
+            break
+        level = level or _heading_level(element)
+        numbering = child(element, "pPr", "numPr")
+        list_id = list_id or value_of(child(numbering, "numId"))
+        list_level = list_level or value_of(child(numbering, "ilvl"))
+        element = elements.get(value_of(child(element, "basedOn")))
+    return Style(level, list_id, parse_number(list_level))
 
 
 def _heading_level(style: Element) -> int:

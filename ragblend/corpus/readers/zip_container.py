@@ -34,9 +34,12 @@ class ZipContainer:
     def __contains__(self, name: str) -> bool:
         return _part_key(name) in self._entries
 
-    def declared_bytes(self) -> int:
-        """Return the sum of the unpacked sizes of all parts, in bytes, as the zip's directory states them."""
-        return sum(entry.file_size for entry in self._entries.values())
+    def check_declared_size(self) -> None:
+        """Raise UnreadableDocumentError if the sizes in the directory sum to too many bytes. Call it before another
+        library unpacks the file.
+        """
+        if sum(entry.file_size for entry in self._entries.values()) > MAX_UNPACKED_BYTES:
+            raise UnreadableDocumentError(_size_message(self.kind))
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a part. Raises UnreadableDocumentError if it cannot be read or is too large."""
@@ -83,11 +86,3 @@ def _part_key(name: str) -> str:
 
 def _size_message(kind: str) -> str:
     return f"unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB, but a {kind} of that size is not read; split it"
-
-
-def check_unpacked_size(container: ZipContainer) -> None:
-    """Raise UnreadableDocumentError if the sizes in the ZIP directory sum to too many bytes. Call it before another
-    library unpacks the file.
-    """
-    if container.declared_bytes() > MAX_UNPACKED_BYTES:
-        raise UnreadableDocumentError(_size_message(container.kind))

@@ -68,7 +68,8 @@ class GcResult(NamedTuple):
     """What `gc` deleted, or would delete in a dry run.
 
     `evicted`: keys of the deleted entries. `num_quarantined`, `num_temp_files`: numbers of deleted files of each kind.
-    `freed_bytes`: size of all deleted files. `kept_bytes`: size of the remaining entries.
+    `freed_bytes`: size of all deleted files. `kept_bytes`: size of the remaining entries. `texts`, `pins`: registered
+    texts and names of pinned documents, which only `collect_garbage` deletes.
     """
 
     evicted: tuple[str, ...]
@@ -76,6 +77,8 @@ class GcResult(NamedTuple):
     num_temp_files: int
     freed_bytes: int
     kept_bytes: int
+    texts: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
 
 
 class DiskStore(StoreMetadata, KVStore):

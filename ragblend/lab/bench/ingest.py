@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -21,61 +21,46 @@ from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import IngestConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import (
-    Benchmark,
-    BenchResult,
-    Column,
-    format_table,
-)
+from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import ContextPolicy
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.types import Chunk
 
 
-@dataclass(frozen=True, slots=True)
-class IngestRun:
-    """The result of one mode. `seconds`: median over the rounds.
+def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> Facts:
+    """Run the benchmark that `config` describes. Return its JSON object.
 
-    Mode "prefill" runs the model alone. "ingest" also writes the KV to disk, and "ingest POLICY" also the KV of the
-    variants of that context policy.
+    Each run has the median of the rounds: "prefill" runs the model alone; "ingest" also writes the KV to disk.
     """
-
-    mode: str
-    chunks: int
-    tokens: int
-    seconds: float
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class IngestResult(BenchResult):
-    """The result of `bench ingest`."""
-
-    stored_bytes_per_token: int
-    runs: tuple[IngestRun, ...]
-    ingest_over_prefill: float  # tokens per second of ingestion over prefill's, median of the rounds
-    context_over_none: dict[str, float]  # by policy: seconds with it over seconds without context, median
-
-
-def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> IngestResult:
-    """Run the benchmark that `config` describes."""
     with torch_threads(config.threads), open_directory() as directory:
         store = open_store(directory / "kv", memory_gib=0)
         with engine_for(config.shape, store, find_dtype(config.dtype)) as engine:
             rounds = time_prefill_and_ingest(engine, config, on_progress)
             bytes_per_token = engine.bytes_per_token
         tokens = config.num_chunks * config.chunk_tokens
-        medians = {mode: statistics.median(times[mode] for times in rounds) for mode in rounds[0]}
-        runs = tuple(IngestRun(mode, config.num_chunks, tokens, took, tokens / took) for mode, took in medians.items())
-        ratio = statistics.median(times["prefill"] / times["ingest"] for times in rounds)
-        over_none: dict[str, float] = {
-            policy: statistics.median(times[_mode(policy)] / times["ingest"] for times in rounds)
-            for policy in config.contexts
-            if policy != "none"
-        }
-        return IngestResult(config, config.shape, hardware_card(), bytes_per_token, runs, ratio, over_none)
+        runs = []
+        for mode in rounds[0]:
+            seconds = statistics.median(times[mode] for times in rounds)
+            run = {"mode": mode, "chunks": config.num_chunks, "tokens": tokens}
+            runs.append({**run, "seconds": seconds, "tokens_per_s": tokens / seconds})
+        return result_facts(
+            config,
+            config.shape,
+            hardware_card(),
+            stored_bytes_per_token=bytes_per_token,
+            runs=runs,
+            # Tokens per second of ingestion over prefill's, median of the rounds.
+            ingest_over_prefill=statistics.median(times["prefill"] / times["ingest"] for times in rounds),
+            # Seconds of ingestion with a context policy over those without, median of the rounds.
+            context_over_none={
+                policy: statistics.median(times[_mode(policy)] / times["ingest"] for times in rounds)
+                for policy in config.contexts
+                if policy != "none"
+            },
+        )
 
 
 def time_prefill_and_ingest(
@@ -83,7 +68,7 @@ def time_prefill_and_ingest(
 ) -> list[dict[str, float]]:
     """Return one dictionary per round: the seconds of each mode of IngestRun. An untimed warm-up comes first."""
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
-    drawn = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary).chunks
+    drawn, _ = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary)
     warm_up, chunks = drawn[count:], drawn[:count]
     policies = tuple(dict.fromkeys(("none", *config.contexts)))
     prefill_only(engine, warm_up[:1])
@@ -134,23 +119,22 @@ def _ingest_new(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
         raise RagblendError(f"{report.num_new_kv} of {len(chunks)} chunks were new: the store was not empty")
 
 
-COLUMNS = (
-    Column("mode", "<16", "mode"), Column("chunks", ">7", "chunks"), Column("tokens", ">8", "tokens"),
-    Column("seconds", ">9.2f", "seconds"), Column("tokens/s", ">10.1f", "tokens_per_s"),
+COLUMNS: tuple[Column, ...] = (
+    ("mode", "<16", "mode"), ("chunks", ">7", "chunks"), ("tokens", ">8", "tokens"), ("seconds", ">9.2f", "seconds"),
+    ("tokens/s", ">10.1f", "tokens_per_s"),
 )  # fmt: skip
 
 
-def table_lines(result: IngestResult) -> list[str]:
-    """Return the table, then a line for each ratio of the result."""
-    config = result.config
-    lines = [
-        f"{config.shape} {config.dtype}, {config.num_chunks} chunks x {config.chunk_tokens} tokens; "
-        f"medians of {config.repeats}",
-        *format_table(COLUMNS, result.runs),
+def table_lines(facts: Facts) -> list[str]:
+    """Return the table, then lines with the ratios of the times of ingestion."""
+    config = facts["config"]
+    return [
+        f"{config['shape']} {config['dtype']}, {config['num_chunks']} chunks x {config['chunk_tokens']} tokens; "
+        f"medians of {config['repeats']}",
+        *format_table(COLUMNS, facts["runs"]),
+        f"ingest over prefill: {facts['ingest_over_prefill']:.3f}",
+        *(f"{policy} over none: {over:.2f} times as long" for policy, over in facts["context_over_none"].items()),
     ]
-    lines.append(f"ingest over prefill: {result.ingest_over_prefill:.3f}")
-    lines += [f"{policy} over none: {over:.2f} times as long" for policy, over in result.context_over_none.items()]
-    return lines
 
 
 BENCHMARK = Benchmark(run_ingest, table_lines)

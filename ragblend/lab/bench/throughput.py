@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,16 +23,11 @@ from ragblend.engine.vllm.base_engine import VllmRequest
 from ragblend.errors import RagblendError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
-from ragblend.lab.bench.common.output import (
-    Benchmark,
-    BenchResult,
-    Column,
-    format_table,
-)
-from ragblend.lab.bench.common.workloads import make_prompts, precompute_chunks, torch_threads
+from ragblend.lab.bench.common.output import Benchmark, result_facts
+from ragblend.lab.bench.common.workloads import make_prompts, precompute_chunks, torch_threads, vocab_size
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card, warm_prefix_cache
 from ragblend.lab.plots import plot_throughput
-from ragblend.options import Mode
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.prompt.types import Prompt
 
 if TYPE_CHECKING:
@@ -58,62 +52,19 @@ class TimedAnswer(NamedTuple):
     num_cached_tokens: int = 0  # prompt tokens from vLLM's prefix cache
 
 
-@dataclass(frozen=True, slots=True)
-class ThroughputRun:
-    """One mode at one rate. TTFT in seconds from arrival to first token; `ttft_s` is the median."""
-
-    mode: Mode
-    rule: str
-    ratio: float
-    rate: float  # arriving requests per second
-    num_requests: int
-    ttft_mean_s: float
-    ttft_s: float
-    ttft_p95_s: float
-    ttft_max_s: float
-    served_rate: float  # finished requests per second, until the end of the last one
-    num_cached_tokens: float  # mean per request
-
-
-@dataclass(frozen=True, slots=True)
-class ServingCapacity:
-    """The rates that a mode serves with a mean TTFT within the bound, in requests per second.
-
-    Compare modes by the served rate, not by the rate of arrivals: a measurement ends before the queue is long, so TTFT
-    may be within the bound although the mode serves fewer requests than arrive.
-    """
-
-    mode: Mode
-    rule: str
-    idle_ttft_s: float  # median, one request at a time
-    max_rate: float | None  # highest rate of arrivals such that no measured rate up to it exceeds the bound; or None
-    rate_at_bound: float | None  # the served rate at the bound, by linear interpolation to the next rate
-    at_least: bool  # True if the bound was not reached, so both rates are lower limits
-    blend_gain: float | None  # the first blend case's `rate_at_bound` over this one; None for blend
-
-
-@dataclass(frozen=True, slots=True)
-class ThroughputResult(BenchResult):
-    """The result of `bench throughput`."""
-
-    bound_s: float
-    runs: tuple[ThroughputRun, ...]
-    capacities: tuple[ServingCapacity, ...]
-
-
-def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_progress) -> ThroughputResult:
-    """Measure every mode of `config` at every rate on the same prompts."""
+def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_progress) -> Facts:
+    """Measure every mode of `config` at every rate on the same prompts. Return the JSON object."""
     cases = expand_cases(config.modes, config.rules)
     # Enough for all prompts of a rate and all chunks, so that vLLM's prefix cache evicts nothing.
     num_prompts = config.num_requests + -(-config.pool // config.num_chunks)
     longest = config.prompt_tokens + config.output_tokens
     with (
         torch_threads(config.threads),
-        open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as opened,
+        open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as engine,
     ):
-        engine, vocab_size = opened
-        work = make_prompts(*config.prompt_shape, config.num_requests, vocab_size, pool=config.pool)
-        precompute_chunks(engine, work.chunks, on_progress)
+        words = vocab_size(engine)
+        chunks, prompts = make_prompts(*config.prompt_shape, config.num_requests, words, pool=config.pool)
+        precompute_chunks(engine, chunks, on_progress)
 
         def requests_of(case: ModeAndRule, prompts: Sequence[Prompt]) -> list[VllmRequest]:
             options: dict[str, Any] = {"mode": case.mode, "recompute_ratio": config.ratio}
@@ -124,17 +75,18 @@ def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_prog
             warm_prefix_cache(engine, prompts if case.mode == "prefix" else [])
             return check_answer_modes(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
 
-        idle_s = measure_idle_ttfts(cases, work.prompts, answer)
+        idle_s = measure_idle_ttfts(cases, prompts, answer)
         bound_s = config.bound_s or BOUND_FACTOR * idle_s[_FULL]
         rates = config.rates or tuple(float(f"{load / idle_s[_FULL]:.3g}") for load in LOADS)
         gaps = arrival_times(1.0, config.num_requests)
 
         def measure(case: ModeAndRule, rate: float) -> list[TimedAnswer]:
-            return answer(case, work.prompts, [moment / rate for moment in gaps])
+            return answer(case, prompts, [moment / rate for moment in gaps])
 
         runs = measure_rates(cases, rates, bound_s, measure, on_progress)
-        found = compute_capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
-        return ThroughputResult(config, engine.name, vllm_hardware_card(), bound_s, runs, found)
+        capacities = compute_capacities(runs, {case: idle_s[case] for case in cases}, bound_s)
+        hardware = vllm_hardware_card()
+        return result_facts(config, engine.name, hardware, bound_s=bound_s, runs=runs, capacities=capacities)
 
 
 _FULL = ModeAndRule("full", "none")  # always measured idle, because the bound and the rates are derived from it
@@ -215,144 +167,129 @@ def measure_rates(
     bound_s: float,
     measure: Callable[[ModeAndRule, float], list[TimedAnswer]],
     on_progress: Progress = ignore_progress,
-) -> tuple[ThroughputRun, ...]:
+) -> list[Facts]:
     """Measure all cases at each rate, from low to high.
 
     If the mean TTFT of a case is far beyond the bound, the case is not measured at higher rates.
     """
-    runs: list[ThroughputRun] = []
+    runs: list[Facts] = []
     running, ascending = list(cases), sorted(set(rates))
     for number, rate in enumerate(ascending):
         on_progress("rates", number, len(ascending))
         for case in list(running):
             run = summarize_point(case, rate, measure(case, rate))
             runs.append(run)
-            if run.ttft_mean_s > _STOP_FACTOR * bound_s:
+            if run["ttft_mean_s"] > _STOP_FACTOR * bound_s:
                 running.remove(case)
-    return tuple(runs)
+    return runs
 
 
-def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswer]) -> ThroughputRun:
-    """Return the run that the `answers` of `case` at one `rate` make."""
+def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswer]) -> Facts:
+    """Return the run of one mode at one rate, in arriving requests per second.
+
+    TTFT in seconds from arrival to first token; `ttft_s` is the median.
+    """
     report = answers[0].report
     times_s = [answer.ttft_s for answer in answers]
-    return ThroughputRun(
-        mode=case.mode,
-        rule=case.rule,
-        ratio=0.0 if report is None else report.recompute_ratio,
-        rate=rate,
-        num_requests=len(answers),
-        ttft_mean_s=statistics.fmean(times_s),
-        ttft_s=statistics.median(times_s),
-        ttft_p95_s=float(np.percentile(times_s, 95)),
-        ttft_max_s=max(times_s),
-        served_rate=len(answers) / max(answer.arrival_s + answer.total_s for answer in answers),
-        num_cached_tokens=statistics.fmean(answer.num_cached_tokens for answer in answers),
-    )
-
-
-def compute_capacities(
-    runs: Sequence[ThroughputRun], idle_s: Mapping[ModeAndRule, float], bound_s: float
-) -> tuple[ServingCapacity, ...]:
-    """Return the capacity of each case. `idle_s`: median TTFT of each case in seconds, one request at a time."""
-    rates = {
-        case: highest_rate(
-            [
-                RatePoint(run.rate, run.served_rate, run.ttft_mean_s)
-                for run in runs
-                if ModeAndRule(run.mode, run.rule) == case
-            ],
-            bound_s,
-        )
-        for case in idle_s
+    return {
+        "mode": case.mode,
+        "rule": case.rule,
+        "ratio": 0.0 if report is None else report.recompute_ratio,
+        "rate": rate,
+        "num_requests": len(answers),
+        "ttft_mean_s": statistics.fmean(times_s),
+        "ttft_s": statistics.median(times_s),
+        "ttft_p95_s": float(np.percentile(times_s, 95)),
+        "ttft_max_s": max(times_s),
+        # Finished requests per second, until the end of the last one.
+        "served_rate": len(answers) / max(answer.arrival_s + answer.total_s for answer in answers),
+        "num_cached_tokens": statistics.fmean(answer.num_cached_tokens for answer in answers),  # mean per request
     }
-    blend = next((rates[case].at_bound for case in idle_s if case.mode == "blend"), None)
-    return tuple(
-        ServingCapacity(
-            case.mode,
-            case.rule,
-            idle_s[case],
-            found.measured,
-            found.at_bound,
-            found.at_least,
-            blend / found.at_bound
-            if blend and found.at_bound and not found.at_least and case.mode != "blend"
-            else None,
-        )
-        for case, found in rates.items()
-    )
 
 
-class RatePoint(NamedTuple):
-    """A rate of arrivals and the served rate, both per second, and the mean TTFT in seconds."""
+def compute_capacities(runs: Sequence[Facts], idle_s: Mapping[ModeAndRule, float], bound_s: float) -> list[Facts]:
+    """Return the rates that each case serves with a mean TTFT within the bound, in requests per second.
 
-    rate: float
-    served: float
-    mean_s: float
-
-
-class HighestRate(NamedTuple):
-    """Result of `highest_rate`: the fields `max_rate`, `rate_at_bound` and `at_least` of ServingCapacity."""
-
-    measured: float | None
-    at_bound: float | None
-    at_least: bool
-
-
-def highest_rate(points: Sequence[RatePoint], bound_s: float) -> HighestRate:
-    """Return the highest rate whose mean TTFT is within the bound, and the served rate at the bound.
-
-    A rate counts only if the mean TTFT of all lower rates is within the bound, too.
-
-    >>> highest_rate([RatePoint(1.0, 1.0, 0.2), RatePoint(2.0, 2.0, 0.4), RatePoint(3.0, 2.5, 1.2)], bound_s=0.8)
-    HighestRate(measured=2.0, at_bound=2.25, at_least=False)
+    Compare modes by the served rate, not by the rate of arrivals: a measurement ends before the queue is long, so TTFT
+    may be within the bound although the mode serves fewer requests than arrive. `at_least` is True if the bound was not
+    reached, so both rates are lower limits. `blend_gain`: the first blend's rate at the bound over this one's.
     """
-    below: RatePoint | None = None
-    for point in sorted(points):
-        if point.mean_s > bound_s:
+    capacities: list[Facts] = []
+    for case, idle_ttft_s in idle_s.items():
+        own = [run for run in runs if (run["mode"], run["rule"]) == case]
+        points = [(run["rate"], run["served_rate"], run["ttft_mean_s"]) for run in own]
+        max_rate, at_bound, at_least = highest_rate(points, bound_s)
+        capacities.append(
+            {
+                **case._asdict(),
+                "idle_ttft_s": idle_ttft_s,  # median, one request at a time
+                "max_rate": max_rate,
+                "rate_at_bound": at_bound,
+                "at_least": at_least,
+            }
+        )
+    blend = next((each["rate_at_bound"] for each in capacities if each["mode"] == "blend"), None)
+    for each in capacities:
+        is_compared = blend and each["rate_at_bound"] and not each["at_least"] and each["mode"] != "blend"
+        each["blend_gain"] = blend / each["rate_at_bound"] if is_compared else None
+    return capacities
+
+
+def highest_rate(
+    points: Sequence[tuple[float, float, float]], bound_s: float
+) -> tuple[float | None, float | None, bool]:
+    """Return the highest rate of arrivals whose mean TTFT is within the bound; the served rate at the bound, by linear
+    interpolation to the next rate; True if all rates are within the bound.
+
+    A rate counts only if all lower ones are within the bound, too. `points`: (rate of arrivals, served rate, mean TTFT
+    in seconds).
+
+    >>> highest_rate([(1.0, 1.0, 0.2), (2.0, 2.0, 0.4), (3.0, 2.5, 1.2)], bound_s=0.8)
+    (2.0, 2.25, False)
+    """
+    below: tuple[float, float, float] | None = None
+    for rate, served, mean_s in sorted(points):
+        if mean_s > bound_s:
             if below is None:
-                return HighestRate(None, None, at_least=False)
-            share = (bound_s - below.mean_s) / (point.mean_s - below.mean_s)
-            return HighestRate(below.rate, below.served + share * (point.served - below.served), at_least=False)
-        below = point
-    if below is None:
-        return HighestRate(None, None, at_least=False)
-    return HighestRate(below.rate, below.served, at_least=True)
+                return None, None, False
+            below_rate, below_served, below_s = below
+            share = (bound_s - below_s) / (mean_s - below_s)
+            return below_rate, below_served + share * (served - below_served), False
+        below = rate, served, mean_s
+    return (None, None, False) if below is None else (below[0], below[1], True)
 
 
-COLUMNS = (
-    Column("req/s", ">7.3g", "rate"), Column(" mode", "<8", lambda run: f" {run.mode}"), Column("rule", "<19", "rule"),
-    Column("mean s", ">8.3f", "ttft_mean_s"), Column("median", ">8.3f", "ttft_s"), Column("p95", ">8.3f", "ttft_p95_s"),
-    Column("max", ">8.3f", "ttft_max_s"), Column("served/s", ">9.2f", "served_rate"),
-    Column("cached", ">8.0f", "num_cached_tokens"),
+COLUMNS: tuple[Column, ...] = (
+    ("req/s", ">7.3g", "rate"), (" mode", "<8", lambda run: f" {run['mode']}"), ("rule", "<19", "rule"),
+    ("mean s", ">8.3f", "ttft_mean_s"), ("median", ">8.3f", "ttft_s"), ("p95", ">8.3f", "ttft_p95_s"),
+    ("max", ">8.3f", "ttft_max_s"), ("served/s", ">9.2f", "served_rate"), ("cached", ">8.0f", "num_cached_tokens"),
 )  # fmt: skip
 
 
-def table_lines(result: ThroughputResult) -> list[str]:
+def table_lines(facts: Facts) -> list[str]:
     """Return the tables: a line per rate and mode, then the capacity of each mode."""
-    config = result.config
-    lines = [
-        f"{result.name} {config.dtype}, {config.num_chunks} of {config.pool} chunks x {config.chunk_tokens} tokens + "
-        f"{config.question_tokens} question tokens, {config.prompt_tokens} in all, {config.output_tokens} answered; "
-        f"{config.num_requests} Poisson arrivals per rate",
-        *format_table(COLUMNS, result.runs),
+    config, capacities = facts["config"], facts["capacities"]
+    blend = next((each for each in capacities if each["mode"] == "blend"), None)
+    more = ">" if blend is not None and blend["at_least"] else ""
+    columns: tuple[Column, ...] = (
+        ("mode", "<7", "mode"), ("rule", "<19", "rule"), ("idle s", ">8.3f", "idle_ttft_s"),
+        ("arriving", ">10", lambda each: _rate(each, "max_rate")),
+        ("served", ">10", lambda each: _rate(each, "rate_at_bound")),
+        ("blend serves", ">14", lambda each: each["blend_gain"] and f"{more}{each['blend_gain']:.2f}x"),
+    )  # fmt: skip
+    return [
+        f"{facts['model']} {config['dtype']}, {config['num_chunks']} of {config['pool']} chunks x "
+        f"{config['chunk_tokens']} tokens + {config['question_tokens']} question tokens, {facts['prompt_tokens']} in "
+        f"all, {config['output_tokens']} answered; {config['num_requests']} Poisson arrivals per rate",
+        *format_table(COLUMNS, facts["runs"]),
+        "",
+        f"requests per second with a mean TTFT of at most {facts['bound_s']:.3g} s: arriving, and served",
+        *format_table(columns, capacities),
     ]
-    lines += ["", f"requests per second with a mean TTFT of at most {result.bound_s:.3g} s: arriving, and served"]
-    lines.append(f"{'mode':<7}{'rule':<19}{'idle s':>8}{'arriving':>10}{'served':>10}{'blend serves':>14}")
-    blend = next((found for found in result.capacities if found.mode == "blend"), None)
-    more = ">" if blend is not None and blend.at_least else ""
-    for found in result.capacities:
-        sign = ">" if found.at_least else ""
-        gain = "-" if found.blend_gain is None else f"{more}{found.blend_gain:.2f}x"
-        lines.append(
-            f"{found.mode:<7}{found.rule:<19}{found.idle_ttft_s:>8.3f}{_rate(found.max_rate, sign):>10}"
-            f"{_rate(found.rate_at_bound, sign):>10}{gain:>14}"
-        )
-    return lines
+
+
+def _rate(capacity: Facts, name: str) -> str | None:
+    return None if capacity[name] is None else f"{'>' if capacity['at_least'] else ''}{capacity[name]:.3g}"
 
 
 BENCHMARK = Benchmark(run_throughput, table_lines, plot_throughput)
-
-
-def _rate(rate: float | None, sign: str) -> str:
-    return "-" if rate is None else f"{sign}{rate:.3g}"

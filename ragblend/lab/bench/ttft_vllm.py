@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.vllm.launch import find_checkpoint, has_cuda, require_vllm, transfer_config
 from ragblend.errors import RagblendError
@@ -32,13 +32,6 @@ _BLOCK_TOKENS = 128  # vLLM's default block on a CPU, the largest possible one; 
 _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 
 
-class OpenedVllm(NamedTuple):
-    """The engine that `open_vllm` opens, and the vocabulary size of its model."""
-
-    engine: VllmEngine
-    vocab_size: int
-
-
 @contextmanager
 def open_vllm(
     config: TtftConfig | ThroughputConfig | LoadConfig,
@@ -47,7 +40,7 @@ def open_vllm(
     prompt_tokens: int | None = None,
     memory_gib: float = 0.0,
     store: Path | None = None,
-) -> Iterator[OpenedVllm]:
+) -> Iterator[VllmEngine]:
     """Open vLLM for the prompts of `config`. vLLM ends with the context.
 
     The paged KV has space for `num_prompts` prompts of `prompt_tokens` tokens at once, answers included. The default of
@@ -93,7 +86,7 @@ def open_vllm(
             vllm_options={**options, **config.vllm_options},
             on_miss="inline",  # no background work disturbs the timing
         ) as engine:
-            yield OpenedVllm(engine, vocab_size)
+            yield engine
 
 
 def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:

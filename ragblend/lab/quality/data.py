@@ -167,31 +167,33 @@ def _is_in_split(question: str, part: str | None) -> bool:
     return part in ("all", get_dataset_split(question))
 
 
-def stored_chunks(prompt: Prompt, context: str, similar_passages: SimilarPassages | None) -> list[Part]:
-    """Return the chunk variants that a store with the context policy `context` needs for the prompt."""
+def stored_chunks(prompt: Prompt, context: str, similar_texts: Mapping[str, tuple[str, ...]]) -> list[Part]:
+    """Return the variants of the prompt's chunks that a store with the context policy `context` holds.
+
+    similar_texts: the result of `find_similar_texts`, for the policy "similar".
+    """
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
         return [Chunk(text, context="none") for text in texts]
-    assert similar_passages is not None
-    similar = [Chunk(text, context="similar", context_texts=similar_passages.context_texts(text)) for text in texts]
+    similar = [Chunk(text, context="similar", context_texts=similar_texts[text]) for text in texts]
     alone = dict.fromkeys([*texts, *(text for chunk in similar for text in chunk.context_texts)])
     return [*(Chunk(text, context="none") for text in alone), *(chunk for chunk in similar if chunk.context_texts)]
 
 
-class SimilarPassages:
-    """The chunks of all cases. Finds for each chunk the most similar other chunks, as an index would."""
-
-    def __init__(
-        self, cases: Sequence[QaCase], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
-    ) -> None:
-        self._texts = list(dict.fromkeys(text for case in cases for text in _chunks_of(case, engine, config)))
-        self._vectors = embedder.embed(self._texts)
-        self._place_of = {text: place for place, text in enumerate(self._texts)}
-
-    def context_texts(self, text: str) -> tuple[str, ...]:
-        """Return the texts after which the similar variant of `text` is computed, the most similar last."""
-        order = (-(self._vectors @ self._vectors[self._place_of[text]])).argsort()
-        return tuple(reversed([found for place in order if (found := self._texts[place]) != text][:NUM_SIMILAR]))
+def find_similar_texts(
+    cases: Sequence[QaCase], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
+) -> dict[str, tuple[str, ...]]:
+    """Return, for each chunk of all cases, the texts after which its similar variant is computed: those that an index
+    would find, the most similar last.
+    """
+    texts = list(dict.fromkeys(text for case in cases for text in _chunks_of(case, engine, config)))
+    vectors = embedder.embed(texts)
+    similar = {}
+    for place, text in enumerate(texts):
+        order = (-(vectors @ vectors[place])).argsort()[: NUM_SIMILAR + 1]
+        nearest = [texts[other] for other in order if other != place][:NUM_SIMILAR]
+        similar[text] = tuple(reversed(nearest))
+    return similar
 
 
 def _chunks_of(case: QaCase, engine: TransformersEngine, config: QualityConfig) -> list[str]:

@@ -117,17 +117,13 @@ def token_log_probs(
     return layers.logits(hidden[prompt.num_tokens - start - 1 :]).double().log_softmax(-1)
 
 
-class FidelityScore(NamedTuple):
-    """Distance of a configuration from full prefill. `kl`: KL(full || this), nats, mean over full prefill's answer."""
+def score_fidelity(found: Tensor, full: Tensor) -> tuple[float, float]:
+    """Compare two log-probabilities [A, vocabulary] of the same answer of A tokens.
 
-    kl: float
-    agreement: float  # share of the answer's positions at which both have the same most likely token
-
-
-def score_fidelity(found: Tensor, full: Tensor) -> FidelityScore:
-    """Return the distance of `found` from `full`: log-probabilities [A, vocabulary] of the same A answer tokens."""
+    Return KL(full || found) in nats, mean over the tokens, and the share of tokens whose most likely token is the same.
+    """
     divergences = (full.exp() * (full - found)).sum(-1).clamp_min(0)
-    return FidelityScore(float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean()))
+    return float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean())
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> float:
@@ -182,17 +178,12 @@ def contains_answer(found: str, gold: str) -> float:
 
 
 def answer_f1(found: str, gold: str) -> float:
-    """Return `token_f1` of the normalized texts: SQuAD's F1."""
-    return token_f1(normalize_answer(found), normalize_answer(gold))
+    """Return SQuAD's F1: the harmonic mean of precision and recall of the normalized texts' words. Repetitions count.
 
-
-def token_f1(found: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall of the words; case is ignored, repetitions count.
-
-    >>> token_f1("the red barn", "red barn"), token_f1("", "red barn"), token_f1("Red", "red")
+    >>> answer_f1("one red barn", "red barn"), answer_f1("", "red barn"), answer_f1("the Red", "red")
     (0.8, 0.0, 1.0)
     """
-    mine, theirs = found.lower().split(), gold.lower().split()
+    mine, theirs = normalize_answer(found).split(), normalize_answer(gold).split()
     shared = sum((Counter(mine) & Counter(theirs)).values())
     return 2 * shared / (len(mine) + len(theirs)) if shared else 0.0
 

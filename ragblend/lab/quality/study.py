@@ -13,8 +13,8 @@ import gc
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,17 +26,15 @@ from ragblend.corpus.embedders import default_embedder, load_embedder
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine
-from ragblend.engine.store.kv import dtype_name
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.output import Benchmark, BenchResult
-from ragblend.lab.bench.common.shapes import find_dtype
+from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.plots import plot_quality
-from ragblend.lab.quality.data import QaCase, SimilarPassages, build_prompt, load_cases, stored_chunks
+from ragblend.lab.quality.data import QaCase, build_prompt, find_similar_texts, load_cases, stored_chunks
 from ragblend.lab.quality.measures import (
     FULL,
     PREFIX,
@@ -55,6 +53,7 @@ from ragblend.lab.quality.measures import (
     score_fidelity,
     token_log_probs,
 )
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import MatchedPrompt, Part, Prompt
 
@@ -92,19 +91,6 @@ RECOVERED = {"gold_loss": 1.0, "token_f1": -1.0}
 """Measures whose loss by full reuse blending may recover, with the sign that makes them a loss."""
 
 
-@dataclass(frozen=True, slots=True)
-class QualityResult(BenchResult):
-    """The result of `bench quality`."""
-
-    fingerprint: str
-    num_layers: int
-    embedder: str
-    num_questions: int
-    prompt_tokens: float  # mean
-    base: dict[str, Any]  # the configuration that the runs are compared with
-    runs: list[dict[str, Any]]  # results of `summarize`
-
-
 def configurations(config: QualityConfig, num_layers: int) -> list[Configuration]:
     """Return the configurations in which every question is answered: full prefill, then those of `config`."""
     names = list(dict.fromkeys(find_rule(rule, num_layers).name for rule in config.rules))
@@ -118,40 +104,41 @@ def configurations(config: QualityConfig, num_layers: int) -> list[Configuration
 Also = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, QualityRecord]]
 
 
-def run_quality(
-    config: QualityConfig, on_progress: Progress = ignore_progress, also: Also | None = None
-) -> QualityResult:
-    """Run the study that `config` describes. `also` is called for each prompt and returns additional records."""
-    dtype = dtype_name(find_dtype(config.dtype))
-    with load_engine(config.model, dtype=dtype, device=config.device, on_miss="inline") as base, torch.inference_mode():
+def run_quality(config: QualityConfig, on_progress: Progress = ignore_progress, also: Also | None = None) -> Facts:
+    """Run the study that `config` describes, and return its JSON object.
+
+    `also` is called for each prompt and returns further records.
+    """
+    opened = load_engine(config.model, dtype=config.dtype, device=config.device, on_miss="inline")
+    with opened as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
         config = replace(config, contexts=config.contexts or (base.default_context,))
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
         cases = load_cases(config)
-        near = SimilarPassages(cases, base, embedder, config) if "similar" in config.contexts else None
+        similar = find_similar_texts(cases, base, embedder, config) if "similar" in config.contexts else {}
         chosen = configurations(config, base.layers.num_layers)
         records: dict[Configuration, list[QualityRecord]] = {each: [] for each in chosen}
         lengths = []
         for number, case in enumerate(cases):
             on_progress("questions", number, len(cases))
             prompt = build_prompt(case, base, embedder, config)
-            stored = {context: stored_chunks(prompt, context, near) for context in config.contexts}
+            stored = {context: stored_chunks(prompt, context, similar) for context in config.contexts}
             found, num_tokens = measure_prompt(base, prompt, case, chosen, config.answer_tokens, stored)
             lengths.append(num_tokens)
             for each, record in {**found, **(also(base, prompt, case) if also else {})}.items():
                 records.setdefault(each, []).append(record)
             gc.collect()  # the question's engines are reference cycles, which hold gigabytes of KV
-        return QualityResult(
+        return result_facts(
             config,
             base.name,
             hardware_card(base.layers.device),
-            base.fingerprint,
-            base.layers.num_layers,
-            embedder.name,
-            len(cases),
-            float(np.mean(lengths)),
-            BASE._asdict(),
-            summarize(records, [case.kind for case in cases]),
+            fingerprint=base.fingerprint,
+            num_layers=base.layers.num_layers,
+            embedder=embedder.name,
+            num_questions=len(cases),
+            prompt_tokens=float(np.mean(lengths)),
+            base=BASE._asdict(),
+            runs=summarize(records, [case.kind for case in cases]),
         )
 
 
@@ -198,15 +185,15 @@ class FullPrefillReference(NamedTuple):
 
         `scores`: log-probabilities of full prefill's answer tokens over the KV of `answer` (`token_log_probs`).
         """
-        far = score_fidelity(scores, self.reading)
+        answer_kl, agreement = score_fidelity(scores, self.reading)
         f1, match, contains, overlap = (
             math.nan if (score := best_score(measure, answer.text, self.case.answers)) is None else score
             for measure in (answer_f1, exact_match, contains_answer, rouge_l)
         )
         return QualityRecord(
             kl(self.full.log_probs, answer.log_probs),
-            far.kl,
-            far.agreement,
+            answer_kl,
+            agreement,
             _gold_loss(engine, answer, prompt, self.gold_ids),
             f1,
             match,
@@ -265,47 +252,48 @@ def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence
         groups |= {kind: [place for place, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
     runs = []
     for kind, places in groups.items():
-        tables = {each: np.array(found)[places] for each, found in records.items()}  # [Q, measures]
+        tables = {
+            each: dict(zip(QualityRecord._fields, np.array(found)[places].T, strict=True))
+            for each, found in records.items()
+        }
         runs += [_run(each, kind, tables) for each in tables]
     return runs
 
 
-def _run(configuration: Configuration, kind: str, tables: dict[Configuration, NDArray[np.float64]]) -> dict[str, Any]:
+Table = dict[str, NDArray[np.float64]]
+"""The measures of one configuration by name: [Q], one number per question."""
+
+
+def _run(configuration: Configuration, kind: str, tables: Mapping[Configuration, Table]) -> dict[str, Any]:
     table, base, reuse = tables[configuration], _in_first_context(tables, BASE), _in_first_context(tables, REUSE)
     equals = {rule: configuration._replace(rule=rule) for rule in PAPER_RULES if configuration.mode == "blend"}
     equal = {rule: tables[each] for rule, each in equals.items() if each in tables and each != configuration}
-    run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table)}
-    for column, name in enumerate(QualityRecord._fields):
-        values = table[:, column]
+    run: dict[str, Any] = {**configuration._asdict(), "kind": kind, "num_questions": len(table["ttft_s"])}
+    for name, values in table.items():
         run[name] = None if np.isnan(values).all() else float(np.nanmean(values))
-    run["ttft_s"] = float(np.median(table[:, QualityRecord._fields.index("ttft_s")]))  # the first one warms up
+    run["ttft_s"] = float(np.median(table["ttft_s"]))  # the first one warms up
     for name in MEASURES:
-        column = QualityRecord._fields.index(name)
         if run[name] is not None:
-            run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_drop_nan(table[:, column]))
+            run[f"{name}_low"], run[f"{name}_high"] = mean_interval(_drop_nan(table[name]))
             if base is not None:
-                run[f"{name}_over_base"] = _difference(table, base, column)
+                run[f"{name}_over_base"] = _difference(table[name], base[name])
             if equal:
-                run[f"{name}_over_equal"] = {rule: _difference(table, each, column) for rule, each in equal.items()}
+                run[f"{name}_over_equal"] = {rule: _difference(table[name], each[name]) for rule, each in equal.items()}
     for name, sign in RECOVERED.items():
-        column = QualityRecord._fields.index(name)
+        run[f"recovered_{name}"] = None
         if FULL in tables and reuse is not None:
-            full, found = sign * tables[FULL][:, column], sign * table[:, column]
-            run[f"recovered_{name}"] = compute_gap_recovered(full, sign * reuse[:, column], found)
-        else:
-            run[f"recovered_{name}"] = None
+            losses = (sign * each[name] for each in (tables[FULL], reuse, table))
+            run[f"recovered_{name}"] = compute_gap_recovered(*losses)
     return run
 
 
-def _difference(table: NDArray[np.float64], other: NDArray[np.float64], column: int) -> list[float]:
-    """Return the mean of the paired differences between two tables in `column`, and its 95 % interval."""
-    less = _drop_nan(table[:, column] - other[:, column])
+def _difference(values: NDArray[np.float64], others: NDArray[np.float64]) -> list[float]:
+    """Return the mean of the paired differences between two measurements, and its 95 % interval."""
+    less = _drop_nan(values - others)
     return [float(less.mean()), *mean_interval(less)]
 
 
-def _in_first_context(
-    tables: Mapping[Configuration, NDArray[np.float64]], configuration: Configuration
-) -> NDArray[np.float64] | None:
+def _in_first_context(tables: Mapping[Configuration, Table], configuration: Configuration) -> Table | None:
     """Return the table of `configuration` with the first context policy that was run; None if it was not run."""
     return next((table for each, table in tables.items() if each._replace(context="none") == configuration), None)
 
@@ -334,30 +322,25 @@ def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:
 # -- people
 
 
-def table_lines(result: QualityResult) -> list[str]:
+def table_lines(facts: Facts) -> list[str]:
     """Return the table: a line per configuration and kind of question."""
-    config = result.config
+    config = facts["config"]
     lines = [
-        f"{Path(result.name).name} {config.dtype}, {Path(config.data).name}, {config.part} part, "
-        f"{result.num_questions} questions, {result.prompt_tokens:.0f} tokens in {config.num_chunks} chunks; "
-        "KL and loss in nats with 95 % intervals"
+        f"{facts['model']} {config['dtype']}, {config['data']}, {config['part']} part, {facts['num_questions']} "
+        f"questions, {facts['prompt_tokens']:.0f} tokens in {config['num_chunks']} chunks; KL and loss in nats with "
+        "95 % intervals"
     ]
-    runs = [run for run in result.runs if run["kind"] == "all" or run["num_questions"] >= MIN_SHOWN]
+    runs = [run for run in facts["runs"] if run["kind"] == "all" or run["num_questions"] >= MIN_SHOWN]
     for kind in dict.fromkeys(run["kind"] for run in runs):
-        lines += [
-            "",
-            f"{kind:<32}{'charged':>8}{'first-token KL':>22}{'answer KL':>22}{'agree':>7}{'gold loss':>10}{'F1':>7}"
-            f"{'exact':>7}{'answer':>7}{'ROUGE':>7}{'recovered':>10}{'TTFT s':>8}",
-        ]
-        for run in (run for run in runs if run["kind"] == kind):
-            cells = [f"{run[m]:.3f} [{run[f'{m}_low']:.3f}, {run[f'{m}_high']:.3f}]" for m in MEASURES[:2]]
-            compared = ("token_f1", "exact_match", "contains_answer", "rouge_l")
-            words = "".join(f"{_number(run[name]):>7}" for name in compared)
-            share = "-" if run["recovered_gold_loss"] is None else f"{run['recovered_gold_loss']:.0%}"
-            lines.append(
-                f"{run_label(run):<32}{run['charged_budget_32']:>8.3f}{cells[0]:>22}{cells[1]:>22}"
-                f"{run['agreement']:>7.3f}{_number(run['gold_loss']):>10}{words}{share:>10}{run['ttft_s']:>8.3f}"
-            )
+        columns: tuple[Column, ...] = (
+            (kind, "<32", run_label), ("charged", ">8.3f", "charged_budget_32"),
+            ("first-token KL", ">22", partial(_with_interval, "first_token_kl")),
+            ("answer KL", ">22", partial(_with_interval, "answer_kl")),
+            ("agree", ">7.3f", "agreement"), ("gold loss", ">10.3f", "gold_loss"), ("F1", ">7.3f", "token_f1"),
+            ("exact", ">7.3f", "exact_match"), ("answer", ">7.3f", "contains_answer"), ("ROUGE", ">7.3f", "rouge_l"),
+            ("recovered", ">10.0%", "recovered_gold_loss"), ("TTFT s", ">8.3f", "ttft_s"),
+        )  # fmt: skip
+        lines += ["", *format_table(columns, (run for run in runs if run["kind"] == kind))]
     return [
         *lines,
         "",
@@ -366,16 +349,16 @@ def table_lines(result: QualityResult) -> list[str]:
     ]
 
 
+def _with_interval(name: str, run: Facts) -> str:
+    return f"{run[name]:.3f} [{run[f'{name}_low']:.3f}, {run[f'{name}_high']:.3f}]"
+
+
 def run_label(run: dict[str, Any]) -> str:
     """Return the label of a run's configuration."""
     behind = f", {run['context']}" if run["context"] != "none" else ""
     if run["mode"] != "blend":
         return f"{run['mode']}{behind}"
     return f"{run['rule']} {run['ratio']:.1%}{behind}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 BENCHMARK = Benchmark(run_quality, table_lines, plot_quality)

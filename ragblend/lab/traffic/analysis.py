@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -18,7 +18,7 @@ import xxhash
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, mean_work_by_mode
+from ragblend.lab.traffic.cost_model import mean_work_by_mode
 from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hit_tokens, merge_adjacent_chunks
 from ragblend.lab.traffic.logs import Piece, RequestLog
 from ragblend.lab.traffic.passages import PrefixCache, RepeatedPassages
@@ -30,28 +30,22 @@ SHOWN_TOKENS = 60  # tokens of a chunk that --show-texts prints
 CACHED_TEXTS = 1 << 16  # texts whose token ids are cached, because conversations repeat theirs in every request
 
 
-class AnalysisConfig(NamedTuple):
-    """Options of an analysis. `profile`: None counts work in tokens. `kv_bytes_per_token`: None leaves out bytes."""
-
-    blend: BlendSettings = BlendSettings()
-    profile: MachineProfile | None = None
-    kv_bytes_per_token: int | None = None
-    show_texts: bool = False
-
-
-BY_THE_PAPER = AnalysisConfig()
-"""The default analysis: in tokens, with CacheBlend's own ratio."""
-
-
 def analyze(
     paths: Sequence[str | Path],
     tokens: Tokens,
-    config: AnalysisConfig = BY_THE_PAPER,
+    *,
+    ratio: float = 0.15,
+    probes_first: bool = False,
+    profile: MachineProfile | None = None,
+    kv_bytes_per_token: int | None = None,
+    show_texts: bool = False,
     progress: Progress = ignore_progress,
 ) -> dict[str, Any]:
     """Return the JSON object of an analysis of logs. Shares are of all prompt tokens.
 
-    Raises EmptyCorpusError for logs without a request, and the errors of `RequestLog`.
+    `ratio`, `probes_first`, `profile`: see `mean_work_by_mode`; the default is CacheBlend's own ratio, in tokens.
+    `kv_bytes_per_token`: bytes of the model's KV per token, for the sizes of stores. `show_texts`: name each chunk by
+    its first words, too. Raises EmptyCorpusError for logs without a request, and the errors of `RequestLog`.
     """
     log = RequestLog(paths)
 
@@ -94,10 +88,10 @@ def analyze(
         },
         "first_use_share": int(uses.sizes.sum()) / num_tokens,  # new tokens of chunks that are repeated later
         "num_chunks": len(chunks),
-        "chunks": _top(chunks, passages, tokens if config.show_texts else None),
-        "kv_bytes_per_token": config.kv_bytes_per_token,
-        "curve": _curve(uses, num_tokens, num_elsewhere, config.kv_bytes_per_token),
-        "saving": mean_work_by_mode(map(PromptTokenCounts, *counts), config.blend, config.profile),
+        "chunks": _top(chunks, passages, tokens if show_texts else None),
+        "kv_bytes_per_token": kv_bytes_per_token,
+        "curve": _curve(uses, num_tokens, num_elsewhere, kv_bytes_per_token),
+        "saving": mean_work_by_mode(zip(*counts, strict=True), ratio, probes_first, profile),
     }
 
 

@@ -7,7 +7,7 @@ blending computes all that are not stored, and the recompute ratio's share of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import UsageError
@@ -18,35 +18,24 @@ WORTH, MARGINAL = 0.10, 0.03
 FEW = 100  # number of requests below which the verdict adds a warning
 
 
-class BlendSettings(NamedTuple):
-    """Options of blending. Default: CacheBlend's own ratio, KV in memory."""
-
-    ratio: float = 0.15
-    probes_first: bool = False  # the rule probes before it selects
-    bytes_per_s: float | None = None  # of the store
-
-
-class PromptTokenCounts(NamedTuple):
-    """Token counts of one prompt: all tokens, tokens in the cached prefix, and stored tokens after the prefix."""
-
-    tokens: int
-    prefix: int
-    elsewhere: int
+TokenCounts = tuple[int, int, int]
+"""Token counts of one prompt: all tokens, those in the cached prefix, and stored ones after it."""
 
 
 def mean_work_by_mode(
-    prompts: Iterable[PromptTokenCounts], settings: BlendSettings, profile: MachineProfile | None
+    prompts: Iterable[TokenCounts], ratio: float, probes_first: bool = False, profile: MachineProfile | None = None
 ) -> dict[str, Any]:
-    """Return the mean work of a prompt with full prefill, with prefix caching and with blending.
+    """Return the mean work of a prompt with full prefill, with prefix caching and with blending at `ratio`.
 
-    Work is the number of computed tokens; with a `profile`, it is the seconds to the first token on an idle machine.
-    "full", "prefix" and "blend" are the means: total work over number of prompts. The other keys are derived from them.
-    The keys are those of `analyze --json`.
+    The work is the number of tokens computed. With a `profile`, it is the seconds to the first token on an idle
+    machine; KV is read at the speed of the profile's disk. `probes_first`: the rule probes before it selects. The keys
+    are those of `analyze --json`: the means are "full", "prefix" and "blend"; the other keys are derived from them. A
+    mean is the total work over the number of prompts, so long prompts weigh more.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0
     for prompt in prompts:
-        work = _tokens(prompt, settings) if profile is None else _seconds(prompt, settings, profile)
+        work = _tokens(prompt, ratio) if profile is None else _seconds(prompt, ratio, probes_first, profile)
         count += 1
         full += work[0]
         prefix += work[1]
@@ -67,18 +56,23 @@ def mean_work_by_mode(
     }
 
 
-def _tokens(prompt: PromptTokenCounts, settings: BlendSettings) -> tuple[float, float, float]:
-    rest = prompt.tokens - prompt.prefix
-    return prompt.tokens, rest, rest - prompt.elsewhere * (1 - settings.ratio)
+def _tokens(prompt: TokenCounts, ratio: float) -> tuple[float, float, float]:
+    num_tokens, num_prefix, num_elsewhere = prompt
+    rest = num_tokens - num_prefix
+    return num_tokens, rest, rest - num_elsewhere * (1 - ratio)
 
 
-def _seconds(prompt: PromptTokenCounts, settings: BlendSettings, profile: MachineProfile) -> tuple[float, float, float]:
-    full_s, cached_s = profile.full_prefill_s(prompt.tokens), profile.full_prefill_s(prompt.prefix)
-    if not prompt.elsewhere:
+def _seconds(
+    prompt: TokenCounts, ratio: float, probes_first: bool, profile: MachineProfile
+) -> tuple[float, float, float]:
+    num_tokens, num_prefix, num_elsewhere = prompt
+    full_s, cached_s = profile.full_prefill_s(num_tokens), profile.full_prefill_s(num_prefix)
+    if not num_elsewhere:
         return full_s, full_s - cached_s, full_s - cached_s
-    load_s = profile.load_s(settings.bytes_per_s, prompt.elsewhere) if settings.bytes_per_s else 0.0
-    compute_s = max(0.0, profile.prompt_compute_s(settings.ratio, prompt.tokens, prompt.elsewhere) - cached_s)
-    return full_s, full_s - cached_s, profile.blend_s(load_s, compute_s, settings.probes_first)
+    bytes_per_s = profile.bytes_per_s.get("disk")
+    load_s = profile.load_s(bytes_per_s, num_elsewhere) if bytes_per_s else 0.0
+    compute_s = max(0.0, profile.prompt_compute_s(ratio, num_tokens, num_elsewhere) - cached_s)
+    return full_s, full_s - cached_s, profile.blend_s(load_s, compute_s, probes_first)
 
 
 def blending_verdict(facts: Mapping[str, Any]) -> str:

@@ -165,7 +165,7 @@ class QuestionRun:
         if self._full is None or mode == "full":
             return None
         if self._compared is not None:
-            return self._compared.agreement(mode)._asdict()
+            return self._compared.agreement(mode)
         return {"answers_identical": result.text == self._full.text}
 
 

@@ -13,8 +13,8 @@ import socket
 import webbrowser
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import cache
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from types import FrameType
 from typing import Any
 
@@ -24,7 +24,8 @@ try:
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
     from starlette.types import ASGIApp
 except ImportError as error:
     raise ImportError("ragblend ui needs Starlette and uvicorn: pip install 'ragblend[ui]'") from error
@@ -37,7 +38,15 @@ from ragblend.lab.explain_page import tokens_style
 from ragblend.lab.ui.answers import RetrieveChunks, UiState, answer_question, blend_again
 from ragblend.lab.ui.guard import OriginGuard, is_loopback
 from ragblend.lab.ui.job_queue import JobQueue, UiJob
-from ragblend.lab.ui.uploads import TooLargeError, Upload, ingest_uploads, uploads_folder, validate_file_name
+from ragblend.lab.ui.uploads import (
+    SPOOL_BYTES,
+    TooLargeError,
+    check_upload_size,
+    ingest_uploads,
+    save_upload,
+    uploads_folder,
+    validate_file_name,
+)
 from ragblend.options import SHARE
 
 log = logging.getLogger(__name__)
@@ -76,18 +85,23 @@ def make_app(
 
     async def state(request: Request) -> Response:
         now = jobs.current
-        facts = await run_in_threadpool(ui.collect_page_state)
-        return JSONResponse({**facts, "now": now._asdict() if now is not None else None})
+        return JSONResponse({**await run_in_threadpool(ui.collect_page_state), "now": now})
+
+    async def style(request: Request) -> Response:
+        return Response(tokens_style(), media_type="text/css")
 
     async def upload(request: Request) -> Response:
-        folder, name = uploads_folder(settings.store), request.query_params.get("name", "")
+        num_bytes, limit_mib = 0, settings.max_file_mib
         async with _read_body_parts(request) as parts:
-            with Upload(folder, name, settings.max_file_mib) as to:
-                to.check_size(int(request.headers.get("content-length") or 0))
+            name = validate_file_name(request.query_params.get("name", ""))
+            check_upload_size(name, int(request.headers.get("content-length") or 0), limit_mib)
+            with SpooledTemporaryFile(SPOOL_BYTES) as file:
                 async for data in parts:
-                    to.add(data)
-                await run_in_threadpool(to.commit)
-        return JSONResponse({"name": request.query_params["name"]}, 201)
+                    num_bytes += len(data)
+                    check_upload_size(name, num_bytes, limit_mib)
+                    file.write(data)
+                await run_in_threadpool(save_upload, uploads_folder(settings.store) / name, file, num_bytes)
+        return JSONResponse({"name": name}, 201)
 
     async def take(request: Request) -> Response:
         names = (await _read_json_body(request)).get("names")
@@ -120,14 +134,15 @@ def make_app(
 
     app = Starlette(
         routes=[
-            *(Route(path, _file(name, kind)) for path, (name, kind) in _FILES.items()),
             Route("/state", state),
             Route("/documents", upload, methods=["POST"]),
             Route("/ingest", take, methods=["POST"]),
             Route("/ask", question, methods=["POST"]),
             Route("/blend", again, methods=["POST"]),
+            Route("/tokens.css", style),
+            Mount("/", StaticFiles(directory=_PAGE, html=True)),
         ],
-        exception_handlers={RagblendError: _error_response, ClientDisconnect: _disconnected_response},
+        exception_handlers={RagblendError: _error_response, ClientDisconnect: _error_response},
         lifespan=lifespan,
     )
     return OriginGuard(app, host)
@@ -251,31 +266,7 @@ def _stream_events(job: UiJob) -> Response:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
+    """Return the error's message; a client that has disconnected does not receive it."""
     statuses = {TooLargeError: 413, StoreFullError: 507}
     status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
     return JSONResponse({"error": arguments_to_flags(str(error))}, status, {"connection": "close"})
-
-
-async def _disconnected_response(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # the client has gone, so nothing receives it
-
-
-_FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-
-
-def _file(name: str, kind: str) -> Callable[[Request], Response]:
-    def answer(request: Request) -> Response:
-        return Response(_text(name), media_type=kind)
-
-    return answer
-
-
-@cache
-def _text(name: str) -> str:
-    text = (_PAGE / name).read_text(encoding="utf-8")
-    return tokens_style() + text if name == "page.css" else text

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
@@ -70,7 +70,7 @@ def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -
     "this comes from another page ('http://localhost:3000')"
     """
     host = headers.get("host", "")
-    name = _host_name(host)
+    name = _split_url(f"//{host}").hostname or ""
     if not (_is_address(name) or name in names or name.endswith(".localhost")):
         return (
             f"the Host is {host!r}, which is no address and no name of this machine; open the address that "
@@ -79,7 +79,7 @@ def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -
     if method in ("GET", "HEAD"):
         return ""
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-    is_own = site in (None, "same-origin", "none") if origin is None else _origin_host(origin) == host
+    is_own = site in (None, "same-origin", "none") if origin is None else _split_url(origin).netloc == host
     return "" if is_own else f"this comes from another page ({origin!r}); open the address that `ragblend ui` printed"
 
 
@@ -92,18 +92,11 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def _host_name(host: str) -> str:
+def _split_url(url: str) -> SplitResult:
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return urlsplit(url)
     except ValueError:
-        return ""
-
-
-def _origin_host(origin: str) -> str:
-    try:
-        return urlsplit(origin).netloc
-    except ValueError:
-        return ""
+        return urlsplit("")
 
 
 def _is_address(name: str) -> bool:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.config import arguments_to_flags
 from ragblend.errors import RagblendError
@@ -28,15 +28,6 @@ Work = Callable[["UiJob"], None]
 
 class JobCancelled(BaseException):
     """Raised inside a job that was cancelled. Like KeyboardInterrupt, it does not derive from Exception."""
-
-
-class JobProgress(NamedTuple):
-    """The running job's title, its stage and how far the stage is."""
-
-    title: str
-    stage: str = ""
-    done: int = 0
-    total: int | None = None
 
 
 class UiJob:
@@ -60,8 +51,9 @@ class UiJob:
     def progress(self, stage: str, done: int, total: int | None) -> None:
         """Report that `done` of `total` of a stage are done. Raises JobCancelled if the job was cancelled."""
         self.raise_if_cancelled()
-        self._queue.current = JobProgress(self.title, stage, done, total)
-        self.emit("progress", stage=stage, done=done, total=total)
+        facts = {"stage": stage, "done": done, "total": total}
+        self._queue.current = {"title": self.title, **facts}
+        self.emit("progress", **facts)
 
     def raise_if_cancelled(self) -> None:
         """Raise JobCancelled if the job was cancelled."""
@@ -108,10 +100,13 @@ class UiJob:
 
 
 class JobQueue:
-    """Queue of jobs and the thread that runs one at a time. `current`: the running job's progress; None without one."""
+    """Queue of jobs and the thread that runs one at a time.
+
+    `current`: the running job's title, its stage, and how far the stage is, as JSON values; None without a job.
+    """
 
     def __init__(self) -> None:
-        self.current: JobProgress | None = None
+        self.current: dict[str, Any] | None = None
         self.is_closed = False
         self._executor = ThreadPoolExecutor(1, "ragblend-ui")
         self._jobs: list[UiJob] = []  # the running job, then those that wait
@@ -139,7 +134,7 @@ class JobQueue:
         self._executor.shutdown(wait=True)
 
     def _run(self, job: UiJob) -> None:
-        self.current = JobProgress(job.title)
+        self.current = {"title": job.title, "stage": "", "done": 0, "total": None}
         try:
             job.run()
         finally:

@@ -9,14 +9,11 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from tempfile import SpooledTemporaryFile
-from types import TracebackType
-from typing import Self
+from typing import IO
 
 from ragblend.config import Settings
 from ragblend.corpus.folder_scan import display_source, normal_path, source_path
-from ragblend.corpus.readers.child import check_reading
-from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_READERS, TEXT_SUFFIXES
+from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_READERS, TEXT_SUFFIXES, check_reading
 from ragblend.corpus.readers.rejected import CONVERTIBLE
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes
@@ -28,7 +25,7 @@ from ragblend.option_fields import check_unicode
 from ragblend.precompute import ingest
 
 MIB = 1 << 20
-_SPOOL_BYTES = 8 * MIB  # a larger upload is buffered on disk
+SPOOL_BYTES = 8 * MIB  # a larger upload is buffered on disk
 _NAME_BYTES = 200
 
 
@@ -69,45 +66,21 @@ def list_supported_suffixes() -> list[str]:
     return sorted({*TEXT_SUFFIXES, *READERS, *TEXT_READERS} - missing - {*CONVERTIBLE, ".doc", ".key"})
 
 
-class Upload:
-    """One file that is being received. It appears in the folder at `commit`, in one step."""
+def check_upload_size(name: str, num_bytes: int, max_mib: float) -> None:
+    """Raise TooLargeError if an upload has more than `max_mib` MiB; 0 sets no limit."""
+    if max_mib and num_bytes > max_mib * MIB:
+        raise TooLargeError(
+            f"{name} is larger than {max_mib:g} MiB; cut it, or raise the limit: RAGBLEND_MAX_FILE_MIB=... ragblend ui"
+        )
 
-    def __init__(self, folder: Path, name: str, max_mib: float) -> None:
-        self._path = folder / validate_file_name(name)
-        self._limit = max_mib * MIB if max_mib else float("inf")
-        self._max_mib = max_mib
-        self._size = 0
-        self._data = SpooledTemporaryFile(_SPOOL_BYTES)  # noqa: SIM115 (closed on leaving this)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._data.close()
-
-    def check_size(self, num_bytes: int) -> None:
-        """Raise TooLargeError if `num_bytes` more bytes would exceed the limit."""
-        if self._size + num_bytes > self._limit:
-            raise TooLargeError(
-                f"{self._path.name} is larger than {self._max_mib:g} MiB; cut it, or raise the limit: "
-                "RAGBLEND_MAX_FILE_MIB=... ragblend ui"
-            )
-
-    def add(self, data: bytes) -> None:
-        """Append `data`. Raises TooLargeError if the file exceeds the limit."""
-        self.check_size(len(data))
-        self._size += len(data)
-        self._data.write(data)
-
-    def commit(self) -> None:
-        """Write the complete file to the folder. Raises UnreadableDocumentError if `check_reading` rejects the file."""
-        check_reading(self._data, self._size, self._path.suffix)
-        folder = Directory(self._path.parent, fsync=False, full_hint="Make room and drop the file again")
-        folder.remove_stale_files()
-        self._data.seek(0)
-        folder.replace(self._path, self._size, lambda stream: shutil.copyfileobj(self._data, stream))
+def save_upload(path: Path, file: IO[bytes], num_bytes: int) -> None:
+    """Write a complete upload to `path`, in one step. Raises UnreadableDocumentError if `check_reading` rejects it."""
+    check_reading(file, num_bytes, path.suffix)
+    folder = Directory(path.parent, fsync=False, full_hint="Make room and drop the file again")
+    folder.remove_stale_files()
+    file.seek(0)
+    folder.replace(path, num_bytes, lambda stream: shutil.copyfileobj(file, stream))
 
 
 def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:

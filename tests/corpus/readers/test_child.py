@@ -10,7 +10,7 @@ from tempfile import SpooledTemporaryFile
 import pytest
 from pdf_files import line, make_pdf
 
-from ragblend.corpus.readers import child
+from ragblend.corpus.readers import child, formats
 from ragblend.errors import UnreadableDocumentError
 
 PROGRAMS = {
@@ -30,14 +30,14 @@ def spooled(data: bytes) -> SpooledTemporaryFile:
 
 def check(data: bytes, suffix: str) -> None:
     with spooled(data) as file:
-        child.check_reading(file, len(data), suffix)
+        formats.check_reading(file, len(data), suffix)
         file.seek(0)
         assert file.read() == data
 
 
 @pytest.fixture
 def program(request, monkeypatch):
-    monkeypatch.setattr(child, "_command", lambda *_: [sys.executable, "-c", PROGRAMS[request.param]])
+    monkeypatch.setattr(child, "_COMMAND", (sys.executable, "-c", PROGRAMS[request.param]))
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_what_can_be_read_or_is_rejected_with_a_reason_passes(data, suffix):
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("crash", r"reading it crashed \(SIGABRT\); save it again"),
-        ("exit", r"reading it crashed \(exit status 1\); save it again"),
+        ("crash", r"reading it crashed \(SIGABRT\); split it"),
+        ("exit", r"reading it crashed \(exit status 1\); split it"),
         ("memory", "reading it took too much memory; split it"),
     ],
     indirect=["program"],
@@ -73,7 +73,7 @@ def test_a_child_that_dies_is_an_error_with_a_reason(program, reason):
 
 @pytest.mark.parametrize("program", ["hang"], indirect=True)
 def test_a_child_that_hangs_is_ended(program, monkeypatch):
-    monkeypatch.setattr(child, "_MIN_TIME_S", 0.5)
+    monkeypatch.setattr(formats, "_MIN_TIME_S", 0.5)
     start_s = time.monotonic()
     with pytest.raises(UnreadableDocumentError, match=r"took longer than [01] s"):
         check(b"data", ".pdf")
@@ -84,14 +84,14 @@ def test_the_limits_grow_with_the_file(monkeypatch):
     seen = {}
 
     def run(command, timeout, **_):
-        seen["timeout"], seen["memory"] = timeout, int(command[-1])
-        return subprocess.CompletedProcess(command, 0)
+        seen["timeout"], seen["memory"] = timeout, int(command[-2])
+        return subprocess.CompletedProcess(command, 0, '[null, ""]')
 
     monkeypatch.setattr(subprocess, "run", run)
     with spooled(b"data") as file:
-        child.check_reading(file, 1000, ".pdf")
+        formats.check_reading(file, 1000, ".pdf")
         small = dict(seen)
-        child.check_reading(file, 50_000_000, ".pdf")
+        formats.check_reading(file, 50_000_000, ".pdf")
     assert small["timeout"] == 30
     assert seen["timeout"] == 500
     assert seen["memory"] > small["memory"] >= 4 << 30
@@ -100,14 +100,14 @@ def test_the_limits_grow_with_the_file(monkeypatch):
 def test_a_file_beyond_the_memory_of_the_child_is_named(monkeypatch):
     """A real reader under a small limit."""
     data = b"<p>" + b"word " * 12_000_000
-    monkeypatch.setattr(child, "_MIN_MEMORY", 200 << 20)
-    monkeypatch.setattr(child, "_MEMORY_PER_BYTE", 0)
+    monkeypatch.setattr(formats, "_MIN_MEMORY", 200 << 20)
+    monkeypatch.setattr(formats, "_MEMORY_PER_BYTE", 0)
     with pytest.raises(UnreadableDocumentError, match=r"reading it (took too much memory|crashed)"):
         check(data, ".html")
 
 
 def test_the_child_imports_no_models():
-    program = "import sys, ragblend.corpus.readers.child; print(*sys.modules)"
+    program = "import sys, ragblend.corpus.readers.formats; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "ragblend.corpus.readers.pdf" in modules
     assert not {"torch", "transformers", "numpy", "pyarrow", "faiss"} & set(modules)

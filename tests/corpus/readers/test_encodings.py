@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ragblend.corpus.readers.charsets import find_codec, rank_charsets
-from ragblend.corpus.readers.encodings import decode_by_bom_or_utf8, decode_text, is_binary
+from ragblend.corpus.readers.encodings import decode_text, is_binary
 from ragblend.errors import UnreadableDocumentError
 
 GERMAN = "Die Käse sind gültig für fünf Tage – prüfen Sie „Größe“ und Maß."
@@ -147,12 +147,6 @@ def test_the_first_bytes_of_a_binary_file_are_distinguished_from_utf16():
     assert is_binary(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     assert not is_binary("Größe".encode("utf-16-be"))
     assert not is_binary(b"plain")
-
-
-def test_records_are_utf8_or_have_a_mark():
-    assert decode_by_bom_or_utf8(GERMAN.encode("utf-16")) == decode_by_bom_or_utf8(GERMAN.encode()) == GERMAN
-    with pytest.raises(UnreadableDocumentError, match=r"not UTF-8 text \(byte 3\).*iconv"):
-        decode_by_bom_or_utf8(b"caf\xe9")
 
 
 @given(label=st.text(max_size=20) | st.sampled_from(["rot13", "zip", "unicode_escape", "idna", "undefined", "utf-7"]))

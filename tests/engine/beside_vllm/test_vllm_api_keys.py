@@ -25,7 +25,7 @@ from ragblend.engine.vllm.auth_gate import guard_engine, wrap_app
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import MAX_RUNS, TENANT_KEY, parse_params
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, UsageError
-from ragblend.operations.serve import ServeOptions, build_server_command
+from ragblend.operations.serve import build_server_command
 
 KEY, OTHER = "sk-acme-0123", "sk-globex-0123"
 FACTS = {"namespace": "acme", "rights": ["ask", "ingest"]}
@@ -235,16 +235,16 @@ def test_serve_takes_a_keys_file_and_no_other_key(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     path = keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}))
     options = {"settings": Settings(model="demo", store=str(tmp_path / "kv")), "keys": path}
-    made = build_server_command(ServeOptions(**options), check=False)
+    made = build_server_command(**options, check=False)
     transfer = json.loads(made.command[made.command.index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["keys"] == str(path)
     assert KEY not in made.display_command()
     with pytest.raises(UsageError, match="both"):
-        build_server_command(ServeOptions(**options, api_key="k"), check=False)
+        build_server_command(**options, api_key="k", check=False)
     monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
     with pytest.raises(UsageError, match="RESPONSES"):
-        build_server_command(ServeOptions(**options), check=False)
+        build_server_command(**options, check=False)
     monkeypatch.delenv("VLLM_ENABLE_RESPONSES_API_STORE")
     path.chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
-        build_server_command(ServeOptions(**options), check=False)
+        build_server_command(**options, check=False)

@@ -52,12 +52,12 @@ def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(recompute_
     )
     devices = [Storage("slow", own_speed, 0.05), Storage("fast", 8 * own_speed, 0.4)]
     made = plan(profile, devices, PromptSpec(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR))
-    assert made.chosen == chosen
-    slow = next(option for option in made.options if option.storage == "slow")
-    assert slow.load_s == pytest.approx(load_s * num_layers)
-    assert slow.recompute_s == pytest.approx(recompute_s * num_layers)
-    assert slow.gb_per_1000_chunks == pytest.approx(1000 * tokens * nbytes / GB)
-    assert slow.usd_per_1000_chunks_month == pytest.approx(slow.gb_per_1000_chunks * 0.05)
+    assert made["chosen"] == chosen
+    slow = next(option for option in made["options"] if option["storage"] == "slow")
+    assert slow["load_s"] == pytest.approx(load_s * num_layers)
+    assert slow["recompute_s"] == pytest.approx(recompute_s * num_layers)
+    assert slow["gb_per_1000_chunks"] == pytest.approx(1000 * tokens * nbytes / GB)
+    assert slow["usd_per_1000_chunks_month"] == pytest.approx(slow["gb_per_1000_chunks"] * 0.05)
 
 
 # --- laws ---
@@ -130,25 +130,27 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(profile, r_
 def test_no_plan_adds_delay_where_a_device_exists_that_does_not(profile, offered, need):
     made = plan(profile, offered, need)
     by_name = {device.name: device for device in offered}
-    good = [option for option in made.options if option.pays and not option.adds_delay]
-    prices = [by_name[option.storage].usd_per_gb_month for option in made.options]
+    good = [option for option in made["options"] if option["pays"] and not option["adds_delay"]]
+    prices = [by_name[option["storage"]].usd_per_gb_month for option in made["options"]]
     assert (prices, len(prices)) == (sorted(prices), len(offered))
-    assert (made.chosen is None) == (not good)
-    if made.chosen is not None:
-        chosen = next(option for option in made.options if option.storage == made.chosen)
+    assert (made["chosen"] is None) == (not good)
+    if made["chosen"] is not None:
+        chosen = next(option for option in made["options"] if option["storage"] == made["chosen"])
         assert chosen in good
-        assert by_name[made.chosen].usd_per_gb_month == min(by_name[option.storage].usd_per_gb_month for option in good)
-        assert chosen.load_s <= chosen.recompute_s
+        assert by_name[made["chosen"]].usd_per_gb_month == min(
+            by_name[option["storage"]].usd_per_gb_month for option in good
+        )
+        assert chosen["load_s"] <= chosen["recompute_s"]
 
 
 @given(machines(), needs(), st.tuples(speeds, speeds))
 def test_a_faster_device_is_never_worse(profile, need, pair):
     low, high = sorted(pair)
     made = plan(profile, [Storage("low", low, 1), Storage("high", high, 1)], need)
-    found = {option.storage: option for option in made.options}
-    assert found["high"].ttft_s <= found["low"].ttft_s * SLACK
-    assert found["high"].adds_delay <= found["low"].adds_delay
-    assert found["high"].hidden_ratio <= found["low"].hidden_ratio
+    found = {option["storage"]: option for option in made["options"]}
+    assert found["high"]["ttft_s"] <= found["low"]["ttft_s"] * SLACK
+    assert found["high"]["adds_delay"] <= found["low"]["adds_delay"]
+    assert found["high"]["hidden_ratio"] <= found["low"]["hidden_ratio"]
 
 
 @given(st.just(0.0) | st.floats(1e-9, 100), st.just(0.0) | st.floats(1e-9, 100), st.integers(1, 100))
@@ -172,11 +174,11 @@ def test_several_ranks_read_before_they_compute_so_nothing_hides(profile, num_to
     assert bool(found.fallback_reason) == (found.load_s + several.prompt_compute_s(r_star, num_tokens) >= found.full_s)
     assert found.fallback_reason or found.ratio == max(r_star, largest_hidden_ratio(r_star, 0.0, 1.0, several.shares))
     need = PromptSpec(1, num_tokens, 0, r_star)
-    (option,) = plan(several, [Storage("any", 1e9, 0.1)], need).options
-    assert option.adds_delay
-    assert option.ttft_s == pytest.approx(option.load_s + option.recompute_s)
-    (alone,) = plan(profile, [Storage("any", 1e9, 0.1)], need).options
-    assert alone.ttft_s <= option.ttft_s * SLACK
+    (option,) = plan(several, [Storage("any", 1e9, 0.1)], need)["options"]
+    assert option["adds_delay"]
+    assert option["ttft_s"] == pytest.approx(option["load_s"] + option["recompute_s"])
+    (alone,) = plan(profile, [Storage("any", 1e9, 0.1)], need)["options"]
+    assert alone["ttft_s"] <= option["ttft_s"] * SLACK
 
 
 # --- cases ---
@@ -214,13 +216,13 @@ def test_the_break_even_points():
     """A chunk of 500 tokens takes 0.5 s to prefill. A prompt of two takes 1 s, blended 0.1 + 0.9 x 0.15 + 0.015 s."""
     profile = machine(bytes_per_s={})
     need = PromptSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
-    (option,) = plan(profile, [Storage("ssd", 10e6, 0.1)], need).options
-    assert option.ttft_s == pytest.approx(0.15 + 0.01)
-    assert option.saved_s == pytest.approx(0.84)
-    assert option.reuses_to_repay == 2  # 0.5 s / 0.42 s, rounded up
-    assert option.reuses_per_month == pytest.approx(500 * 1000 / GB * 0.1 / (0.42 * 0.001))
-    (slow,) = plan(profile, [Storage("tape", 0.5e6, 0.001)], need).options
-    assert (slow.pays, slow.reuses_to_repay, slow.reuses_per_month) == (False, None, None)
+    (option,) = plan(profile, [Storage("ssd", 10e6, 0.1)], need)["options"]
+    assert option["ttft_s"] == pytest.approx(0.15 + 0.01)
+    assert option["saved_s"] == pytest.approx(0.84)
+    assert option["reuses_to_repay"] == 2  # 0.5 s / 0.42 s, rounded up
+    assert option["reuses_per_month"] == pytest.approx(500 * 1000 / GB * 0.1 / (0.42 * 0.001))
+    (slow,) = plan(profile, [Storage("tape", 0.5e6, 0.001)], need)["options"]
+    assert (slow["pays"], slow["reuses_to_repay"], slow["reuses_per_month"]) == (False, None, None)
 
 
 def test_noise_that_makes_more_seem_faster_is_levelled_out():
@@ -290,8 +292,8 @@ def test_a_rule_with_a_probe_waits_for_all_kv_and_a_fast_device_is_still_found()
     recompute_s = profile.prompt_compute_s(need.ratio, need.num_tokens, need.num_stored)
     for share, delays in ((0.05, False), (0.5, True)):
         device = Storage("some", need.num_stored * profile.bytes_per_token / (share * recompute_s), 0.1)
-        hidden, waited = (plan(profile, [device], each).options[0] for each in (need, asking))
-        assert (hidden.adds_delay, waited.adds_delay) == (False, delays)
-        assert waited.ttft_s == pytest.approx((1 + share) * recompute_s)
-        assert waited.hidden_ratio == need.ratio
-        assert plan(profile, [device], asking).chosen == (None if delays else "some")
+        hidden, waited = (plan(profile, [device], each)["options"][0] for each in (need, asking))
+        assert (hidden["adds_delay"], waited["adds_delay"]) == (False, delays)
+        assert waited["ttft_s"] == pytest.approx((1 + share) * recompute_s)
+        assert waited["hidden_ratio"] == need.ratio
+        assert plan(profile, [device], asking)["chosen"] == (None if delays else "some")

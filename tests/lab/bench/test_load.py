@@ -18,6 +18,7 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import RagblendError
 from ragblend.lab.bench import load
 from ragblend.lab.bench.common.configs import LoadConfig
+from ragblend.lab.bench.common.workloads import vocab_size
 from ragblend.lab.bench.load import (
     BENCHMARK,
     LoadCase,
@@ -44,36 +45,35 @@ def profile() -> MachineProfile:
 
 def test_every_case_runs_from_the_tier_it_names_and_the_store_outgrows_memory(tmp_path):
     result = run_load(LoadConfig(**SMALL, store=tmp_path))
-    assert result.store_bytes > 3 * result.memory_bytes
-    assert result.load_bytes == result.memory_bytes == 3 * 20 * 2 * LAYERS * 2 * 16 * 4
-    assert [(run.source, run.pipeline) for run in result.runs if run.ratio == 0.15] == [
+    assert result["store_bytes"] > 3 * result["memory_bytes"]
+    assert result["load_bytes"] == result["memory_bytes"] == 3 * 20 * 2 * LAYERS * 2 * 16 * 4
+    assert [(run["source"], run["pipeline"]) for run in result["runs"] if run["ratio"] == 0.15] == [
         ("disk", True), ("memory", True), ("disk", False), *[("throttled", True), ("throttled", False)] * 2,
     ]  # fmt: skip
-    assert all(run.num_samples == 2 for run in result.runs)
+    assert all(run["num_samples"] == 2 for run in result["runs"])
     assert not list(tmp_path.glob(".profile-*"))
     lines = table_lines(result)
-    assert len(lines) == 3 + len(result.runs)
-    facts = result.as_dict()
-    assert json.loads(json.dumps(facts)) == facts
-    assert str(tmp_path) not in json.dumps(facts)
-    for timeline in facts["timelines"]:
+    assert len(lines) == 3 + len(result["runs"])
+    assert json.loads(json.dumps(result)) == result
+    assert str(tmp_path) not in json.dumps(result)
+    for timeline in result["timelines"]:
         assert len(timeline["load"]) == len(timeline["fuse"]) == LAYERS
         for loaded, fused in zip(timeline["load"], timeline["fuse"], strict=True):
             assert 0 <= loaded[0] <= loaded[1] <= fused[0] + 1e-6 <= fused[1] + 2e-6, "fused before it was loaded"
 
 
 def test_kv_from_another_tier_than_the_case_names_stops_the_benchmark(tmp_path):
-    config = LoadConfig(**SMALL, store=tmp_path)
-    with load._subject(config, DiskStore(tmp_path)) as subject:
-        work = load._prompts(config, subject.vocab_size)
-        assert (len(work.prompts), len({chunk.text for chunk in work.chunks})) == (3, 9)  # they share none
-        list(subject.engine.precompute_all(work.chunks))
-        bench = load._Bench(subject, DiskStore(tmp_path), 1 << 20, "random")
+    config, disk = LoadConfig(**SMALL, store=tmp_path), DiskStore(tmp_path)
+    with load._open_engine(config, disk) as engine:
+        chunks, prompts = load._prompts(config, vocab_size(engine))
+        assert (len(prompts), len({chunk.text for chunk in chunks})) == (3, 9)  # they share none
+        list(engine.precompute_all(chunks))
+        tiers = TieredStore(MemoryStore(1 << 20), disk)
         memory = LoadCase("memory", True, 0.15, 0.0, 1.0)
         with pytest.raises(RagblendError, match="3 of 3 chunks came from the disk, expected 0"):
-            bench.sample(work.prompts[0], memory)
-        bench.sample(work.prompts[0], memory)
-        bench.sample(work.prompts[1], LoadCase("disk", True, 0.15, 0.5, 1.0))
+            load.sample(engine, tiers, prompts[0], memory, "random")
+        load.sample(engine, tiers, prompts[0], memory, "random")
+        load.sample(engine, tiers, prompts[1], LoadCase("disk", True, 0.15, 0.5, 1.0), "random")
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
@@ -129,7 +129,7 @@ def test_cases_are_on_both_sides_of_the_line_at_speeds_that_follow_from_it():
 
 def sample(ttft_s: float) -> LoadSample:
     events = tuple(LayerEvent(layer, 10 + layer, 11 + layer) for layer in range(LAYERS))
-    return LoadSample(BlendReport("blend", "ask", 0.15, ttft_s=ttft_s, load_s=0.5), Timeline(events, events))
+    return BlendReport("blend", "ask", 0.15, ttft_s=ttft_s, load_s=0.5), Timeline(events, events)
 
 
 def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide():
@@ -145,8 +145,8 @@ def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide():
             case("throttled", 2.0): [sample(2.0)],
         }
     )
-    assert [run.within_target for run in runs] == [True, None, None, False, None]
-    assert [run.over_memory for run in runs] == pytest.approx([1.1, 1.0, 1.5, 1.2, 2.0])
+    assert [run["within_target"] for run in runs] == [True, None, None, False, None]
+    assert [run["over_memory"] for run in runs] == pytest.approx([1.1, 1.0, 1.5, 1.2, 2.0])
 
 
 def test_a_plot_is_drawn(tmp_path):

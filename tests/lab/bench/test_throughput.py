@@ -19,10 +19,9 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import ThroughputConfig
+from ragblend.lab.bench.common.output import result_facts
 from ragblend.lab.bench.common.workloads import make_prompts
 from ragblend.lab.bench.throughput import (
-    RatePoint,
-    ThroughputResult,
     TimedAnswer,
     arrival_times,
     check_answer_modes,
@@ -36,6 +35,7 @@ from ragblend.lab.bench.throughput import (
 )
 from ragblend.lab.bench.ttft import ModeAndRule
 from ragblend.lab.plots import plot_throughput
+from ragblend.lab.tables import Facts
 from ragblend.prompt.types import Prompt
 
 FULL, PREFIX, BLEND = ModeAndRule("full", "none"), ModeAndRule("prefix", "none"), ModeAndRule("blend", "cacheblend")
@@ -68,11 +68,11 @@ def test_a_seed_gives_the_same_arrivals_at_every_rate_but_for_the_scale(rate, co
 
 
 def test_prompts_draw_their_chunks_from_the_pool():
-    work = make_prompts(3, 4, 2, num_prompts=20, vocab_size=100, seed=1, pool=8)
-    orders = [prompt.chunks for prompt in work.prompts]
-    assert len(work.chunks) == 8
-    assert all(len(set(order)) == 3 and set(order) <= set(work.chunks) for order in orders)
-    assert {chunk for order in orders for chunk in order} == set(work.chunks)
+    chunks, prompts = make_prompts(3, 4, 2, num_prompts=20, vocab_size=100, seed=1, pool=8)
+    orders = [prompt.chunks for prompt in prompts]
+    assert len(chunks) == 8
+    assert all(len(set(order)) == 3 and set(order) <= set(chunks) for order in orders)
+    assert {chunk for order in orders for chunk in order} == set(chunks)
     assert len(set(orders)) > 10
 
 
@@ -142,7 +142,7 @@ def test_idle_times_are_medians_after_a_turn_for_warming_up():
         seen.append((case, *prompts))
         return [TimedAnswer(0.0, next(times), 0.0)]
 
-    prompts = make_prompts(2, 3, 3, 2, 50).prompts
+    _, prompts = make_prompts(2, 3, 3, 2, 50)
     assert measure_idle_ttfts([BLEND], prompts, answer) == {BLEND: 5.0, FULL: 2.0}
     assert [case for case, _ in seen] == [BLEND, FULL] * 4
     assert seen[0][1] == seen[1][1] != seen[2][1]
@@ -158,32 +158,33 @@ def answers_of(*times_s: float) -> list[TimedAnswer]:
 
 def test_a_point_is_mean_median_and_95th_percentile():
     run = summarize_point(BLEND, 2.0, answers_of(*range(1, 101)))
-    assert (run.ttft_mean_s, run.ttft_s, run.ttft_max_s) == (50.5, 50.5, 100)
-    assert run.ttft_p95_s == pytest.approx(95.05)
-    assert run.served_rate == pytest.approx(100 / (99 + 101))  # the last arrives at 99 and takes 101
-    assert (run.mode, run.rule, run.ratio, run.rate, run.num_requests) == ("blend", "cacheblend", 0.15, 2.0, 100)
+    assert (run["ttft_mean_s"], run["ttft_s"], run["ttft_max_s"]) == (50.5, 50.5, 100)
+    assert run["ttft_p95_s"] == pytest.approx(95.05)
+    assert run["served_rate"] == pytest.approx(100 / (99 + 101))  # the last arrives at 99 and takes 101
+    expected = {"mode": "blend", "rule": "cacheblend", "ratio": 0.15, "rate": 2.0, "num_requests": 100}
+    assert {name: run[name] for name in expected} == expected
 
 
 @given(lists(floats(0.01, 100), min_size=1, max_size=12), floats(0.01, 100))
 def test_the_highest_rate_within_the_bound_has_all_lower_ones_within(means, bound_s):
-    points = [RatePoint(float(rate), float(rate), mean_s) for rate, mean_s in enumerate(means, start=1)]
-    found = highest_rate(points[::-1], bound_s)
+    points = [(float(rate), float(rate), mean_s) for rate, mean_s in enumerate(means, start=1)]
+    measured, at_bound, at_least = highest_rate(points[::-1], bound_s)
     within = [mean_s <= bound_s for mean_s in means]
     count = within.index(False) if False in within else len(within)
-    assert found.measured == (count or None)
-    assert found.at_least == (count == len(means))
+    assert measured == (count or None)
+    assert at_least == (count == len(means))
     if count:
-        assert found.at_bound is not None
-        assert count <= found.at_bound <= count + (not found.at_least)
+        assert at_bound is not None
+        assert count <= at_bound <= count + (not at_least)
     else:
-        assert found.at_bound is None
+        assert at_bound is None
 
 
 def test_arrivals_that_are_not_kept_up_with_do_not_count_as_served():
     """A short burst above the served rate still keeps within the bound."""
-    points = [RatePoint(1.0, 1.0, 0.3), RatePoint(2.0, 1.9, 0.5), RatePoint(4.0, 2.5, 0.9)]
+    points = [(1.0, 1.0, 0.3), (2.0, 1.9, 0.5), (4.0, 2.5, 0.9)]
     assert highest_rate(points, 1.0) == (4.0, 2.5, True)
-    assert highest_rate([*points, RatePoint(8.0, 2.7, 1.1)], 1.0) == (4.0, pytest.approx(2.6), False)
+    assert highest_rate([*points, (8.0, 2.7, 1.1)], 1.0) == (4.0, pytest.approx(2.6), False)
     assert highest_rate([], 1.0) == (None, None, False)
 
 
@@ -196,7 +197,7 @@ def test_a_mode_far_beyond_the_bound_is_not_driven_further():
 
     runs = measure_rates([FULL, BLEND], [8.0, 1.0, 2.0, 3.0, 8.0], bound_s=1.0, measure=measure)
     assert taken == [(FULL, 1.0), (BLEND, 1.0), (FULL, 2.0), (BLEND, 2.0), (FULL, 3.0), (BLEND, 3.0), (BLEND, 8.0)]
-    assert [(run.mode, run.rate) for run in runs] == [(case.mode, rate) for case, rate in taken]
+    assert [(run["mode"], run["rate"]) for run in runs] == [(case.mode, rate) for case, rate in taken]
 
 
 def kept_up(rate: float, ttft_s: float) -> list[TimedAnswer]:
@@ -204,46 +205,45 @@ def kept_up(rate: float, ttft_s: float) -> list[TimedAnswer]:
     return [TimedAnswer(1 / rate - ttft_s, ttft_s, ttft_s)]
 
 
-def result() -> ThroughputResult:
+def result() -> Facts:
     slowness = {FULL: 1.0, PREFIX: 0.8, BLEND: 0.25}
     rates = [1.0, 2.0, 4.0, 8.0, 16.0]
     runs = measure_rates([*slowness], rates, 2.0, lambda case, rate: kept_up(rate, rate * slowness[case]))
     hardware = {"cpu": "a CPU", "gpu": None, "threads": 1}
     found = compute_capacities(runs, {case: slow / 2 for case, slow in slowness.items()}, 2.0)
-    return ThroughputResult(ThroughputConfig(), "llama-50m", hardware, 2.0, runs, found)
+    return result_facts(ThroughputConfig(), "llama-50m", hardware, bound_s=2.0, runs=runs, capacities=found)
 
 
 def test_gains_are_ratios_of_the_rates_at_the_bound():
-    full, prefix, blend = result().capacities
-    assert (full.max_rate, full.rate_at_bound, full.at_least) == (2.0, 2.0, False)
-    assert (prefix.max_rate, prefix.rate_at_bound) == (2.0, pytest.approx(2.5))
-    assert (blend.max_rate, blend.rate_at_bound, blend.blend_gain) == (8.0, 8.0, None)
-    assert (full.blend_gain, prefix.blend_gain) == (4.0, pytest.approx(3.2))
-    assert full.idle_ttft_s == 0.5
+    full, prefix, blend = result()["capacities"]
+    assert (full["max_rate"], full["rate_at_bound"], full["at_least"]) == (2.0, 2.0, False)
+    assert (prefix["max_rate"], prefix["rate_at_bound"]) == (2.0, pytest.approx(2.5))
+    assert (blend["max_rate"], blend["rate_at_bound"], blend["blend_gain"]) == (8.0, 8.0, None)
+    assert (full["blend_gain"], prefix["blend_gain"]) == (4.0, pytest.approx(3.2))
+    assert full["idle_ttft_s"] == 0.5
 
 
 def test_gains_are_lower_limits_while_blend_is_within_the_bound():
     cases = {FULL: 1.0, PREFIX: 0.1, BLEND: 0.1}
     runs = measure_rates([*cases], [1.0, 2.0, 4.0], 2.0, lambda case, rate: kept_up(rate, rate * cases[case]))
     full, prefix, blend = compute_capacities(runs, cases, 2.0)
-    assert (blend.rate_at_bound, blend.at_least) == (4.0, True)
-    assert full.blend_gain == 2.0
-    assert (prefix.at_least, prefix.blend_gain) == (True, None)  # neither met the bound
-    bare = result()
-    shown = table_lines(ThroughputResult(bare.config, "m", bare.hardware, 2.0, runs, (full, prefix, blend)))
+    assert (blend["rate_at_bound"], blend["at_least"]) == (4.0, True)
+    assert full["blend_gain"] == 2.0
+    assert (prefix["at_least"], prefix["blend_gain"]) == (True, None)  # neither met the bound
+    shown = table_lines({**result(), "runs": runs, "capacities": [full, prefix, blend]})
     assert [line.split()[-1] for line in shown[-3:]] == [">2.00x", "-", "-"]
 
 
 def test_without_blend_or_without_a_rate_there_is_no_gain():
     runs = measure_rates([FULL], [1.0], 2.0, lambda case, rate: answers_of(1.0))
     (full,) = compute_capacities(runs, {FULL: 1.0}, 2.0)
-    assert (full.max_rate, full.at_least, full.blend_gain) == (1.0, True, None)
+    assert (full["max_rate"], full["at_least"], full["blend_gain"]) == (1.0, True, None)
     (full,) = compute_capacities(runs, {FULL: 1.0}, 0.5)
-    assert (full.max_rate, full.rate_at_bound, full.at_least) == (None, None, False)
+    assert (full["max_rate"], full["rate_at_bound"], full["at_least"]) == (None, None, False)
 
 
 def test_the_json_object_has_the_envelopes_keys_and_no_path():
-    facts = result().as_dict()
+    facts = result()
     assert json.loads(json.dumps(facts)) == facts
     assert (facts["schema_version"], facts["command"]) == (1, "bench throughput")
     assert set(facts) >= {"hardware", "config", "model", "prompt_tokens", "bound_s", "runs", "capacities"}
@@ -254,7 +254,7 @@ def test_the_json_object_has_the_envelopes_keys_and_no_path():
 def test_the_table_has_a_line_per_point_and_per_mode():
     _, header, *lines = table_lines(result())
     points, capacity = lines[: lines.index("")], lines[lines.index("") + 2 :]
-    assert len(points) == len(result().runs)
+    assert len(points) == len(result()["runs"])
     assert {len(line) for line in points} == {len(header)}
     assert {len(line) for line in capacity} == {len(capacity[0])}
     assert len(capacity) == 4
@@ -262,7 +262,7 @@ def test_the_table_has_a_line_per_point_and_per_mode():
 
 def test_a_plot_is_written_from_the_json_object(tmp_path):
     pytest.importorskip("matplotlib")
-    plot_throughput(json.loads(json.dumps(result().as_dict())), tmp_path / "new" / "throughput.png")
+    plot_throughput(json.loads(json.dumps(result())), tmp_path / "new" / "throughput.png")
     assert (tmp_path / "new" / "throughput.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -79,17 +79,17 @@ def test_random_model_is_built_in_its_dtype():
 
 
 def test_prompts_have_the_same_chunks_in_other_orders_and_their_own_questions():
-    work = make_prompts(5, 7, 3, num_prompts=4, vocab_size=100)
+    chunks, prompts = work = make_prompts(5, 7, 3, num_prompts=4, vocab_size=100)
     renderer = Renderer(synthetic_tokenizer(100))
     prefix = renderer.prefix_ids()
     assert len(prefix) == PREFIX_TOKENS
-    rendered = [renderer.render(prompt) for prompt in work.prompts]
-    for prompt, ids in zip(work.prompts, rendered, strict=True):
-        chunks = [renderer.chunk_ids(chunk.text) for chunk in prompt.chunks]
-        assert [len(chunk) for chunk in chunks] == [7] * 5
-        assert ids[:-3] == [*prefix, *chain(*chunks)]
-        assert set(prompt.chunks) == set(work.chunks)
-    assert len({prompt.chunks for prompt in work.prompts}) > 1
+    rendered = [renderer.render(prompt) for prompt in prompts]
+    for prompt, ids in zip(prompts, rendered, strict=True):
+        chunk_ids = [renderer.chunk_ids(chunk.text) for chunk in prompt.chunks]
+        assert [len(each) for each in chunk_ids] == [7] * 5
+        assert ids[:-3] == [*prefix, *chain(*chunk_ids)]
+        assert set(prompt.chunks) == set(chunks)
+    assert len({prompt.chunks for prompt in prompts}) > 1
     assert len({tuple(ids[-3:]) for ids in rendered}) == 4
     assert make_prompts(5, 7, 3, num_prompts=4, vocab_size=100) == work
     assert make_prompts(5, 7, 3, num_prompts=4, vocab_size=100, seed=8) != work

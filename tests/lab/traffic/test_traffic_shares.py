@@ -14,8 +14,8 @@ from generated_traffic import KINDS, Generated, generate
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
-from ragblend.lab.traffic.analysis import AnalysisConfig, analyze
-from ragblend.lab.traffic.cost_model import BlendSettings, PromptTokenCounts, blending_verdict, mean_work_by_mode
+from ragblend.lab.traffic.analysis import analyze
+from ragblend.lab.traffic.cost_model import blending_verdict, mean_work_by_mode
 from ragblend.lab.traffic.tokens import EstimatedTokens, ModelTokens, Tokens
 
 POINT = 0.01
@@ -85,7 +85,7 @@ def test_memory_is_that_of_the_text_that_differs(tmp_path):
 def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path):
     path = write(tmp_path / "log", made("questions", EstimatedTokens()))
     plain = analyze([path], EstimatedTokens())["chunks"]
-    shown = analyze([path], EstimatedTokens(), AnalysisConfig(show_texts=True))["chunks"]
+    shown = analyze([path], EstimatedTokens(), show_texts=True)["chunks"]
     assert [set(each) for each in plain] == [{"hash", "tokens", "requests"}] * len(plain)
     assert [each["hash"] for each in plain] == [each["hash"] for each in shown]
     assert plain[0]["requests"] >= plain[-1]["requests"] >= 2
@@ -111,18 +111,18 @@ PROFILE = MachineProfile(
 
 
 def test_work_is_what_each_mode_computes():
-    prompts = [PromptTokenCounts(1000, 0, 0), PromptTokenCounts(1000, 400, 500)]
-    saving = mean_work_by_mode(prompts, BlendSettings(0.1), None)
+    prompts = [(1000, 0, 0), (1000, 400, 500)]
+    saving = mean_work_by_mode(prompts, 0.1)
     assert [saving[mode] for mode in MODES] == [1000, 800, pytest.approx((1000 + 100 + 50) / 2)]
     assert saving["blend_saves_beyond_prefix"] == pytest.approx(1 - 575 / 800)
 
 
 def test_seconds_are_those_of_the_profile():
-    prompts = [PromptTokenCounts(2000, 1000, 1000)]
-    slow = mean_work_by_mode(prompts, BlendSettings(0.15, bytes_per_s=1e5), PROFILE)
+    prompts = [(2000, 1000, 1000)]
+    slow = mean_work_by_mode(prompts, 0.15, profile=replace(PROFILE, bytes_per_s={"disk": 1e5}))
     assert [slow[name] for name in (*MODES, "num_slower")] == [3.0, 2.0, 2.0, 1], "KV that takes 10 s to load"
-    fast = mean_work_by_mode(prompts, BlendSettings(0.15, bytes_per_s=1e9), PROFILE)
+    fast = mean_work_by_mode(prompts, 0.15, profile=replace(PROFILE, bytes_per_s={"disk": 1e9}))
     compute_s = PROFILE.prompt_compute_s(0.15, 2000, 1000) - 1.0
     assert fast["blend"] == pytest.approx(PROFILE.blend_s(1000 * 1000 / 1e9, compute_s))
-    asking = mean_work_by_mode(prompts, BlendSettings(0.15, probes_first=True, bytes_per_s=1e6), PROFILE)
+    asking = mean_work_by_mode(prompts, 0.15, probes_first=True, profile=PROFILE)
     assert asking["blend"] == pytest.approx(min(2.0, 1.0 + compute_s)), "it waits for the KV"

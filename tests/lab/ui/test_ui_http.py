@@ -177,7 +177,7 @@ def test_a_damaged_pdf_is_named_and_the_others_are_ingested(empty):
 
 def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(empty, monkeypatch):
     assert empty.upload("a.html", b"<p>James Bell lives in Dorburg.").status_code == 201
-    monkeypatch.setattr(child, "_command", lambda *_: [sys.executable, "-c", "import os; os.abort()"])
+    monkeypatch.setattr(child, "_COMMAND", (sys.executable, "-c", "import os; os.abort()"))
     reply = empty.upload("a.html", b"<p>Other words")
     assert (reply.status_code, "reading it crashed (SIGABRT)" in reply.json()["error"]) == (400, True)
     (path,) = uploads_folder(empty.settings.store).iterdir()
@@ -263,7 +263,7 @@ def test_a_program_without_an_origin_may_ask(site):
 
 
 def test_pages_cannot_be_framed_and_run_no_script_but_their_own(site):
-    for path in ("/", "/page.css", "/page.js", "/state", "/nothing"):
+    for path in ("/", "/page.css", "/tokens.css", "/page.js", "/state", "/nothing"):
         headers = site.client.get(path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy

@@ -48,14 +48,15 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         from ragblend.engine.fusion.rules import find_rule, validate_ratio
-        from ragblend.engine.store.kv import dtype_name
         from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 
         for name, (_, option) in get_typer_options(type(self)).items():
             low, value = option.min, getattr(self, name)
             if low is not None and value is not None and value < low:
                 raise UsageError(f"{name} is {value}; choose {low} or more")
-        checks: dict[str, Callable[[Any], object]] = {"shape": find_shape, "ratio": validate_ratio, "rule": find_rule}
+        checks: dict[str, Callable[[Any], object]] = {
+            "shape": find_shape, "ratio": validate_ratio, "rule": find_rule, "dtype": find_dtype,
+        }  # fmt: skip
         for name, check in checks.items():
             if getattr(self, name, None) is not None:
                 check(getattr(self, name))
@@ -66,16 +67,10 @@ class BenchConfig:
             raise UsageError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
         if backend != "vllm" and getattr(self, "vllm_options", {}):
             raise UsageError("options for vLLM need --backend vllm")
-        object.__setattr__(self, "dtype", dtype_name(find_dtype(self.dtype)))  # bf16 is bfloat16
         self.resolve_options()
 
     def resolve_options(self) -> None:
         """Set defaults that depend on other options. Raise UsageError for values that this benchmark rejects."""
-
-    @property
-    def command(self) -> str:
-        """The benchmark's name, such as quality for QualityConfig."""
-        return type(self).__name__.removesuffix("Config").lower()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the configuration as JSON values, without the store's path, which is valid on this machine only."""
@@ -172,11 +167,6 @@ class TtftConfig(PromptConfig):
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
         if self.backend == "vllm" and self.device != "cpu":
             raise UsageError(f"device is {self.device!r}; vLLM takes the device it was built for, leave it out")
-
-    @property
-    def cases(self) -> tuple[ModeAndRule, ...]:
-        """The cases to run: one for each mode; for the mode "blend", one for each rule."""
-        return expand_cases(self.modes, self.rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

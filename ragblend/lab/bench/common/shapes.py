@@ -51,15 +51,9 @@ def find_shape(name: str) -> DecoderShape:
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """Return a dtype by its name or the usual abbreviation. Raises UsageError for an unknown one.
-
-    >>> find_dtype("bf16"), find_dtype("float32")
-    (torch.bfloat16, torch.float32)
-    """
+    """Return a dtype by its name. Raises UsageError for an unknown one."""
     from ragblend.engine.store.kv import DTYPES
 
-    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-    full = short.get(name, name)
-    if full not in DTYPES:
+    if name not in DTYPES:
         raise UsageError(f"dtype is {name!r}; choose one of {', '.join(DTYPES)}")
-    return DTYPES[full]
+    return DTYPES[name]

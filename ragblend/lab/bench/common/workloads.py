@@ -10,14 +10,14 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ragblend.engine.api import Engine
+from ragblend.engine.base import LocalEngine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
@@ -85,17 +85,13 @@ def random_model(
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
-        else:
-            _fill_normal(parameter.view(-1), generator)
+            continue
+        flat = parameter.view(-1)
+        flat[:_BLOCK_VALUES].normal_(std=_WEIGHT_STD, generator=generator)
+        for start in range(_BLOCK_VALUES, len(flat), _BLOCK_VALUES):
+            count = min(_BLOCK_VALUES, len(flat) - start)
+            flat[start : start + count] = flat[:count]
     return model.eval()
-
-
-def _fill_normal(flat: Tensor, generator: torch.Generator) -> None:
-    """Fill `flat` [N] with random values, drawn for the first block and repeated for the others."""
-    flat[:_BLOCK_VALUES].normal_(std=_WEIGHT_STD, generator=generator)
-    for start in range(_BLOCK_VALUES, len(flat), _BLOCK_VALUES):
-        count = min(_BLOCK_VALUES, len(flat) - start)
-        flat[start : start + count] = flat[:count]
 
 
 def number_tokenizer(vocab_size: int) -> Any:
@@ -133,14 +129,6 @@ def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, s
     number_tokenizer(shape.vocab_size).save_pretrained(path)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSet:
-    """Chunks and prompts. Each prompt has all or some of the chunks in random order, and its own question."""
-
-    chunks: tuple[Chunk, ...]
-    prompts: tuple[Prompt, ...]
-
-
 def make_prompts(
     num_chunks: int,
     chunk_tokens: int,
@@ -149,7 +137,7 @@ def make_prompts(
     vocab_size: int,
     seed: int = 0,
     pool: int | None = None,
-) -> PromptSet:
+) -> tuple[list[Chunk], list[Prompt]]:
     """Return chunks and `num_prompts` prompts. Each prompt has `num_chunks` chunks in random order and a question.
 
     `chunk_tokens` and `question_tokens`: the length of each chunk and question. `pool`: the number of different chunks,
@@ -161,7 +149,7 @@ def make_prompts(
     for _ in range(num_prompts):
         order = draw.sample(chunks, num_chunks)
         prompts.append(Prompt(order, _words(draw, question_tokens, vocab_size)))
-    return PromptSet(tuple(chunks), tuple(prompts))
+    return chunks, prompts
 
 
 def _words(draw: random.Random, count: int, vocab_size: int) -> str:
@@ -187,6 +175,11 @@ def make_engine(model: Any, store: KVStore, name: str, fingerprint: str) -> Tran
     renderer = Renderer(synthetic_tokenizer(layers.config.vocab_size))
     # "inline", so that no background work disturbs the timing.
     return TransformersEngine(layers, renderer, store, name=name, fingerprint=fingerprint, on_miss="inline")
+
+
+def vocab_size(engine: LocalEngine) -> int:
+    """Return the number of words of a `synthetic_tokenizer`."""
+    return engine.renderer.backend.get_vocab_size()
 
 
 def precompute_chunks(engine: Engine, chunks: Sequence[Chunk], on_progress: Progress) -> None:
