@@ -9,24 +9,23 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
 from ragblend.catalog.known_chunks import find_runs_of, open_known_chunks
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.agreement import ShadowCounters
+from ragblend.engine.entry_records import record_entries_on_put
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
-from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
@@ -64,33 +63,6 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
     ('similar', 'none')
     """
     return "similar" if num_layers >= DEEP_MODEL_LAYERS else "none"
-
-
-def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
-    """Make the store's disk tier record each entry's chunks in its registry (see `record_entry`).
-
-    An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
-    registry; None if the store has no disk tier, or if that tier records its entries already.
-    """
-    disk = store.disk_tier
-    if disk is None or disk.on_put is not None:
-        return None
-    registry = open_registry(disk)
-    disk.on_put, disk.on_delete = partial(record_entry, registry), partial(_record_deletions, registry)
-    return registry
-
-
-def _record_deletions(registry: ChunkRegistry, keys: Collection[str]) -> None:
-    """Record that another machine has deleted entries. The next ingestion computes similar variants among them again,
-    unless a remote tier has them."""
-    if not registry.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
-        registry.remove_stored_entries(keys)
-    registry.set_variants_stored(keys, is_stored=False)
-
-
-def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
-    """Record the chunks of the entry with this header in the registry: its own, and those of its ingestion context."""
-    registry.record_entry_chunks(header.key, (header.token_ids, *header.context_ids), header.namespace)
 
 
 class EngineBase:

@@ -19,7 +19,7 @@ from ragblend.catalog.known_chunks import open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.engine.api import DocumentEngine, Engine
-from ragblend.engine.base import record_entry
+from ragblend.engine.entry_records import record_entry
 from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
