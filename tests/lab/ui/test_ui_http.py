@@ -249,7 +249,7 @@ def test_a_name_that_is_not_this_machines_is_refused_for_reading_too(site):
     ],
 )
 def test_another_page_can_neither_ask_nor_upload(site, headers):
-    jobs = list(site.desk._jobs)  # of other tests; they may end meanwhile
+    jobs = list(site.desk._jobs)  # of other tests; they may end during this one
     with httpx.Client(base_url=site.url, headers=headers, trust_env=False) as other:
         for path in ("/ask", "/ingest", "/blend", "/documents?name=a.md"):
             assert other.post(path, json={"question": QUESTION, "names": ["a.md"]}).status_code == 403
