@@ -1,6 +1,7 @@
 """Conversations over stored chunks: the time to the first token of each turn, by blend, prefix and full, in one vLLM.
 
-    .venv-vllm/bin/python -m benchmarks.conversations --model models/smollm2 --out data/results/conversations.json
+    OMP_NUM_THREADS=1 .venv-vllm/bin/python -m benchmarks.conversations --model models/smollm2 \
+        --out data/results/conversations.json
 
 Three kinds of conversation of six turns over passages of MuSiQue: `same` has all chunks in the first
 turn, and later turns ask about them; `new` has new chunks in every turn, `mixed` in every other turn. A turn's prompt
@@ -20,8 +21,6 @@ from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
-
-import torch
 
 from ragblend import load_engine
 from ragblend.chunker import split
@@ -162,7 +161,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    torch.set_num_threads(1)
     config = QualityConfig(model=given.model, data="musique", part="all", num_questions=given.conversations * TURNS)
     serving = {"max_model_len": 8192, "kv_cache_memory_bytes": 2 << 30}
     options: dict[str, Any] = {"dtype": "float32", "system": SYSTEM, "on_miss": "inline"}
