@@ -1,57 +1,51 @@
-"""Conversations over stored chunks: the time to the first token of each turn, by blend, prefix and full, in one vLLM.
+"""Conversations with `ragblend serve`: the time to the first token of each turn, by blend, prefix and full.
 
-    OMP_NUM_THREADS=1 .venv-vllm/bin/python -m benchmarks.conversations --model models/smollm2 \
+    python -m benchmarks.conversations --model models/smollm2 --server-python .venv-vllm/bin/python \\
         --out data/results/conversations.json
 
 Three kinds of conversation of six turns over passages of MuSiQue: `same` has all chunks in the first
-turn, and later turns ask about them; `new` has new chunks in every turn, `mixed` in every other turn. A turn's prompt
-begins with the conversation so far, including the answers that the same mode gave, as chat clients send it. The only
-parameter of a request is the mode: vLLM's scheduler finds the chunks in the token ids. At ratio 1.0 the answers are
-compared with those of mode `full`. Read `converse` first.
+turn, and later turns ask about them; `new` has new chunks in every turn, `mixed` in every other turn. The chunks go to
+the server's documents API first. A turn's prompt begins with the conversation so far, including the answers that the
+same mode gave, as chat clients send it. Answers of different modes differ, so each has the same number of tokens
+(`ANSWER_TOKENS`): the modes then compute prompts of the same length. The only parameter of a request is the mode. At
+ratio 1.0 the answers are compared with those of mode `full`. Read `converse` first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import mean
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from ragblend import load_engine
+import httpx
+
+from benchmarks.results import write_result
+from benchmarks.stock_clients import ingest, served
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
-from ragblend.engine.vllm.base_engine import VllmRequest
-from ragblend.engine.vllm.params import BlendParams
+from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.ttft_vllm import vllm_hardware_card
 from ragblend.lab.quality.data import SYSTEM, load_cases
-from ragblend.options import GenerationOptions
-from ragblend.prompt.types import Message, Prompt
+from ragblend.prompt.render import Renderer
 
-TURNS = 6
-KINDS = {"same": (0,), "new": tuple(range(TURNS)), "mixed": (0, 2, 4)}
+NUM_TURNS = 6
+KINDS = {"same": (0,), "new": tuple(range(NUM_TURNS)), "mixed": (0, 2, 4)}
 """The turns that bring chunks."""
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "blend": {"mode": "blend"},
+    "prefix": {"mode": "prefix"},
+    "full": {"mode": "full"},
+    "blend at ratio 1.0": {"mode": "blend", "ratio": 1.0},
+}
+"""Parameters of a request, by the name of the way in which a conversation is answered."""
 LIMIT = 1.1  # times the better one of prefix and full
-
-
-class Way(NamedTuple):
-    """How the requests of a conversation are answered."""
-
-    name: str
-    params: BlendParams
-
-
-WAYS = (
-    Way("blend", BlendParams("blend")),
-    Way("prefix", BlendParams("prefix")),
-    Way("full", BlendParams("full")),
-    Way("blend at ratio 1.0", BlendParams("blend", ratio=1.0)),
-)
+ANSWER_TOKENS = 16
+REPORTED = ("mode", "num_chunks", "num_chunk_hits", "num_prefix_tokens", "num_reused_tokens", "num_recomputed_tokens")
 
 
 class Turn(NamedTuple):
@@ -66,58 +60,83 @@ class Turn(NamedTuple):
         return "\n\n".join([*self.chunks, self.question])
 
 
-def conversations(config: QualityConfig, engine: Any, num_chunks: int, kind: str, count: int) -> Iterator[list[Turn]]:
-    """Yield conversations of `TURNS` turns; each has questions and passages that no other has."""
+def conversations(model: str, kind: str, count: int, num_chunks: int) -> Iterator[list[Turn]]:
+    """Yield `count` conversations of `NUM_TURNS` turns, which have different questions and passages."""
+    config = QualityConfig(model=model, data="musique", part="all", num_questions=count * NUM_TURNS)
+    count_tokens = Renderer(load_tokenizer(model)[0]).count_tokens
     cases = load_cases(config)
     for number in range(count):
         turns = []
-        for turn, case in enumerate(cases[number * TURNS : (number + 1) * TURNS]):
+        for turn, case in enumerate(cases[number * NUM_TURNS : (number + 1) * NUM_TURNS]):
             passages = case.passages[: num_chunks if turn in KINDS[kind] else 0]
-            texts = (
-                split(Document(text), engine.renderer.count_tokens, config.chunk_tokens)[0].text for text in passages
-            )
+            texts = (split(Document(text), count_tokens, config.chunk_tokens)[0].text for text in passages)
             turns.append(Turn(tuple(texts), case.question))
         yield turns
 
 
-def converse(engine: Any, turns: list[Turn], way: Way, answer_tokens: int) -> list[dict[str, Any]]:
+def converse(url: str, turns: list[Turn], params: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Hold a conversation, beginning with an empty prefix cache. Return a record of each turn."""
-    engine.reset_prefix_cache()
-    messages, found = [Message("system", SYSTEM)], []
+    httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()
+    messages, found = [{"role": "system", "content": SYSTEM}], []
     for turn in turns:
-        messages.append(Message("user", turn.text))
-        ids = engine.renderer.render(Prompt.from_messages(messages))
-        request = VllmRequest(ids, way.params, GenerationOptions(max_tokens=answer_tokens))
-        start_s, ttft_s, report = perf_counter(), None, None
-        answer: list[int] = []
-        with closing(engine.run_request(request)) as deltas:
-            for delta in deltas:
-                if delta.token_ids and ttft_s is None:
-                    ttft_s = perf_counter() - start_s
-                answer += [token for token in delta.token_ids if token not in engine.stop_ids]
-                report = delta.report or report
-        text = engine.renderer.decode(answer).strip()
-        messages.append(Message("assistant", text))
-        record = {"ttft_s": ttft_s, "prompt_tokens": len(ids), "answer": text}
-        if report is not None:
-            names = ("mode", "num_chunks", "num_chunk_hits", "num_prefix_tokens", "num_reused_tokens")
-            record |= {name: getattr(report, name) for name in (*names, "num_recomputed_tokens")}
-        found.append(record)
+        messages.append({"role": "user", "content": turn.text})
+        body = {
+            "model": "model",
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": ANSWER_TOKENS,
+            "min_tokens": ANSWER_TOKENS,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "kv_transfer_params": {"ragblend": params},
+        }
+        record, answer = _stream(url, body)
+        messages.append({"role": "assistant", "content": answer})
+        found.append(record | {"answer": answer})
     return found
 
 
-def measure(engine: Any, config: QualityConfig, num_chunks: int, count: int) -> list[dict[str, Any]]:
+def _stream(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the time to the first token, the counts of the report, and the answer."""
+    record: dict[str, Any] = {}
+    pieces: list[str] = []
+    start_s = perf_counter()
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            pieces += [choice["delta"].get("content") or "" for choice in event.get("choices") or ()]
+            if any(pieces):
+                record.setdefault("ttft_s", perf_counter() - start_s)
+            if usage := event.get("usage"):
+                record["prompt_tokens"] = usage["prompt_tokens"]
+            if report := (event.get("kv_transfer_params") or {}).get("ragblend"):
+                record |= {name: report[name] for name in REPORTED}
+    return record, "".join(pieces)
+
+
+def measure(url: str, model: str, count: int, num_chunks: int) -> list[dict[str, Any]]:
     """Return a record per conversation and way; the ways take turns at each conversation."""
+    held = {kind: list(conversations(model, kind, count, num_chunks)) for kind in KINDS}
+    for kind, many in held.items():
+        documents = [
+            {"id": f"{kind}-{number}-{turn}", "chunks": each.chunks}
+            for number, turns in enumerate(many)
+            for turn, each in enumerate(turns)
+            if each.chunks
+        ]
+        print(kind, ingest(url, documents), flush=True)
+    for params in WAYS.values():
+        converse(url, held["same"][0], params)  # warm-up
     found = []
-    converse(engine, next(conversations(config, engine, num_chunks, "same", 1)), WAYS[0], config.answer_tokens)  # warm
-    for kind in KINDS:
-        for number, turns in enumerate(conversations(config, engine, num_chunks, kind, count)):
-            for chunk in dict.fromkeys(chunk for turn in turns for chunk in turn.chunks):
-                engine.precompute(chunk)
-            for way in WAYS:
-                held = converse(engine, turns, way, config.answer_tokens)
-                found.append({"kind": kind, "conversation": number, "way": way.name, "turns": held})
-                print(kind, number, way.name, [round(turn["ttft_s"], 3) for turn in held], flush=True)
+    for kind, many in held.items():
+        for number, turns in enumerate(many):
+            for way, params in WAYS.items():
+                records = converse(url, turns, params)
+                found.append({"kind": kind, "conversation": number, "way": way, "turns": records})
+                print(kind, number, way, [round(record["ttft_s"], 3) for record in records], flush=True)
     return found
 
 
@@ -127,60 +146,54 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     """
     kinds: dict[str, Any] = {}
     for kind in KINDS:
-        held = {
-            way.name: [each["turns"] for each in found if (each["kind"], each["way"]) == (kind, way.name)]
-            for way in WAYS
-        }
+        held = {way: [each["turns"] for each in found if (each["kind"], each["way"]) == (kind, way)] for way in WAYS}
         means = {
-            way: [sum(turns[turn]["ttft_s"] for turns in many) / len(many) for turn in range(TURNS)]
+            way: [mean(turns[turn]["ttft_s"] for turns in many) for turn in range(NUM_TURNS)]
             for way, many in held.items()
         }
         over = [
             blend / min(others) for blend, *others in zip(means["blend"], means["prefix"], means["full"], strict=True)
         ]
         pairs = [
-            (mine["answer"], full["answer"])
+            (blended["answer"], full["answer"])
             for ours, theirs in zip(held["blend at ratio 1.0"], held["full"], strict=True)
-            for mine, full in zip(ours, theirs, strict=True)
+            for blended, full in zip(ours, theirs, strict=True)
         ]
         kinds[kind] = {
             "mean_ttft_s": means,
             "blend_over_the_better": over,
             "turns_over_the_limit": sum(each > LIMIT for each in over),
-            "answers_at_ratio_one": f"{sum(mine == full for mine, full in pairs)} of {len(pairs)} equal full's",
+            "answers_at_ratio_one": f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)} equal full's",
         }
     return kinds
 
 
 def main() -> None:
-    """Measure, print, and write JSON."""
+    """Serve, ingest, converse, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--conversations", type=int, default=3, help="Of each kind.")
     parser.add_argument("--num-chunks", type=int, default=2, help="Of a turn that brings some.")
+    parser.add_argument("--server-python", required=True, help="The Python of an environment with vLLM and ragblend.")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    config = QualityConfig(model=given.model, data="musique", part="all", num_questions=given.conversations * TURNS)
-    serving = {"max_model_len": 8192, "kv_cache_memory_bytes": 2 << 30}
-    options: dict[str, Any] = {"dtype": "float32", "system": SYSTEM, "on_miss": "inline"}
     with (
         tempfile.TemporaryDirectory() as folder,
-        load_engine(given.model, Path(folder) / "kv", backend="vllm", vllm_options=serving, **options) as engine,
+        served(given.server_python, given.model, Path(folder)) as url,
     ):
-        found = measure(engine, config, given.num_chunks, given.conversations)
-        hardware = vllm_hardware_card()
+        found = measure(url, given.model, given.conversations, given.num_chunks)
+    kinds = summary(found)
+    print(json.dumps(kinds, indent=1))
     facts = {
+        "command": "benchmarks.conversations",
         "model": Path(given.model).name,
         "conversations_of_each_kind": given.conversations,
         "num_chunks": given.num_chunks,
-        "hardware": hardware,
-        "kinds": summary(found),
+        "answer_tokens": ANSWER_TOKENS,
+        "kinds": kinds,
         "conversations": found,
     }
-    print(json.dumps(facts["kinds"], indent=1))
-    if given.out is not None:
-        given.out.write_text(json.dumps(facts, indent=1) + "\n")
+    write_result(facts, given.out)
 
 
 if __name__ == "__main__":

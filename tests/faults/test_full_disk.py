@@ -43,7 +43,9 @@ COMMANDS = {
     "profile": ("profile", *PLACE),
     "demo": ("demo", "--dir", "demo", "--question", "Who?"),
 }
-HAS_NO_ROOM = re.compile("no room for|no space is left|file-size limit|are free there|the disk of .* has .* free|disk quota")
+HAS_NO_ROOM = re.compile(
+    "no room for|no space is left|file-size limit|are free there|the disk of .* has .* free|disk quota"
+)
 
 
 @pytest.fixture(scope="module")
