@@ -110,7 +110,6 @@ def open_index(
     A relative path is resolved at once, so a later change of the working folder has no effect. `embedder` None: for a
     new index `default_embedder()`, else the recorded embedder, which is loaded when the first text is embedded.
     `tokenizer`, `tokenizer_fingerprint` and `chunk_size` (in tokens) are recorded in a new index, and else ignored.
-
     Raises NotFoundError for a missing index, UsageError if `path` is a file, StoreMismatchError for another embedder or
     schema, CorruptError for damage. See `ChunkIndex.embedder` for the check of the embedder's vectors.
     """
@@ -203,8 +202,7 @@ class ChunkIndex(IndexedDocuments):
     def embedder(self) -> Embedder:
         """Embedder of this index. If none was given, it is loaded by the recorded name.
 
-        The index has recorded the embedder's vector of one text. Raises StoreMismatchError if the embedder now returns
-        another vector for this text.
+        Raises StoreMismatchError if its vector of PROBE_TEXT differs from the vector that the index has recorded.
         """
         with self._embedder_lock:
             if self._embedder is None:
@@ -217,10 +215,7 @@ class ChunkIndex(IndexedDocuments):
 
     @property
     def collection(self) -> str:
-        """Name of the collection under which a store's registry records the texts of this index.
-
-        "" for an index of an early version, which has no id.
-        """
+        """Name under which a store's registry records the texts of this index; "" for an old index without an id."""
         made_with = self.read_metadata().get("id", "")
         return f"index:{made_with}" if made_with else ""
 
@@ -228,8 +223,7 @@ class ChunkIndex(IndexedDocuments):
     def registry_for(self, store: Any) -> Iterator[ChunkRegistry]:
         """Yield the registry of `store`, a KVStore: the record of its ingested texts and their KV entries.
 
-        If index and store share one catalogue file, the registry is `self.registry`, and a transaction of the index
-        also covers changes of the registry.
+        If index and store share one catalogue, this is `self.registry`. Transactions of the index then cover both.
         """
         if catalog_location(store) == self.registry.key:
             yield self.registry
