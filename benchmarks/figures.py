@@ -70,10 +70,10 @@ class FigureConfig(QualityConfig):
 def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) -> Facts:
     """Return the JSON object of `bench quality` with one more run for each baseline."""
 
-    def also(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
+    def measure_extra(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
         return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)
 
-    return run_quality(config, on_progress, also)
+    return run_quality(config, on_progress, measure_extra)
 
 
 def measure_baselines(

@@ -92,7 +92,7 @@ class Manifest:
 
     @property
     def chunker(self) -> str:
-        """Name of the splitter or chunk size, as calibrations record it."""
+        """Name of the application's splitter, or else the chunk size in words: "512 tokens". Calibrations record it."""
         return self.splitter or f"{self.chunk_size} tokens"
 
 
@@ -107,11 +107,11 @@ def open_index(
 ) -> ChunkIndex:
     """Return the index in the folder `path`. With `create`, a missing index is created.
 
-    A relative path is resolved at once, so a later change of the working folder has no effect. `embedder`: by default
-    the index's own, which is loaded when the first text is embedded; for a new index `default_embedder()`. The other
-    arguments are facts of a new index (`chunk_size` in tokens). Raises NotFoundError for a missing index, UsageError if
-    `path` is a file, StoreMismatchError for another embedder or schema, CorruptError for damage. Embedding the first
-    text raises StoreMismatchError if an embedder has the recorded name but returns other vectors.
+    A relative path is resolved at once, so a later change of the working folder has no effect. `embedder` None: for a
+    new index `default_embedder()`, else the recorded embedder, which is loaded when the first text is embedded.
+    `tokenizer`, `tokenizer_fingerprint` and `chunk_size` (in tokens) are recorded in a new index, and else ignored.
+    Raises NotFoundError for a missing index, UsageError if `path` is a file, StoreMismatchError for another embedder or
+    schema, CorruptError for damage. See `ChunkIndex.embedder` for the check of the embedder's vectors.
     """
     named = expand_user_path(path, "index")
     folder = resolve_and_migrate_store_folder(named, "index")
@@ -202,7 +202,7 @@ class ChunkIndex(IndexedDocuments):
     def embedder(self) -> Embedder:
         """Embedder of this index. If none was given, it is loaded by the recorded name.
 
-        Raises StoreMismatchError if it embeds PROBE_TEXT to another vector than the one recorded in the index.
+        Raises StoreMismatchError if its vector of PROBE_TEXT differs from the vector that the index has recorded.
         """
         with self._embedder_lock:
             if self._embedder is None:
@@ -215,15 +215,15 @@ class ChunkIndex(IndexedDocuments):
 
     @property
     def collection(self) -> str:
-        """Name of the collection with this index's texts in a store's registry; "" for an old index without an id."""
+        """Name under which a store's registry records the texts of this index; "" for an old index without an id."""
         made_with = self.read_metadata().get("id", "")
         return f"index:{made_with}" if made_with else ""
 
     @contextmanager
     def registry_for(self, store: Any) -> Iterator[ChunkRegistry]:
-        """Yield the registry of a KVStore.
+        """Yield the registry of `store`, a KVStore: the record of its ingested texts and their KV entries.
 
-        If index and store share a catalogue, this is `self.registry`: transactions of the index then cover it, too.
+        If index and store share one catalogue, this is `self.registry`. Transactions of the index then cover both.
         """
         if catalog_location(store) == self.registry.key:
             yield self.registry
@@ -244,9 +244,10 @@ class ChunkIndex(IndexedDocuments):
     ) -> None:
         """Store a document in place of its older version, in one transaction. Equal chunks are stored once.
 
-        content_hash: the document's version, for `content_hashes_by_file`. vectors: [len(chunks), dim], of any length;
-        None: embed the texts now. file: the path of the file that contains the document; "" for none. `save` writes
-        `vectors.faiss`. Raises UsageError for a chunk with another `source`, and for text that is not valid Unicode.
+        content_hash: any string that changes with the document's content; `content_hashes_by_file` returns it. vectors:
+        [len(chunks), dim], not necessarily unit vectors; None: embed the texts now. file: the path of the file that
+        contains the document; "" for none. `vectors.faiss` is not written; `save` writes it. Raises UsageError for a
+        chunk with another `source`, and for text that is not valid Unicode.
         """
         for text in (source, *(chunk.text for chunk in chunks)):
             check_unicode(text, f"the document {source!r}")
@@ -301,10 +302,10 @@ class ChunkIndex(IndexedDocuments):
         return not self._changed and not self._is_outdated
 
     def save(self) -> None:
-        """Write `vectors.faiss` in one step. After a kill, the next open adds the missing rows.
+        """Write the vectors of all chunks to `vectors.faiss` in one step.
 
-        First the catalogue's log is copied into the catalogue's file, so that every row in the vectors is already
-        durable.
+        Without this call, for example after a kill, the next open reads the missing vectors from the catalogue. The
+        catalogue is written to the disk first, so that `vectors.faiss` never has more rows than the catalogue.
         """
         self.registry.truncate_log()
         with self._search_snapshot():

@@ -30,11 +30,11 @@ from ragblend.index import ChunkIndex
 from ragblend.ingestion.capacity import describe_capacity, stored_kv_bytes
 from ragblend.ingestion.contexts import (
     SimilarChunkFinder,
+    apply_context_policy,
     attach_similar_texts,
     chunk_variants,
     delete_other_variants,
     explain_unfit_text,
-    resolve_context_policy,
 )
 from ragblend.ingestion.deletion import (
     delete_orphaned_kv,
@@ -115,7 +115,7 @@ def ingest(
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     on_progress = progress or (lambda stage, done, total: None)
     if precompute:
-        resolve_context_policy(engine, context)
+        apply_context_policy(engine, context)
     save_store_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
     disk = engine.store.disk_tier
@@ -283,7 +283,7 @@ def precompute_index(
     if context is not None:
         engine.set_context_policy(context)
     else:
-        resolve_context_policy(engine, None)
+        apply_context_policy(engine, None)
     chunks = list(index.chunks())
     wanted = chunk_variants(chunks, engine.context)
     prefill = workers.prefill if workers is not None else prefill_here
@@ -331,7 +331,7 @@ def precompute_documents(
     start_s = perf_counter()
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
     engine.check_not_forked()
-    resolve_context_policy(engine, None)
+    apply_context_policy(engine, None)
     save_store_defaults(engine)
     given = [documents] if isinstance(documents, str) else list(documents)
     chunks = [as_chunk(document) for document in given]
@@ -368,7 +368,7 @@ def precompute_documents(
         for name, texts in texts_of.items():
             registry.add(texts, name)
         if finder is not None:
-            finder.add(main)
+            finder.request_variants(main)
             delete_unrecorded_variants(engine, registry, finder.find_missing_variants())
 
     if prefill is None:

@@ -40,8 +40,9 @@ _HOST = xxh3_128_hexdigest(platform.node().encode())[:8]
 class Directory:
     """Writes files in `root` and below. Without `fsync`, a power failure may lose or damage the latest files.
 
-    The files' owner may read and write them. If the group may write to `root`, it may read and write the files, too. A
-    failed write raises StoreFullError on a full disk, else StoreNotWritableError. full_hint: advice for StoreFullError.
+    The owner may read and write the files. If the group may write to `root`, the group may read and write the files,
+    too. A failed write raises StoreFullError on a full disk, else StoreNotWritableError. create: create `root` now if
+    it is missing. full_hint: advice for StoreFullError.
     """
 
     def __init__(self, root: Path, *, fsync: bool, full_hint: str = "", create: bool = True) -> None:
@@ -81,7 +82,10 @@ class Directory:
         self.replace(path, len(data), lambda stream: stream.write(data))
 
     def find_stale_files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield temp files of dead processes of this host, or older than an hour, in `root` and one level below."""
+        """Yield the path and status of each abandoned temp file in `root` and one level below.
+
+        A temp file is abandoned if it is older than an hour, or if its process ran on this host and has ended.
+        """
         for pattern in (f".*{TEMP_SUFFIX}", f"*/.*{TEMP_SUFFIX}"):
             for path in sorted(self.root.glob(pattern)):
                 with suppress(FileNotFoundError):
@@ -94,7 +98,10 @@ class Directory:
         return sum(try_remove_file(path) for path, _ in self.find_stale_files())
 
     def write_error(self, error: OSError, path: Path, nbytes: int = 0) -> RagblendError:
-        """Return the error to raise for `path`, which needs `nbytes` and could not be written."""
+        """Return the exception to raise after `error`, a failed write of `path`.
+
+        nbytes: size of the file; 0: unknown.
+        """
         return make_write_error(error, path, nbytes, self.full_hint)
 
     def _make(self, path: Path) -> None:
@@ -124,9 +131,10 @@ def try_remove_file(path: Path) -> bool:
 def make_write_error(
     error: OSError, path: Path, nbytes: int = 0, full_hint: str = "", options: str = "`store`"
 ) -> RagblendError:
-    """Return the error to raise for `path`, which needs `nbytes` and cannot be written because of `error`.
+    """Return the exception to raise after `error`, a failed write of `path`.
 
-    full_hint: the advice if the disk is full. options: in other cases, the settings with which to choose another path.
+    The result is a StoreFullError if the disk is full, else a StoreNotWritableError. nbytes: size of the file; 0:
+    unknown. full_hint: advice for a full disk. options: the settings that choose the path, for the other error.
     """
     if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
@@ -153,7 +161,10 @@ def remove_file(path: Path) -> bool:
 
 
 def disk_full_reason(error: OSError) -> str:
-    """Return the reason of a full-disk `error` (`DISK_FULL_ERRNOS`) as text."""
+    """Return in words which limit a write exceeded: the file-size limit, the disk quota, or the free space.
+
+    error: an OSError whose errno is in DISK_FULL_ERRNOS.
+    """
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         most = "" if limit == resource.RLIM_INFINITY else f" of {limit} bytes"
@@ -162,9 +173,10 @@ def disk_full_reason(error: OSError) -> str:
 
 
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
-    """Return the full-disk reason why a file of `nbytes` bytes in `folder` cannot grow; "" if there is none.
+    """Return in words which limit keeps a file of `nbytes` bytes in `folder` from growing; "" if no limit does.
 
-    Writes a temporary file to find out. Call it after a library's I/O error, which may mean a full disk.
+    The limits are those of `disk_full_reason`. Writes a temporary file to find out. Call this after an I/O error of a
+    library, because such an error does not say whether the disk is full.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:

@@ -21,9 +21,8 @@ _URL_OPTIONS = {
 def expand_user_path(place: str | os.PathLike[str], name: str) -> Path:
     """Return the path of a setting or argument with `~` and `~user` expanded. A relative path stays relative.
 
-    name: the setting or argument, for errors. Raises UsageError for an empty path, for a URL, and for a path that only
-    a shell could expand. The error for a URL names the setting for URLs. Write `./` before a folder whose name looks
-    like a URL or a variable.
+    name: the setting or argument, for errors. Raises UsageError for an empty path, a URL, a shell variable, and for
+    `~user` if there is no such user. Write `./` before a folder whose name looks like a URL or a variable.
     """
     text = os.fspath(place)
     if not text.strip():

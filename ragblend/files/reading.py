@@ -54,7 +54,7 @@ def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> 
     Raises OSError, also for more than `limit` bytes, and for a file that consists mostly of holes.
     """
     with os.fdopen(open_regular_file(path), "rb") as stream:
-        size = dense_size(stream.fileno())
+        size = checked_file_size(stream.fileno())
         if size > limit:
             raise OSError(errno.EFBIG, f"it has {size} bytes, more than {limit}", os.fspath(path))
         return stream.read(size)
@@ -80,10 +80,10 @@ def read_text(path: str | os.PathLike[str], what: str, fix: str, limit: int = MA
         ) from error
 
 
-def dense_size(fd: int) -> int:
-    """Return a file's size in bytes. Raises OSError if most of it is a hole.
+def checked_file_size(fd: int) -> int:
+    """Return the size in bytes of the open file `fd`. Raises OSError if most of the file is a hole.
 
-    A file of 2 KB on disk can have a size of a terabyte, which must not be read into memory.
+    A sparse file that takes 2 KB on the disk can have a size of a terabyte. It must not be read into memory.
     """
     facts = os.fstat(fd)
     # A compressing file system, or one with unwritten data, also reports few blocks, but no hole.

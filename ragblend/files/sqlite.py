@@ -25,10 +25,10 @@ _LARGEST_LOG_BYTES = 1 << 26  # size of the largest transaction, for the check o
 
 
 def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection:
-    """Return a connection in autocommit mode. Its SQL has the function `row_checksum`.
+    """Return a connection to the SQLite file `path`, in autocommit mode, with the SQL function `row_checksum`.
 
-    A file in a read-only folder (a package, a mounted image) has no writer and is opened as immutable. Raises
-    CorruptError if `path` is not a regular file, because SQLite would wait for a named pipe. fix: the error's advice.
+    create: create a missing file. fix: advice for the error. A file in a read-only folder is opened as immutable,
+    because no process can change it. Raises CorruptError if `path` is not a regular file.
     """
     try:
         check_regular_file(path)

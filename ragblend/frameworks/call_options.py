@@ -37,7 +37,10 @@ ENGINE_OPTIONS = {*MODEL_NAMES, *(each.name for each in fields(LoadOptions))} - 
 @reject_unknown_names
 @dataclass(frozen=True, slots=True)
 class CallOptions(GenerationOptions):
-    """Options of one call to a framework's model. Defaults: the model's fields and its `call_options`."""
+    """Options of one call to a BlendLLM, ChatBlend or LlamaIndex model.
+
+    Defaults are the model's fields and its `call_options`. Tools, their options and `response_format` have no defaults.
+    """
 
     timeout: float | None = option(None, "Longest time for a whole answer, in seconds.", SECONDS)
     strict: bool = option(False, "Raise an error if a chunk is not reused.", TRUE_OR_FALSE)

@@ -24,9 +24,9 @@ _INSTEAD |= {"document": _INSTEAD["file"], "media": "describe it in words"}
 
 
 def text_and_chunks(content: str | Sequence[Block]) -> tuple[str, list[Chunk]]:
-    """Return the text of a message, and its chunks: Chunk parts and blocks with a `chunk_id`.
+    """Return the text of a message's content, and the chunks in it.
 
-    Raises UsageError for a block that is not text.
+    A chunk is a Chunk, or a text block that has a `chunk_id`. Raises UsageError for a block that is not text.
 
     >>> text_and_chunks([{"type": "text", "text": "a b", "extras": {"chunk_id": "1"}}, "Why?"])[0]
     'a b\\n\\nWhy?'

@@ -46,7 +46,7 @@ class ChatSession:
 
     @property
     def has_answers(self) -> bool:
-        """Return True if the next question may be a follow-up."""
+        """Return True if the conversation has an answer, so that the next question may refer to it."""
         return any(message.role == "assistant" for message in self._messages)
 
     def condense(self, question: str) -> str:
@@ -70,10 +70,11 @@ class ChatSession:
         return found if found and answer.finish_reason == "stop" else question
 
     def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> StreamedReply:
-        """Return the stream of the answer to `question` over `chunks`. Chunks of earlier turns are left out.
+        """Return the stream of the answer to `question` over `chunks`.
 
-        `generation`: keyword arguments of `engine.stream`. If the conversation exceeds the model's context length, its
-        earlier turns are dropped. Raises PromptTooLongError if there are none to drop.
+        Chunks that an earlier turn contains are not repeated in this turn. `generation`: keyword arguments of
+        `engine.stream`. If the conversation exceeds the model's context length, all earlier turns are dropped. Raises
+        PromptTooLongError if the prompt is too long without them.
         """
         new = [chunk for part in chunks if (chunk := as_chunk(part)).text not in self._seen]
         asked = Prompt(new, question).messages[-1]

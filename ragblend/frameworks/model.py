@@ -83,20 +83,19 @@ class Request(NamedTuple):
 class BlendModel(BaseModel):
     """Common base of the frameworks' models: fields, the engine, prompts and answers.
 
-    Pass `engine=`, or `model` and `store`. Models of one process with the same settings share one engine. `model`:
-    "demo", a Hugging Face id, a local path, or a model that transformers has loaded: a pair (model, tokenizer) or a
-    pipeline. None is the model whose KV the store has. `engine_options` are further arguments of `load_engine`: remote,
-    memory_gib, adapter, vllm_options and others.
+    Pass `engine=`, or `model` and `store`. Models of one process with the same settings share one engine. `model` is
+    "demo", a Hugging Face id, a local path, or a loaded transformers model: a pair (model, tokenizer) or a pipeline. If
+    `model` is None, the store's own model is loaded: the one that computed its KV. `engine_options` are further
+    arguments of `load_engine`, for example remote, memory_gib, adapter and vllm_options.
 
-    A call may override the fields from `mode` to `strict`. `call_options` are defaults for options of a call that have
-    no field: min_p, repetition_penalty, logit_bias, structured_outputs. Five field names of other libraries are
+    The fields from `mode` to `strict` are defaults of a call's options. `call_options` are defaults of the options
+    without a field: min_p, repetition_penalty, logit_bias, structured_outputs. Five field names of other libraries are
     accepted: `model_name`, `base_url` (`backend`), `torch_dtype`, `max_new_tokens` and `max_completion_tokens`.
     With `strict=True`, a call raises ChunkNotReusedError unless all chunks of its prompt are stored (`check_chunks`).
 
-    A copy, deep or not, shares the engine. A pickled model consists of its settings. Unpickling loads the engine again,
-    with the API key from the environment (`RAGBLEND_API_KEY`), because keys are not stored. Pickling raises TypeError
-    for a model made from an engine, a loaded model or a store object. The constructor raises UsageError for an unknown
-    name or an invalid value.
+    Copies share the engine. A pickle contains the settings without the API key. Unpickling loads the engine again, and
+    takes the key from `RAGBLEND_API_KEY`. Pickling raises TypeError if the model was made from an engine, a loaded
+    model or a store object. The constructor raises UsageError for an unknown name or an invalid value.
     """
 
     _overflow_error: ClassVar[type[PromptTooLongError]] = PromptTooLongError  # the class that the framework catches

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class ChunkNotReusedError(RagblendError):
-    """Raised with `strict=True` if a prompt has no known chunk, or if a chunk that it has or names is not reused."""
+    """A call with `strict=True` whose prompt does not reuse the stored KV of all its chunks. See `check_chunks`."""
 
 
 def check_chunks(engine: Engine, prompt: Prompt) -> None:
-    """Raise ChunkNotReusedError if a chunk of `prompt` is not reused.
+    """Raise ChunkNotReusedError if a chunk of `prompt` would not be reused.
 
-    That is the case if the prompt contains no ingested chunk, if it names a chunk whose text it does not contain, or if
-    a chunk in it has no stored KV.
+    There are three cases: the prompt contains no ingested chunk; a chunk in `prompt.chunks` is not in the prompt's
+    text; a chunk in the text has no stored KV.
     """
     for chunk in prompt.chunks:
         if not any(chunk.text.strip() in message.content for message in prompt.messages):

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, Any] | None:
-    """Return the `structured_outputs` of a call, from its tools, response_format and own structured_outputs.
+    """Return the constraint on the form of an answer, as vLLM's `structured_outputs`; None for free text.
 
-    Raises UsageError if two of these exclude each other.
+    The constraint is made from the call's tools, `response_format` and `structured_outputs`. Raises UsageError if two
+    of them exclude each other.
     """
     asked = _parse_response_format(options.response_format) if options.response_format else options.structured_outputs
     if options.response_format and options.structured_outputs:

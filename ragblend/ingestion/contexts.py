@@ -32,11 +32,12 @@ class SimilarChunkFinder(Protocol):
         """
 
 
-def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
-    """Set the engine's context policy to `requested`, and record it in the store. None: the engine's current policy.
+def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
+    """Set the engine's context policy to `requested`, and record the policy in the store.
 
-    The default policy "none" is not recorded. Raises UsageError if the policy would change from "similar" to "none",
-    because new and stored chunks would then have different variants.
+    The policy says which variants of a chunk are stored, see `chunk_variants`. None: the engine's current policy. The
+    default policy "none" is not recorded. Raises UsageError for "none" if the store has recorded "similar", because
+    its chunks would then have different variants.
     """
     if requested is None and engine.context == engine.default_context == "none":
         return
@@ -51,9 +52,10 @@ def resolve_context_policy(engine: Engine, requested: ContextPolicy | None) -> N
 
 
 def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """Return the variants of `chunks` to store: each chunk itself and, for the policy "similar", its similar variant.
+    """Return the variants of `chunks` to store: each chunk and, for the policy "similar", also its similar variant.
 
-    The similar variants have no `context_texts` yet; `attach_similar_texts` adds these texts.
+    The KV of the chunk itself is computed after the prefix alone. The KV of its similar variant is computed after
+    similar chunks. `attach_similar_texts` adds their texts as `context_texts`, which are empty here.
     """
     found: list[Chunk] = []
     for chunk in chunks:
@@ -69,11 +71,11 @@ def all_variants(text: str) -> list[Chunk]:
 
 
 def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> list[Chunk]:
-    """Return `chunks`, and set `context_texts` in each similar variant that has none.
+    """Return `chunks`, with `context_texts` added to the similar variants that lack them.
 
-    `index` finds these texts: the nearest ones among `chunks` and the chunks stored in the engine's namespace. A
-    variant is left out if no such text fits into the model's context length together with the chunk. Raises UsageError
-    if a variant needs texts and `index` is None.
+    The `context_texts` are the texts that `index` finds nearest to the chunk. Each is in `chunks` or has stored KV in
+    the engine's namespace. A variant is left out if no text is found, or if none fits into the model's context length
+    together with the chunk. Raises UsageError if texts are needed and `index` is None.
     """
     given = {chunk.text.strip() for chunk in chunks}
     known: dict[str, bool] = {}
@@ -102,7 +104,7 @@ def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: Similar
 
 
 def explain_unfit_text(text: str, engine: Engine) -> str:
-    """Return why the engine cannot prefill `text` as a chunk, with what to do; "" if it can."""
+    """Return the reason for which the engine cannot prefill `text` as a chunk, and a fix; "" if it can."""
     try:
         check_unicode(text, "its text")
     except UsageError as error:
@@ -124,10 +126,11 @@ def _num_prefill_tokens(chunk: Chunk, context_texts: Sequence[str], engine: Engi
 
 
 def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
-    """Delete every variant of `chunks` that is not in `kept`. If the engine's policy is not "similar", also delete all
-    similar variants of chunks that were added through LangChain, LlamaIndex or a server.
+    """Delete the stored variants of `chunks` that are not in `kept`.
 
-    Return the number of deleted entries, and the error of an unreachable remote tier, or "".
+    If the engine's policy is not "similar", also delete the similar variants of all chunks that were added through
+    LangChain, LlamaIndex or a server. Return the number of deleted entries and a problem: the error message if a remote
+    tier did not answer, else "".
     """
     kept_keys = {engine.key(chunk) for chunk in kept}
     every = [each for chunk in chunks for each in all_variants(chunk.text)]

@@ -37,9 +37,9 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, str]:
     """Delete the KV, registry rows and pins of texts that were removed from the index.
 
-    Texts that a framework's document also has are kept, and so are texts that were added again. Return the number of
-    deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay recorded,
-    and the next call by an engine with the tier deletes them.
+    A text is kept if it was added again, or if a document that was added through LangChain, LlamaIndex or a server has
+    it. Return the number of deleted entries and a problem: the error message if a remote tier did not answer, else "".
+    The keys of that tier's entries stay recorded, and the next call by an engine with the tier deletes them.
     """
     disk = engine.store.disk_tier
     if disk is not None:
@@ -115,7 +115,7 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: DocumentEngine, regist
 def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: ChunkRegistry) -> tuple[int, str]:
     """Delete the recorded entries, first from the local tiers, which must not wait for an unreachable remote tier.
 
-    Return the number of deleted entries, and the error of an unreachable remote tier, or "".
+    Return the number of deleted entries and a problem: the error message if a remote tier did not answer, else "".
     """
     recorded, store = index.pending_deletions(), engine.store
     deleted: set[str] = set()
@@ -148,13 +148,12 @@ def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: Ch
 def delete_stale_kv(
     chunks: Collection[Chunk], engine: Engine, registry: ChunkRegistry, index: ChunkIndex | None = None
 ) -> int:
-    """Delete the KV of those `chunks` that were removed, or that have a removed text in their context. Return the
-    number of deleted entries.
+    """Delete the KV of those `chunks` whose text, or a text in their context, was removed in the meantime.
 
-    Call it after storing the chunks. Another process may have removed a text while they were computed, and could not
-    delete KV that was not stored yet. `index`: the index of the texts in their contexts; None if they are texts of
-    documents in the registry. Entries that a remote tier does not delete now are recorded like those of
-    `delete_texts_except`.
+    Call it after the chunks were stored. While their KV was computed, another process may have removed a text, and it
+    could not delete KV that was not stored yet. `index`: the index that contains the `context_texts`; None: `registry`
+    contains them. Return the number of deleted entries. If a remote tier does not answer, its entries stay recorded,
+    and a later deletion removes them.
     """
     removed = set(registry.find_unknown_texts(chunk.text for chunk in chunks))
     context_texts = (text for chunk in chunks for text in chunk.context_texts)
@@ -172,10 +171,11 @@ def delete_stale_kv(
 
 
 def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants: Collection[Chunk]) -> None:
-    """Delete the stored entries of those similar `variants` that have a removed text in their context.
+    """Delete stored similar `variants` that have a removed text in their context.
 
-    variants: similar variants that the registry does not record as stored. The store has an entry of such a variant if
-    another process is storing chunks, or was killed before `delete_stale_kv`. The contexts are read from the entries.
+    variants: the similar variants that the registry does not record as stored. The store may have their entries
+    nevertheless: another process is storing them now, or was killed before it called `delete_stale_kv`. The entries say
+    which texts are in the context.
     """
     keys = [engine.key(chunk) for chunk in variants]
     stored = [key for key, is_there in zip(keys, engine.store.contains_many(keys), strict=True) if is_there]
@@ -194,10 +194,11 @@ def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants
 def keys_to_delete(
     texts: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry, *, everywhere: bool = False
 ) -> dict[str, str]:
-    """Return the keys of the KV of `texts`, in the order of deletion. Each value is the text that causes the deletion.
+    """Return the keys of the entries to delete if `texts` are removed, in the order of deletion.
 
-    `everywhere`: add the keys of other models and prefixes in the engine's namespace, and of KV that was computed with
-    one of `texts` in its context. Such keys are found only if this machine has recorded them.
+    The value of each key is the removed text. `everywhere`: also return the entries of other models and prefixes in the
+    engine's namespace, and the entries of chunks that have one of `texts` in their context. Only entries that this
+    machine has recorded are found in this way.
     """
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}
@@ -259,10 +260,10 @@ def _delete_unseen_remote_keys(engine: DocumentEngine, registry: ChunkRegistry) 
 def find_orphaned_keys(
     headers: Iterable[KVHeader], reason_of: Callable[[Ids], Reason | None], separator_ids: Ids
 ) -> Iterator[tuple[str, Reason]]:
-    """Yield (key, reason) of the entries of removed chunks, and of entries that have such chunks in their context.
+    """Yield (key, reason) of each entry whose chunk, or a chunk in its context, was removed.
 
-    reason_of: returns a reason for the token ids of a removed chunk, None for a chunk in use. separator_ids: the token
-    ids between two chunks.
+    headers: the headers of the entries to check. reason_of: returns the reason for the token ids of a removed chunk,
+    None for a chunk in use. separator_ids: the token ids between two chunks.
     """
     for header in headers:
         before = [ids[: len(ids) - len(separator_ids)] for ids in reversed(header.context_ids)]
@@ -275,11 +276,11 @@ def find_orphaned_keys(
 def delete_texts_except(
     kept_texts: Mapping[DocumentKey, Collection[str]], engine: DocumentEngine, registry: ChunkRegistry
 ) -> tuple[int, str]:
-    """Remove all but the kept texts from each document, and delete the KV of texts that then belong to no document.
+    """Remove texts from documents, and delete the KV of texts that no document of the namespace has any more.
 
-    kept_texts: the texts that each document keeps. Documents of other namespaces do not count as owners. Return the
-    number of deleted entries, and the error of an unreachable remote tier, or "". The keys of that tier's entries stay
-    recorded, and the next call deletes them once the tier answers.
+    kept_texts: for each document to change, the texts that it keeps; its other texts are removed. Return the number of
+    deleted entries and a problem: the error message if a remote tier did not answer, else "". The keys of that tier's
+    entries stay recorded, and a later call deletes them.
     """
     documents, has_similar = IndexedDocuments(registry), _has_similar(engine, registry)
     lost = {name: registry.texts_of(name).difference(map(str.strip, texts)) for name, texts in kept_texts.items()}

@@ -27,9 +27,9 @@ from ragblend.prompt.types import Chunk
 class Removal(NamedTuple):
     """Numbers of chunks and of KV entries that were deleted.
 
-    `num_other_kv` counts deleted entries of other models, and of other chunks with a deleted chunk in their context.
-    The next ingestion stores the latter again. `num_other_kv` is 0 for a server, and in a call that finishes a removal
-    that was killed.
+    `num_other_kv` counts deleted entries of other models, and of other chunks that had a deleted chunk in their
+    context. The next ingestion stores the KV of these other chunks again. `num_other_kv` is 0 if a server deletes, and
+    if the call only finishes an earlier, killed removal.
     """
 
     num_chunks: int
@@ -76,11 +76,11 @@ def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: 
 
 
 def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) -> list[DocumentKey]:
-    """Return the documents with this id or COLLECTION/ID, or else all documents of this collection.
+    """Return the documents that `id_or_collection` names: an id, COLLECTION/ID, or a collection.
 
-    Searches the documents that `precompute_documents`, a vector store or a client of a server added in `namespace`.
-    Documents of ingested folders are not among them. Returns [] for an unknown name. Raises UsageError for an id in
-    several collections.
+    An id has precedence over a collection of the same name. Searches the documents that `precompute_documents`, a
+    vector store or a client of a server added in `namespace`, not the documents of ingested folders. Returns [] for an
+    unknown name. Raises UsageError for an id in several collections.
     """
     with closing(open_registry(store, create=False)) as registry:
         known = [each for each in registry.documents() if each.id and each.namespace == namespace]

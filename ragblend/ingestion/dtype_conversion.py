@@ -31,10 +31,10 @@ def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore |
 
 
 def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[Chunk]]:
-    """Quantize chunks that are stored in the model's dtype to the store's eight bits.
+    """Quantize the KV of `known` chunks from the model's dtype to the store's eight-bit `kv_dtype`.
 
-    Return their number, and the chunks to prefill again: those in another eight-bit dtype, and damaged ones. Raises
-    UsageError if the store belongs to a server.
+    Return the number of quantized chunks, and the chunks to prefill again: those in another eight-bit dtype, and
+    damaged ones. Raises UsageError if the store belongs to a server.
     """
     store = engine.store
     if store.is_remote:

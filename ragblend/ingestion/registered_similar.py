@@ -41,8 +41,8 @@ class RegisteredChunkFinder:
         self._name = f"{embedder.name} {embedder_version(embedder)}"
         self._vectors = _VECTORS.setdefault(engine, {}).setdefault(self._name, _Vectors(self._name))
 
-    def add(self, chunks: Iterable[Chunk]) -> None:
-        """Record that similar variants of `chunks` are requested, each with the chunk's vector. Embeds new chunks."""
+    def request_variants(self, chunks: Iterable[Chunk]) -> None:
+        """Record `chunks` in the registry as chunks that need a similar variant. Embed the new ones."""
         entries = {self._entry(text): text for text in dict.fromkeys(chunk.text for chunk in chunks) if text.strip()}
         if new := [pair for pair in entries.items() if not self.registry.is_variant_recorded(pair[0], self._name)]:
             rows = self._embedder.embed([text for _, text in new]).astype("<f4")
@@ -50,10 +50,10 @@ class RegisteredChunkFinder:
             self.registry.record_variants(found, self._name)
 
     def find_missing_variants(self) -> list[Chunk]:
-        """Return the similar variants of this engine that are requested and not stored.
+        """Return the similar variants that were requested for this engine, but are not stored.
 
-        A variant is missing because texts of its context were removed, or because its chunk had no similar text when it
-        was added.
+        There are two causes. Texts of the variant's context were removed, or its chunk had no similar text when the
+        chunk was added.
         """
         requested = self.registry.variants_without_kv(self._name)
         return [Chunk(each.text, context="similar") for each in requested if self._entry(each.text) == each.entry]
@@ -149,7 +149,10 @@ _VECTORS: WeakKeyDictionary[Engine, dict[str, _Vectors]] = WeakKeyDictionary()
 def open_registered_finder(
     engine: Engine, registry: ChunkRegistry, embedder: Embedder | None = None
 ) -> RegisteredChunkFinder | None:
-    """Return a finder if the engine's context policy is "similar"; else None."""
+    """Return a finder if the engine's context policy is "similar"; else None.
+
+    embedder: None is MiniLM if it is installed, else the hashing embedder.
+    """
     return (
         RegisteredChunkFinder(engine, registry, embedder or _default_embedder())
         if engine.context == "similar"

@@ -10,7 +10,10 @@ from ragblend.corpus.folder_scan import ReadFailure
 
 @dataclass(slots=True)
 class IngestReport:
-    """Changes of one ingestion, and the size of the store. All paths are absolute."""
+    """Results of one ingestion: numbers of documents, chunks and KV entries, and lists of absolute paths.
+
+    The fields `num_..._kv` count KV entries. An entry is the stored KV of one chunk.
+    """
 
     num_documents: int = 0
     num_unchanged: int = 0

@@ -112,7 +112,10 @@ def document_id(document: Any) -> str:
 
 
 def document_label(document: Any, chunk: Chunk) -> str:
-    """Return "ID of SOURCE" of a framework's document for messages; the beginning of its text if it has neither."""
+    """Return the name of a framework's document for messages: "ID of SOURCE", or only one of the two.
+
+    A document without an id and a source is named by the beginning of its text.
+    """
     metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
     found = (metadata.get(key) for key in ("source", "file_path", "file_name"))
     source = chunk.source or next(filter(None, found), owner)

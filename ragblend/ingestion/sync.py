@@ -55,7 +55,7 @@ class ChunkerConfig(NamedTuple):
 
 @dataclass(slots=True)
 class SyncResult:
-    """The documents that one `sync_index` read, left unchanged, updated or removed."""
+    """The result of one `sync_index`: documents that it read, left unchanged, updated or removed."""
 
     sources: list[str] = field(default_factory=list)  # of new, updated and unchanged documents, in reading order
     num_unchanged: int = 0
@@ -265,10 +265,10 @@ class _SyncPass:
 
 
 def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
-    """Return the number of moved files, by the path through which each was ingested (`IngestedFile.top`).
+    """Return the number of moved files by `IngestedFile.top`, the path that their earlier ingestion was given.
 
-    A moved file is an indexed file outside of `scan` that no longer exists and had the same bytes as a new file of this
-    `sync_index`. Its documents are in the index twice.
+    A moved file is an indexed file outside of `scan` that no longer exists, and a new file of `result` has the same
+    bytes. The documents of a moved file are in the index twice.
     """
     lost: dict[str, int] = {}
     for record in index.files().values() if result.new_versions else ():

@@ -27,7 +27,10 @@ class Workers(Protocol):
         """Largest number of batches of texts that wait for embedding."""
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:
-        """Start to embed `texts` with the embedder of this name. The returned function waits for unit rows [n, dim]."""
+        """Start to embed `texts` with the embedder of this name.
+
+        Return a function that waits for and returns the unit vectors [n, dim].
+        """
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
         """Prefill and store chunks. Yield the bytes stored for each; 0 for a chunk that was already stored (see

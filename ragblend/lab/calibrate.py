@@ -132,7 +132,10 @@ def calibrate(
 
 
 def read_questions(text: str) -> list[str]:
-    """Return the questions of a text: its lines, or "question" of the JSON object on each line. Raises UsageError."""
+    """Return the questions in a text: its lines, or the "question" of the JSON object on each line.
+
+    Raises UsageError if the first line is a JSON object and another line is not, or an object has no "question".
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not lines[0].startswith("{"):
         return lines
@@ -216,8 +219,9 @@ def measure_curves(
     ratios: Sequence[float],
     on_progress: Progress,
 ) -> dict[str, Curve]:
-    """Return the curve of each rule, by name: the agreement of blended prompts with full prefill at each ratio. Prompts
-    are blended as a calibrated engine blends them."""
+    """Return the curve of each rule, by name: how well blending at each ratio agrees with full prefill.
+
+    Each prompt is blended like a request to a calibrated engine."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     unmeasured = tuple(CurvePoint(ratio, *(0.0,) * 6) for ratio in (0.0, 1.0))
@@ -244,7 +248,10 @@ def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurveP
 def evaluate_held_out(
     engine: TransformersEngine, prompts: Sequence[Prompt], calibration: Calibration, on_progress: Progress
 ) -> CurvePoint:
-    """Answer other questions with `calibration`'s best fit, and return the agreement with full prefill."""
+    """Answer `prompts`, which the calibration did not use, with its best fit.
+
+    Return the agreement with full prefill.
+    """
     fit, trials = calibration.fits[0], []
     for number, prompt in enumerate(prompts):
         on_progress("check", number, len(prompts))
@@ -276,13 +283,17 @@ def _run_blend(
 
 
 def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_LAYER) -> RuleFit:
-    """Return the fit of `rule`: the smallest ratio such that it and all larger ones meet `target`; 1 if none does."""
+    """Return the fit of `rule`: the smallest ratio from which on every measured ratio meets `target`; 1 if none does.
+
+    A ratio meets the target if the 95 % interval of its agreement is not below the target. check_layer: the
+    layer at which the rule selects tokens.
+    """
     meets = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
     place = meets.index(True) if True in meets else len(curve) - 1
     return RuleFit(rule, check_layer, curve[place].ratio, meets[place], curve)
 
 
 def fit_all(curves: Mapping[str, Curve], target: float, check_layer: int = CHECK_LAYER) -> tuple[RuleFit, ...]:
-    """Return a fit per rule, the smallest charged budget first; rules with equal budgets as in `curves`."""
+    """Return a fit per rule, the smallest charged budget first. Rules with equal budgets keep the order of `curves`."""
     fits = [fit_ratio(rule, curve, target, check_layer) for rule, curve in curves.items()]
     return tuple(sorted(fits, key=lambda each: each.point.charged_budget))

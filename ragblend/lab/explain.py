@@ -33,7 +33,10 @@ reused: stored KV that was kept."""
 
 @dataclass(frozen=True, slots=True)
 class ExplainedToken:
-    """One token of the prompt. Deviations are means of `fuse.relative_deviation` over the layers; 0: KV is equal."""
+    """One token of the prompt, and how far its KV is from full prefill's.
+
+    `deviation` and `remaining` are means of `fuse.relative_deviation` over the layers. 0 means that the KV is equal.
+    """
 
     id: int
     text: str  # "" if a later token completes the character
@@ -111,10 +114,10 @@ def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[Engine
 
 
 class Comparison:
-    """One prompt, answered in several modes one at a time, each compared with full prefill.
+    """Answers to one prompt in several modes, compared with the answer of full prefill.
 
-    Holds full prefill's KV, so that blending with another ratio needs no full prefill. `options`: arguments of the
-    engine's `request`. For one thread at a time.
+    Holds the KV of full prefill. Blending with another ratio therefore needs no further full prefill. `options`:
+    arguments of the engine's `request`. Only one thread at a time may use the object.
     """
 
     def __init__(self, engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> None:
@@ -140,9 +143,10 @@ class Comparison:
         return GenerationStream(self._engine, replace(request, mode=mode), keep)
 
     def agreement(self, mode: Mode) -> dict[str, Any]:
-        """Return how close the answer of `mode` is to full prefill's: the fields of that name of an Explanation.
+        """Return how close the answer of `mode` is to full prefill's.
 
-        Both must have been answered.
+        The keys are `answers_identical`, `first_token_agrees` and `first_token_kl`, as in Explanation. The prompt must
+        have been answered in `mode` and in the mode "full".
         """
         (reference, full_answer), (other, answer) = self._kept["full"], self._kept[mode]
         return {

@@ -45,11 +45,11 @@ class _Candidate(NamedTuple):
 def find_near_texts(
     texts: Iterable[str], prompt: str, is_matched: Callable[[str], bool] = lambda text: False
 ) -> list[NearText]:
-    """Return up to MAX_NEAR of `texts`, the nearest first, that have at least LEAST_SHARE of their words in the prompt.
+    """Return the texts most of whose words are in `prompt`: at most MAX_NEAR, the nearest first.
 
-    Texts for which `is_matched` returns True are left out, and so are texts that match about the same part of the
-    prompt as a nearer text. If no text reaches LEAST_SHARE, the result is the nearest text with NUM_WORDS words in a
-    row that the prompt has, too; [] if there is none.
+    A text counts if the prompt has LEAST_SHARE or more of its words. Without such a text, the nearest text with
+    NUM_WORDS words in a row in the prompt is returned; [] if there is none. Texts for which `is_matched` returns True
+    are left out. Of several texts that match about the same part of the prompt, only the nearest is returned.
     """
     words = _words(prompt)
     place_of: dict[tuple[str, ...], int] = {}

@@ -58,14 +58,14 @@ class PromptSpec:
             raise UsageError("a question has 0 tokens or more, and an hour of the machine costs more than 0 USD")
 
     @property
-    def num_stored(self) -> int:
-        """Chunk tokens of one prompt."""
+    def num_chunk_tokens(self) -> int:
+        """Number of tokens of all chunks of one prompt."""
         return self.num_chunks * self.chunk_tokens
 
     @property
     def num_tokens(self) -> int:
         """Tokens of one prompt."""
-        return self.num_stored + self.question_tokens
+        return self.num_chunk_tokens + self.question_tokens
 
 
 SLIGHT = 0.1
@@ -73,11 +73,11 @@ SLIGHT = 0.1
 
 
 def plan(profile: MachineProfile, storages: Sequence[Storage], prompt: PromptSpec) -> dict[str, Any]:
-    """Return the JSON object of a plan: "need" is `prompt`, "full_s" the seconds of full prefill, "options" are the
-    estimates of the storages, cheapest first, and "chosen" names the cheapest one that adds no delay (None: all do).
+    """Return the JSON object of a plan: which storage to use for the KV of prompts like `prompt`.
 
-    The chosen storage also makes blending faster than full prefill. Raises UsageError for no storages, and for storages
-    with equal names.
+    "need": the fields of `prompt`. "full_s": seconds of full prefill. "options": the estimates of the storages,
+    cheapest first. "chosen": the name of the cheapest storage that adds no delay and makes blending faster than full
+    prefill; None if there is no such storage. Raises UsageError for no storages, and for equal names.
     """
     names = [storage.name for storage in storages]
     if not storages or len(set(names)) < len(names):
@@ -92,8 +92,8 @@ def plan(profile: MachineProfile, storages: Sequence[Storage], prompt: PromptSpe
 def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSpec) -> dict[str, Any]:
     """Return the cost of one storage, and its effect in seconds on the time to first token of prompts like `prompt`."""
     full_s = profile.full_prefill_s(prompt.num_tokens)
-    load_s = profile.load_s(storage.bytes_per_s, prompt.num_stored)
-    recompute_s = profile.prompt_compute_s(prompt.ratio, prompt.num_tokens, prompt.num_stored)
+    load_s = profile.load_s(storage.bytes_per_s, prompt.num_chunk_tokens)
+    recompute_s = profile.prompt_compute_s(prompt.ratio, prompt.num_tokens, prompt.num_chunk_tokens)
     saved_s = full_s - profile.blend_s(load_s, recompute_s, prompt.probes_before_selection)
     chunk_gb = prompt.chunk_tokens * profile.bytes_per_token / GB
     saved_per_chunk_s = saved_s / prompt.num_chunks

@@ -64,12 +64,12 @@ def _from_json(body: Any) -> Prompt:
 
 
 def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any]]:
-    """Return the stored texts that the prompt contains in whole or in large part, but that are not reused whole.
+    """Return the stored texts that the prompt contains in large part, but whose KV is not reused whole.
 
-    Each is a JSON object of its "document" ("" for an index's text and for one without a document), its "text", the
-    "share" of the text's words that the prompt contains, and the "reason". If the prompt contains no stored text, the
-    nearest one is returned; see `find_near_texts`. Reads every text of the store. Texts of other namespaces and
-    tokenizers are included.
+    Each is a JSON object. "document": name of the document that has the text; "" for a text of an index or of no
+    document. "text": the stored text. "share": share of its words that the prompt contains. "reason": the reason in
+    words. `find_near_texts` chooses the texts, from all texts of the store: those of other namespaces and tokenizers
+    are included.
     """
     num_matched: Counter[tuple[int, ...]] = Counter()
     for run in engine.match(prompt).runs:

@@ -380,7 +380,7 @@ def test_the_nearest_are_found_that_may_stand(texts, refused, count):
         finder = registered_similar.open_registered_finder(engine, registry)
         assert finder is not None
         registry.add(texts)
-        finder.add(map(Chunk, texts))
+        finder.request_variants(map(Chunk, texts))
         rows = dict(zip(texts, HashingEmbedder().embed(texts), strict=True))
         for text in texts:
             found = finder.similar_texts(text, count, lambda each: each not in refused)

@@ -50,7 +50,7 @@ from ragblend.engine.store.kv import (
 from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
 from ragblend.engine.store.signing import DIGITS, UNSIGNED, StoreKey
 from ragblend.errors import DamagedEntryError, UsageError
-from ragblend.files.reading import dense_size, open_regular_file
+from ragblend.files.reading import checked_file_size, open_regular_file
 
 FORMAT_VERSION = 1
 """Version of the file format of KV in the model's dtype. LAYOUT_VERSION is the version of the tensors' meaning."""
@@ -376,7 +376,7 @@ class SharedFile:
     def nbytes(self) -> int:
         """The file's size in bytes. Raises UnreadableEntryError for a sparse file."""
         try:
-            return dense_size(self.fd)
+            return checked_file_size(self.fd)
         except OSError as error:
             raise UnreadableEntryError(error.strerror or str(error)) from error
 

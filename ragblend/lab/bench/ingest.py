@@ -33,7 +33,8 @@ from ragblend.prompt.types import Chunk
 def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> Facts:
     """Run the benchmark that `config` describes. Return its JSON object.
 
-    Each run has the median of the rounds: "prefill" runs the model alone; "ingest" also writes the KV to disk.
+    "runs" has one object per mode, with the median seconds over the rounds. The mode "prefill" runs the model alone.
+    The mode "ingest" also writes the KV to disk.
     """
     with torch_threads(config.threads), open_directory() as directory:
         store = open_store(directory / "kv", memory_gib=0)
@@ -66,7 +67,10 @@ def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) ->
 def time_prefill_and_ingest(
     engine: TransformersEngine, config: IngestConfig, on_progress: Progress
 ) -> list[dict[str, float]]:
-    """Return one dictionary per round: the seconds of each mode of IngestRun. An untimed warm-up comes first."""
+    """Return one dictionary per round: the seconds by mode, "prefill" or a kind of ingestion.
+
+    An untimed warm-up comes first.
+    """
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
     drawn, _ = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary)
     warm_up, chunks = drawn[count:], drawn[:count]
@@ -88,8 +92,9 @@ def time_prefill_and_ingest(
 
 
 def _versions(chunks: Sequence[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """Return the variants of the chunks that a store of this policy keeps. The chunks before a chunk (cyclic) stand in
-    for similar ones, which an index would find by vectors."""
+    """Return the variants of `chunks` that a store with this context policy keeps.
+
+    An index would find similar chunks by their vectors. Here, the chunks before a chunk (cyclic) take their place."""
     if policy == "none":
         return [replace(chunk, context=policy) for chunk in chunks]
     num_behind = min(NUM_SIMILAR, len(chunks) - 1)
@@ -104,7 +109,7 @@ def _mode(policy: ContextPolicy) -> str:
 
 @torch.inference_mode()
 def prefill_only(engine: TransformersEngine, chunks: Sequence[Chunk]) -> None:
-    """Run the stock model over each chunk after the prefix; keep nothing."""
+    """Run the model over each chunk after the prefix, without storing the KV."""
     device = engine.layers.device
     for chunk in chunks:
         ids = engine.default_prefix_ids + engine.renderer.chunk_ids(chunk.text)

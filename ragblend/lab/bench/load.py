@@ -46,7 +46,10 @@ TARGET = 1.15
 
 
 class LoadCase(NamedTuple):
-    """One way to read a prompt's KV. `bytes_per_s`: limit of the read speed; None: no limit."""
+    """One way to read a prompt's KV: from a tier, at a speed, with or without the pipeline.
+
+    The pipeline loads the next layers while a layer is fused. Without it, all layers are loaded first.
+    """
 
     source: str  # memory, disk, throttled
     pipeline: bool
@@ -80,11 +83,11 @@ def _run(config: LoadConfig, engine: TransformersEngine | VllmEngine, disk: Disk
     tiers = TieredStore(MemoryStore(memory_bytes), disk)
     cases = make_cases(config, profile, memory_bytes, config.prompt_tokens)
     samples: dict[LoadCase, list[LoadSample]] = {case: [] for case in cases}
-    sample(engine, tiers, prompts[-1], cases[0], config.rule)  # warm-up
+    time_request(engine, tiers, prompts[-1], cases[0], config.rule)  # warm-up
     for number, prompt in enumerate(prompts[: config.repeats]):
         on_progress("measure", number, config.repeats)
         for case in cases:
-            samples[case].append(sample(engine, tiers, prompt, case, config.rule))
+            samples[case].append(time_request(engine, tiers, prompt, case, config.rule))
     return result_facts(
         config,
         config.shape,
@@ -106,8 +109,10 @@ def _run(config: LoadConfig, engine: TransformersEngine | VllmEngine, disk: Disk
 
 
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
-    """Return the cases: memory with the pipeline, and the disk and each throttled reader with and without it. If a
-    reader is slow enough, another case has the higher ratio that the controller would choose for this reader."""
+    """Return the cases to measure: memory with the pipeline, the disk and each throttled reader with and without it.
+
+    For a slow reader, the controller would choose a higher ratio than `config.blend_ratio`. Such a ratio is one more
+    case. load_bytes: KV of one prompt's chunks. num_tokens: tokens of one prompt."""
     least_s = profile.prompt_compute_s(config.blend_ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
@@ -162,12 +167,13 @@ def _read_from(engine: TransformersEngine | VllmEngine, store: KVStore) -> Trans
     return worker
 
 
-def sample(
+def time_request(
     engine: TransformersEngine | VllmEngine, tiers: TieredStore, prompt: Prompt, case: LoadCase, rule: str
 ) -> LoadSample:
-    """Time one request of one token, from the memory and the disk of `tiers`.
+    """Send one request for one token, and return its report and its timeline.
 
-    Raises RagblendError if the KV was not read from the tier of the case.
+    The KV is read from the memory or the disk of `tiers`, as `case.source` says. Raises RagblendError if the KV was
+    read from another tier.
     """
     memory, disk = tiers.memory_tier, tiers.disk_tier
     assert memory is not None
@@ -232,10 +238,11 @@ _MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s
 
 
 def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> list[Facts]:
-    """Return a run per case: the medians, their ratio to blending from memory, and the controller's estimate.
+    """Return a JSON object per case: median durations in seconds, and their comparison with blending from memory.
 
-    Durations in seconds. Without the pipeline, reading is part of `lookup_s`; with it, `load_s` overlaps `fuse_s`.
-    `within_target` is None if loading takes longer than recompute, or without the pipeline.
+    Without the pipeline, `lookup_s` includes reading. With the pipeline, `load_s` and `fuse_s` overlap.
+    `within_target`: whether the time to first token is at most TARGET times that of blending from memory. It is None
+    for memory, without the pipeline, and if loading takes longer than recompute.
     """
     reports = {case: [report for report, _ in taken] for case, taken in samples.items()}
     found = {case: median_fields(taken, *_MEDIANS) for case, taken in reports.items()}

@@ -150,7 +150,10 @@ def measure_idle_ttfts(
     prompts: Sequence[Prompt],
     answer: Callable[[ModeAndRule, Sequence[Prompt], Sequence[float]], list[TimedAnswer]],
 ) -> dict[ModeAndRule, float]:
-    """Return the median TTFT, in seconds, of every case and of full prefill, one request at a time, after a warm-up."""
+    """Return the median TTFT in seconds of every case and of full prefill, when the engine is idle.
+
+    Sends one request at a time, after a warm-up. answer: sends `prompts` at the given seconds, and returns the answers.
+    """
     wanted = tuple(dict.fromkeys([*cases, _FULL]))
     samples: dict[ModeAndRule, list[float]] = {case: [] for case in wanted}
     for turn in range(_IDLE_SAMPLES + 1):
@@ -185,9 +188,9 @@ def measure_rates(
 
 
 def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswer]) -> Facts:
-    """Return the run of one mode at one rate, in arriving requests per second.
+    """Return the JSON object of one mode at one rate, with figures of its answers.
 
-    TTFT in seconds from arrival to first token; `ttft_s` is the median.
+    rate: arriving requests per second. TTFT: seconds from arrival to first token; `ttft_s` is the median.
     """
     report = answers[0].report
     times_s = [answer.ttft_s for answer in answers]
@@ -208,11 +211,12 @@ def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswe
 
 
 def compute_capacities(runs: Sequence[Facts], idle_s: Mapping[ModeAndRule, float], bound_s: float) -> list[Facts]:
-    """Return the rates that each case serves with a mean TTFT within the bound, in requests per second.
+    """Return an object per case: the rates in requests per second that it serves with a mean TTFT within `bound_s`.
 
-    Compare modes by the served rate, not by the rate of arrivals: a measurement ends before the queue is long, so TTFT
-    may be within the bound although the mode serves fewer requests than arrive. `at_least` is True if the bound was not
-    reached, so both rates are lower limits. `blend_gain`: the first blend's rate at the bound over this one's.
+    `max_rate`: the highest rate of arrivals within the bound. `rate_at_bound`: the served rate at the bound. Compare
+    modes by the served rate. A measurement ends before the queue is long, so the mean TTFT may be within the bound at
+    rates of arrivals that the mode cannot serve. `at_least`: the bound was not reached, so both rates are lower limits.
+    `blend_gain`: `rate_at_bound` of the first blend over that of this mode; None if it cannot be compared.
     """
     capacities: list[Facts] = []
     for case, idle_ttft_s in idle_s.items():
@@ -238,11 +242,11 @@ def compute_capacities(runs: Sequence[Facts], idle_s: Mapping[ModeAndRule, float
 def highest_rate(
     points: Sequence[tuple[float, float, float]], bound_s: float
 ) -> tuple[float | None, float | None, bool]:
-    """Return the highest rate of arrivals whose mean TTFT is within the bound; the served rate at the bound, by linear
-    interpolation to the next rate; True if all rates are within the bound.
+    """Return the highest rate of arrivals within the bound, the served rate at the bound, and whether all are within.
 
-    A rate counts only if all lower ones are within the bound, too. `points`: (rate of arrivals, served rate, mean TTFT
-    in seconds).
+    `points`: (rate of arrivals, served rate, mean TTFT in seconds) of each rate. A rate is within the bound if its mean
+    TTFT and that of all lower rates are at most `bound_s`. The served rate at the bound is interpolated linearly
+    between two points. Both rates are None if no rate is within the bound.
 
     >>> highest_rate([(1.0, 1.0, 0.2), (2.0, 2.0, 0.4), (3.0, 2.5, 1.2)], bound_s=0.8)
     (2.0, 2.25, False)

@@ -72,8 +72,9 @@ def load_cases(config: QualityConfig) -> list[QaCase]:
 
 
 def find_data(name: str) -> Path:
-    """Return the path of the questions `name`: a file, or a data set in data/questions. Raises NotFoundError for a data
-    set outside of a checkout."""
+    """Return the path of the questions `name`: a file, or a named data set in data/questions.
+
+    Only a checkout of ragblend has the data sets. Elsewhere, their names raise NotFoundError."""
     if name not in NAMED_DATASETS:
         return expand_user_path(name, "--data")
     place = Path("data/questions") / NAMED_DATASETS[name]
@@ -87,7 +88,10 @@ def find_data(name: str) -> Path:
 
 
 def read_cases(path: Path) -> list[QaCase]:
-    """Return the cases of a file in its order. Raises CorruptError for other content, UsageError for no questions."""
+    """Return the questions and passages of a JSON or JSONL file, in its order.
+
+    Raises CorruptError if the file contains something else, UsageError if it contains no question.
+    """
     text = read_text(path, "--data", f"give a JSON or JSONL file, or {', '.join(NAMED_DATASETS)}, demo", _MAX_BYTES)
     try:
         lines = [line for line in text.splitlines() if line.strip()]
@@ -141,10 +145,10 @@ def _with_distractors(
 
 
 def demo_cases(config: QualityConfig) -> list[QaCase]:
-    """Return questions about the sample corpus, each with `config.num_chunks` paragraphs as passages: those that answer
-    the question, and others. The kinds of questions alternate.
+    """Return questions about the sample corpus, each with `config.num_chunks` paragraphs as passages.
 
-    The second paragraph of each pair continues the first, so a case has both paragraphs of a pair, in order.
+    Some of the passages answer the question, the others are random. The paragraphs of the corpus form pairs: the second
+    continues the first. A case always has both paragraphs of a pair, in order. The kinds of questions alternate.
     """
     corpus = sample_corpus()
     chunks = [chunk for record in corpus.records for chunk in record.chunks]
@@ -168,9 +172,10 @@ def _is_in_split(question: str, part: str | None) -> bool:
 
 
 def stored_chunks(prompt: Prompt, context: str, similar_texts: Mapping[str, tuple[str, ...]]) -> list[Part]:
-    """Return the variants of the prompt's chunks that a store with the context policy `context` holds.
+    """Return the chunk variants to store for the prompt under the context policy `context`.
 
-    similar_texts: the result of `find_similar_texts`, for the policy "similar".
+    For the policy "similar", this includes the similar chunks themselves. similar_texts: the result of
+    `find_similar_texts`, for the policy "similar".
     """
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
@@ -183,8 +188,9 @@ def stored_chunks(prompt: Prompt, context: str, similar_texts: Mapping[str, tupl
 def find_similar_texts(
     cases: Sequence[QaCase], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
 ) -> dict[str, tuple[str, ...]]:
-    """Return, for each chunk of all cases, the texts after which its similar variant is computed: those that an index
-    would find, the most similar last.
+    """Return the texts of the most similar other chunks for each chunk of the cases, by the chunk's text.
+
+    The KV of a chunk's similar variant is computed after these texts. The most similar text is the last.
     """
     texts = list(dict.fromkeys(text for case in cases for text in _chunks_of(case, engine, config)))
     vectors = embedder.embed(texts)

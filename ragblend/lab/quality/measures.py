@@ -73,7 +73,10 @@ def generate_answer(engine: TransformersEngine, request: EngineRequest, configur
 def answer_and_score(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
 ) -> tuple[Answer, Tensor]:
-    """Return this configuration's answer, and the `token_log_probs` of the answer `full` over the same KV."""
+    """Return the answer in this configuration, and the log-probabilities of the answer `full` in it.
+
+    full: full prefill's answer to the request. The log-probabilities are those of `token_log_probs`.
+    """
     prefilled, ttft_s = timed_prefill(engine, request, configuration)
     seen = token_log_probs(engine, request.prompt, prefilled.fused, full.token_ids)
     # If every token of that answer is the most likely one, greedy decoding returns the same answer.
@@ -105,8 +108,8 @@ def token_log_probs(
 ) -> Tensor:
     """Return the log-probabilities [A, vocabulary] float64 of the A tokens `answer_ids`, each given the earlier ones.
 
-    The tokens after the last chunk, and all `answer_ids` except the last, run over `fused`, and their rows are written
-    to `fused`. For the question tokens these rows equal those of a blend, which also ran them through all layers.
+    prompt: the prompt whose KV is in `fused`. The tokens after the last chunk and all `answer_ids` except the last run
+    through the model, and their KV is written to `fused`. For the question tokens, a blend has written the same KV.
     """
     layers, start = engine.layers, prompt.runs[-1].end if prompt.runs else 0
     ids = [*prompt.token_ids[start:], *answer_ids[:-1]]
@@ -127,7 +130,7 @@ def score_fidelity(found: Tensor, full: Tensor) -> tuple[float, float]:
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> float:
-    """Return KL(p || q) in nats of log-probabilities [V]; never negative by rounding.
+    """Return KL(p || q) in nats of two log-probabilities [V], at least 0 in spite of rounding.
 
     >>> halves, quarters = Tensor([0.5, 0.5]).log(), Tensor([0.25, 0.75]).log()
     >>> round(kl(halves, quarters), 4), kl(halves, halves)

@@ -80,7 +80,7 @@ class QualityRecord(NamedTuple):
     contains_answer: float  # 1.0 if the greedy answer contains a gold one, else 0.0
     rouge_l: float
     charged_budget: float
-    charged_budget_32: float
+    charged_budget_32: float  # projected to a model with 32 layers
     ttft_s: float
 
 
@@ -101,13 +101,15 @@ def configurations(config: QualityConfig, num_layers: int) -> list[Configuration
     return list(dict.fromkeys([FULL, *stored]))
 
 
-Also = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, QualityRecord]]
+ExtraMeasures = Callable[[TransformersEngine, Prompt, QaCase], Mapping[Configuration, QualityRecord]]
 
 
-def run_quality(config: QualityConfig, on_progress: Progress = ignore_progress, also: Also | None = None) -> Facts:
+def run_quality(
+    config: QualityConfig, on_progress: Progress = ignore_progress, extra_measures: ExtraMeasures | None = None
+) -> Facts:
     """Run the study that `config` describes, and return its JSON object.
 
-    `also` is called for each prompt and returns further records.
+    `extra_measures`: called for each prompt, returns records of further configurations; None: no further ones.
     """
     opened = load_engine(config.model, dtype=config.dtype, device=config.device, on_miss="inline")
     with opened as base, torch.inference_mode():
@@ -125,7 +127,7 @@ def run_quality(config: QualityConfig, on_progress: Progress = ignore_progress, 
             stored = {context: stored_chunks(prompt, context, similar) for context in config.contexts}
             found, num_tokens = measure_prompt(base, prompt, case, chosen, config.answer_tokens, stored)
             lengths.append(num_tokens)
-            for each, record in {**found, **(also(base, prompt, case) if also else {})}.items():
+            for each, record in {**found, **(extra_measures(base, prompt, case) if extra_measures else {})}.items():
                 records.setdefault(each, []).append(record)
             gc.collect()  # the question's engines are reference cycles, which hold gigabytes of KV
         return result_facts(
@@ -170,13 +172,13 @@ def measure_prompt(
 
 
 class FullPrefillReference(NamedTuple):
-    """Full prefill's answer to a prompt, which the other configurations are compared with."""
+    """Full prefill's answer to one prompt. The answers of the other configurations are compared with it."""
 
     case: QaCase
     request: EngineRequest
     full: Answer
     reading: Tensor  # `token_log_probs` of that answer over its own KV
-    gold_ids: Sequence[int]
+    gold_ids: Sequence[int]  # token ids of the first gold answer
 
     def record(
         self, engine: TransformersEngine, answer: Answer, scores: Tensor, prompt: MatchedPrompt
@@ -225,7 +227,10 @@ def _gold_loss(engine: TransformersEngine, found: Answer, asked: MatchedPrompt, 
 
 
 def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -> TransformersEngine:
-    """Return an engine with `base`'s model for one case, with an empty memory store."""
+    """Return an engine with `base`'s model, the case's system text, and an empty store in memory.
+
+    context: the context policy of the store.
+    """
     return TransformersEngine(
         base.layers,
         base.renderer,
@@ -301,9 +306,10 @@ def _in_first_context(tables: Mapping[Configuration, Table], configuration: Conf
 def compute_gap_recovered(
     full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]
 ) -> float | None:
-    """Return the share of the gap `reuse - full` that a configuration with the losses `found` closes (PGR).
+    """Return the share of the gap between full reuse and full prefill that a configuration closes (PGR).
 
-    The arguments are losses [number of questions]. Returns None unless the 95 % interval of the gap is above 0.
+    Arguments: the losses [number of questions] of full prefill, of full reuse, and `found` of the configuration. The
+    gap is `reuse - full`. Returns None unless the 95 % interval of the mean gap is above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
     >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)

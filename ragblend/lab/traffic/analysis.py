@@ -41,11 +41,12 @@ def analyze(
     show_texts: bool = False,
     progress: Progress = ignore_progress,
 ) -> dict[str, Any]:
-    """Return the JSON object of an analysis of logs. Shares are of all prompt tokens.
+    """Return the JSON object of an analysis of the request logs `paths`. Shares are of all prompt tokens.
 
-    `ratio`, `probes_first`, `profile`: see `mean_work_by_mode`; the default is CacheBlend's own ratio, in tokens.
-    `kv_bytes_per_token`: bytes of the model's KV per token, for the sizes of stores. `show_texts`: name each chunk by
-    its first words, too. Raises EmptyCorpusError for logs without a request, and the errors of `RequestLog`.
+    `tokens`: converts text to token ids. `ratio`, `probes_first`, `profile`: arguments of `mean_work_by_mode`; by
+    default CacheBlend's ratio, with the work counted in tokens. `kv_bytes_per_token`: bytes of the model's KV per
+    token, for the sizes of stores. `show_texts`: also name each chunk by its first words. Raises EmptyCorpusError for
+    logs without a request, and the errors of `RequestLog`.
     """
     log = RequestLog(paths)
 

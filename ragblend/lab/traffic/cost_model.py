@@ -27,10 +27,10 @@ def mean_work_by_mode(
 ) -> dict[str, Any]:
     """Return the mean work of a prompt with full prefill, with prefix caching and with blending at `ratio`.
 
-    The work is the number of tokens computed. With a `profile`, it is the seconds to the first token on an idle
-    machine; KV is read at the speed of the profile's disk. `probes_first`: the rule probes before it selects. The keys
-    are those of `analyze --json`: the means are "full", "prefix" and "blend"; the other keys are derived from them. A
-    mean is the total work over the number of prompts, so long prompts weigh more.
+    Without a `profile`, the work is the number of computed tokens. With a `profile`, it is the seconds to the first
+    token on an idle machine, with KV read at the speed of the profile's disk. `probes_first`: the rule runs a query
+    probe before it selects tokens, so computing hides less of the loading. "full", "prefix" and "blend" are the means;
+    the other keys are derived from them. A blend that is slower than prefix caching counts as prefix caching.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0

@@ -24,7 +24,10 @@ SNAP = 8
 
 
 class ChunkUses(NamedTuple):
-    """Chunks, and the requests that use each chunk. The first request stores the chunk; this counts as a use."""
+    """Chunks, and the requests that use each chunk. A use is a pair of a chunk and a request.
+
+    The first request, which stores the chunk, counts as a use.
+    """
 
     starts: Numbers  # of each chunk, in tokens of the concatenated passages
     sizes: Numbers  # of each chunk, in tokens

@@ -36,7 +36,7 @@ class LoggedRequest(NamedTuple):
 
 
 class RequestLog:
-    """The requests of files, line after line.
+    """The requests in log files, one per line. Iterating over a RequestLog yields them in order.
 
     `skipped` lists the first NUM_NAMED lines that hold no request, each as "FILE:LINE: reason". Raises NotFoundError
     for a file that does not exist, UsageError for a folder.

@@ -71,9 +71,9 @@ def test_kv_from_another_tier_than_the_case_names_stops_the_benchmark(tmp_path):
         tiers = TieredStore(MemoryStore(1 << 20), disk)
         memory = LoadCase("memory", True, 0.15, 0.0, 1.0)
         with pytest.raises(RagblendError, match="3 of 3 chunks came from the disk, expected 0"):
-            load.sample(engine, tiers, prompts[0], memory, "random")
-        load.sample(engine, tiers, prompts[0], memory, "random")
-        load.sample(engine, tiers, prompts[1], LoadCase("disk", True, 0.15, 0.5, 1.0), "random")
+            load.time_request(engine, tiers, prompts[0], memory, "random")
+        load.time_request(engine, tiers, prompts[0], memory, "random")
+        load.time_request(engine, tiers, prompts[1], LoadCase("disk", True, 0.15, 0.5, 1.0), "random")
 
 
 @pytest.mark.parametrize("pipelined", [True, False])

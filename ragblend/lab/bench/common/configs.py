@@ -161,7 +161,10 @@ class TtftConfig(PromptConfig):
     backend: Backend = "transformers"
 
     def resolve_options(self) -> None:
-        """Set the default shape. Raise UsageError for an unknown tier, and for a `device` but "cpu" with vLLM."""
+        """Set the default shape. Raise UsageError for an unknown tier.
+
+        With vLLM, raise UsageError for a `device` other than "cpu", because vLLM chooses the device itself.
+        """
         _apply_default_shape(self, DEFAULT_SHAPE)
         if self.tier not in TIERS:
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
@@ -210,7 +213,10 @@ class ThroughputConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig(PromptConfig):
-    """Options of `bench load`. The store has at least `store_factor` times the bytes of the memory tier's budget."""
+    """Options of `bench load`. The memory tier holds the chunks of one prompt.
+
+    The store holds the chunks of `store_factor` prompts or more.
+    """
 
     shape: Annotated[str, _SHAPE] = DEFAULT_SHAPE
     rule: Annotated[str, Option("--rule", help="Rule: auto, ask, cacheblend, ...")] = "auto"

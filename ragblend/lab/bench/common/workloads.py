@@ -170,7 +170,10 @@ def engine_for(
 
 
 def make_engine(model: Any, store: KVStore, name: str, fingerprint: str) -> TransformersEngine:
-    """Return an engine over a transformers model, for prompts of `make_prompts`."""
+    """Return an engine over a transformers model, for prompts of `make_prompts`.
+
+    name: the engine's name of the model. fingerprint: identifies the model in the keys of `store`.
+    """
     layers = TransformersLayers(model)
     renderer = Renderer(synthetic_tokenizer(layers.config.vocab_size))
     # "inline", so that no background work disturbs the timing.
@@ -178,7 +181,7 @@ def make_engine(model: Any, store: KVStore, name: str, fingerprint: str) -> Tran
 
 
 def vocab_size(engine: LocalEngine) -> int:
-    """Return the number of words of a `synthetic_tokenizer`."""
+    """Return the size of the vocabulary of the engine's tokenizer, a `synthetic_tokenizer`."""
     return engine.renderer.backend.get_vocab_size()
 
 
