@@ -80,8 +80,7 @@ class _RequestState:
 
 
 class BlendScheduler:
-    """The part of the connector in vLLM's scheduler process, one per vLLM engine. `metrics`: the metrics of its
-    requests."""
+    """The connector's part in vLLM's scheduler process. It plans the blends of requests, which the workers run."""
 
     def __init__(self, vllm_config: Any, config: ConnectorConfig) -> None:
         self.config = config
@@ -352,9 +351,10 @@ class BlendScheduler:
         self._share_conversation(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many context tokens the connector will fill, and True if it fills them between engine steps.
+        """Return the number of tokens after `num_computed_tokens` that the workers will fill with KV.
 
-        The number is None while it is not known yet. If vLLM preempts the request, the number stays the same.
+        The second value is True if they will fill any, because that happens between engine steps. The number is None
+        while it is unknown. A preempted request gets the same number again.
         """
         state = self.requests.get(request.request_id)
         if state is None:
