@@ -162,7 +162,7 @@ class TransformersLayers:
         return torch.cat((hidden, inputs[0].flatten(1)), dim=1)
 
     def _check_adapters(self) -> None:
-        """Raise RagblendError if the model's adapters changed since loading: stored KV would be another model's."""
+        """Raise RagblendError if the model's adapters have changed since loading. Stored KV would not fit the model."""
         if describe_active_adapters(self.model) != self._adapters:
             raise RagblendError(
                 "the model's adapters were changed after its engine was loaded, so the stored KV does not fit the "
@@ -257,9 +257,9 @@ class TransformersLayers:
     ) -> tuple[Tensor, LayerKV]:
         """Run one layer over several chunks in one sequence. Each chunk runs as if it directly followed `prefix`.
 
-        `hidden` is [R, hidden size]. `spans`: the rows of each chunk in it. `rows` [R]: positions; each chunk's begin
-        directly after the prefix. Return the output [R, hidden size], and the chunks' pre-RoPE keys and values [H, R,
-        D]. `prefix` is not changed.
+        `hidden` is [R, hidden size]. `spans`: the rows of each chunk in it. `rows` [R]: positions, which begin directly
+        after the prefix in every chunk. Return the output [R, hidden size], and the chunks' pre-RoPE keys and values
+        [H, R, D]. `prefix` is not changed.
         """
         length = prefix.length
         prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
@@ -309,8 +309,8 @@ class TransformersLayers:
     def full_prefill(self, token_ids: Tensor, cuts: Sequence[int] = ()) -> tuple[Tensor, list[LayerKV]]:
         """Run the model's own forward pass over token ids [T].
 
-        `cuts`: indices at which the ids are cut. A forward pass then runs for each piece, with the KV of the pieces
-        before it. Return the last token's logits [vocabulary], and the rotated keys and values of each layer.
+        Return the last token's logits [vocabulary], and the rotated keys and values of each layer. `cuts`: indices at
+        which the ids are cut. A forward pass then runs for each piece, with the KV of the pieces before it.
         """
         if self._adapters:
             self._check_adapters()
@@ -330,8 +330,8 @@ class TransformersLayers:
     def self_check_mode(self, window: int) -> Iterator[None]:
         """Change the model inside the block for the self-check, whose prompt is short.
 
-        Attention windows are reduced to `window` tokens, because a longer window would have no effect. In half
-        precision, every token uses all experts. Otherwise a rounding difference could change the choice of experts.
+        Attention windows are reduced to `window` tokens, because longer ones would have no effect in a short prompt. In
+        half precision, every token uses all experts, because rounding could otherwise change the choice of experts.
         """
         own, windows = getattr(self.config, "sliding_window", None), self._windows
         routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
@@ -360,7 +360,7 @@ class TransformersLayers:
                     router.topk_group = groups
 
     def _rotary_of(self, rows: Tensor, kind: str) -> _RotaryTables:
-        """Return the rotation of `rows` [R], in any order. One tensor is gathered once for all layers of a kind."""
+        """Return the rotation of `rows` [R], in any order. Layers of one kind share the cached result for a tensor."""
         cached = self._cached_rotary  # the loader's thread replaces it too; a lost update costs one gathering
         for rotary in cached:
             if rotary.rows is rows and rotary.kind == kind:

@@ -32,7 +32,7 @@ class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Transformers cache of chunks that are packed into one sequence. A chunk attends to the prefix and to itself only.
 
     `prefix`: rotated keys, and values, [H, P, D] of the prefix. `spans`: the consecutive rows of each chunk. `latent`
-    is set for a model with multi-head latent attention. `prefix` then has its expanded keys and values.
+    is set for a model with multi-head latent attention. `prefix` then has the expanded keys and values.
     """
 
     values: Tensor  # [H, R, D], the chunks' values as they are stored; set once the layer has run
@@ -114,9 +114,11 @@ def _attention(
     whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output of the model's attention `whole`, except for scattered rows, packed chunks or several prompts.
+    """Return the attention output [B, R, Hq, D] of a layer.
 
-    Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. The window is in mask and `blend_window`.
+    Scattered rows, packed chunks and several prompts are computed here. Other calls go to `whole`, the implementation
+    that the model had before. Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. The window is in
+    the mask and in `blend_window`.
     """
     params = AttentionExtras(blend_window, softcap, s_aux)
     if blend_packed is not None:
@@ -142,7 +144,7 @@ def _attention(
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Return the output of the eager attention in the module's own file. Every model family has a different one."""
+    """Return the output of the eager attention in the module's own file, because each model family has its own."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
     return attended

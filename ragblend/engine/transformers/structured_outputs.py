@@ -151,7 +151,7 @@ class CompiledGrammar:
         """Return a new TokenGuide for one answer.
 
         Guides share llguidance's cache of token masks, which makes masks several times as fast. The cache never
-        shrinks, so every FORGOTTEN_AFTER guides a new one is begun.
+        shrinks, so a new cache is begun after every FORGOTTEN_AFTER guides.
         """
         from llguidance import LLMatcher
 

@@ -319,8 +319,8 @@ def resolve_request_tuning(
     """Return the rule and ratio of a request with the options `rule` and `ratio`.
 
     Rule "auto" is the calibration's best rule. Ratio None or "auto" is the rule's calibrated ratio. Without a
-    calibration, both are the defaults for a model of `num_layers` layers. Other values are used unchanged. Raises
-    UsageError for an unknown rule or an invalid ratio.
+    calibration of the rule, they are the defaults for a model of `num_layers` layers. Other values are used unchanged.
+    Raises UsageError for an unknown rule or an invalid ratio.
     """
     known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None

@@ -101,7 +101,7 @@ def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Delete all entries of a namespace, those with a cache salt included. Return the numbers for the response.
+    """Delete all entries of a namespace, those with a cache salt included. Return `num_removed` and `num_unread`.
 
     `fields` of the HTTP request: `namespace`. Raises UsageError without it. The keys of entries do not show their
     namespace, so entries that only the remote tier has are read first.

@@ -132,8 +132,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after `num_computed_tokens` that the connector will fill with KV.
 
-        The second value is True if it will fill any, because that happens between engine steps. The number is None
-        while it is unknown, and vLLM asks again at a later step.
+        The second value is True if the number is above 0: the connector fills the tokens between engine steps. The
+        number is None while it is unknown, and vLLM asks again at a later step.
         """
         return self.scheduler.num_matched_tokens(request, num_computed_tokens)
 

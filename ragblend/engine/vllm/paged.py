@@ -104,10 +104,10 @@ class PagedKV:
     def place(
         self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> None:
-        """Rotate stored KV of a layer and write it to its rows in the blocks, and in the resident layer if it is kept.
+        """Rotate the stored keys of a layer, and write its KV to the blocks.
 
-        For drift correction, `shares` [T, M] @ `drift` [H, M, D] is added before the rotation (T rows of the prompt, M
-        landmarks of the `DriftCorrection`).
+        If `layer` is in `kept`, the KV is also written to the resident layer. For drift correction, `shares` [T, M] @
+        `drift` [H, M, D] is added before the rotation (T rows of the prompt, M landmarks of the `DriftCorrection`).
         """
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
@@ -184,7 +184,7 @@ class PagedKV:
 
 
 class PagedLayerLoader:
-    """Reads a request's stored chunks layer by layer, and places them in its PagedKV (a LayerSource).
+    """LayerSource that reads a request's stored chunks layer by layer, and places them in its PagedKV.
 
     A thread reads ahead. The caller's thread places the layers, because vLLM's cache has one writer. On a GPU, the
     thread copies layers to the device while the GPU computes. Use the object as a context manager. Leaving it stops the
@@ -194,8 +194,8 @@ class PagedLayerLoader:
     they would have to compute it together, and a chunk may be in the memory of one rank only. An entry that one of
     several ranks cannot read counts as damaged on all of them.
 
-    `corrects_drift`: chunks that are not exact wait for a correction. The caller must then call `apply_drift` for every
-    layer but the first, if there are such chunks. Before, `wait` leaves the layer of these chunks in host memory, and
+    `corrects_drift`: chunks that are not exact are corrected before they are placed in blocks. If there are any, the
+    caller must call `apply_drift` for every layer but the first. Until then, their layers stay in host memory, and
     several layers may be there.
     """
 

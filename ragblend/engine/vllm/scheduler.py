@@ -291,8 +291,8 @@ class BlendScheduler:
     def _share_conversation(self, request: Any, state: _RequestState) -> None:
         """Salt a request so that it shares blended blocks with earlier and later turns of its conversation.
 
-        Leave the request to vLLM instead if vLLM's prefix cache has enough exact tokens of it that blending would
-        compute no fewer.
+        Leave the request to vLLM instead if its prefix cache has exact tokens, and blending would compute no fewer
+        tokens than vLLM.
         """
         ids, params, choice = request.prompt_token_ids, state.params, state.choice
         assert choice is not None
@@ -353,8 +353,8 @@ class BlendScheduler:
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after `num_computed_tokens` that the workers will fill with KV.
 
-        The second value is True if they will fill any, because that happens between engine steps. The number is None
-        while it is unknown. A preempted request gets the same number again.
+        The second value is True if the number is above 0: workers fill the tokens between engine steps. The number is
+        None while it is unknown. A preempted request gets the same number again.
         """
         state = self.requests.get(request.request_id)
         if state is None:
@@ -493,7 +493,7 @@ class BlendScheduler:
 
 
 def _no_reuse_reason(request: Any) -> str:
-    """Return the key in NO_REUSE_REASONS of why no stored KV can be used for a request; "" if it can be used."""
+    """Return why a request can use no stored KV, as a key of NO_REUSE_REASONS; "" if it can use stored KV."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "embeddings"
     if getattr(request, "mm_features", None):

@@ -52,7 +52,7 @@ _PATIENCE_S, IDLE_PATIENCE_S = 0.001, 0.01
 
 
 class StoredSpan(NamedTuple):
-    """Positions [start, end) of a prompt that equal a stored chunk, or a part of it."""
+    """Positions [start, end) of a prompt whose tokens are those of a stored chunk, or of a part of it."""
 
     start: int
     end: int
@@ -119,9 +119,10 @@ class _ActiveJob:
 class BlendWorker:
     """Runs jobs over `layers` with KV from `store`. Not thread-safe: only vLLM's worker thread may call it.
 
-    `slice_tokens` limits the work of one `run_slice` to that of prefilling this number of tokens. Its last layer may
-    exceed the limit. `describe_error` returns an error's text for reports. Reads use the tiers on this machine only,
-    because the scheduler has fetched a job's entries from the remote tier. A separate thread stores new chunks.
+    `slice_tokens` limits the work of one `run_slice` to that of prefilling this number of tokens. The last layer
+    of a slice may exceed the limit. `describe_error` returns an error's text for reports. Reads use the tiers on this
+    machine only, because the scheduler has fetched a job's entries from the remote tier. A separate thread stores new
+    chunks.
     """
 
     def __init__(
@@ -407,8 +408,8 @@ class BlendWorker:
     def _prefix(self, job: BlendJob) -> Steps[tuple[Placement, ...]]:
         """Return the prefix's exact KV as one placement, or none. It is computed in the request's blocks, and cached.
 
-        For a prompt, the KV of a cached prefix may be used that lacks at most `COMPUTED_IN_PROMPT` tokens. They are
-        then computed with the prompt.
+        A prompt may also use a cached prefix that lacks at most `COMPUTED_IN_PROMPT` tokens. These are then computed
+        with the prompt.
         """
         prefix_ids, namespace = job.prefix_ids, job.params.namespace
         if not prefix_ids:
