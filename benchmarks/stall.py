@@ -154,7 +154,7 @@ def measure(
             for name, side in sides.items() if number else [(SIDES[1], Side("warm-up"))]:
                 with _Stream(engine, streamed) as stream:
                     if name in stores:
-                        worker.read_from(stores[name])
+                        worker.set_read_store(stores[name])
                         answer = engine.generate(prompt, rule=rule, recompute_ratio=0.15, max_tokens=1)
                         side.reports.append(answer.report)
                         if answer.report.num_chunk_hits != config.num_chunks:

@@ -111,9 +111,9 @@ def load_engine(
             raise UsageError("trust_remote_code runs code of the model, and no model is given; name it: `model=...`")
         model = None if is_server_url(backend) else find_store_model(store)
     elif not isinstance(model, str | Path):
-        from ragblend.engine.transformers.loaded_model import loaded_model_name, validate_loaded_model
+        from ragblend.engine.transformers.loaded_model import loaded_model_name, unpack_loaded_model
 
-        pair = validate_loaded_model(model)
+        pair = unpack_loaded_model(model)
         model = loaded_model_name(pair)
         if backend != "transformers":
             raise UsageError(

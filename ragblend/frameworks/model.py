@@ -218,9 +218,9 @@ class BlendModel(BaseModel):
 
                 self.model = find_store_model(self.store)
             elif not isinstance(self.model, str | Path | None):
-                from ragblend.engine.transformers.loaded_model import loaded_model_name, validate_loaded_model
+                from ragblend.engine.transformers.loaded_model import loaded_model_name, unpack_loaded_model
 
-                pair = validate_loaded_model(self.model)
+                pair = unpack_loaded_model(self.model)
                 self.model = loaded_model_name(pair)
             self.model = None if self.model is None else str(self.model)
             options = {name: getattr(self, name) for name in ("backend", "dtype", "device", "system", "namespace")}

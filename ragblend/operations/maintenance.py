@@ -27,7 +27,7 @@ from ragblend.engine.store.metadata import (
     PINS_DIR,
 )
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.tuning.calibration import calibration_error
+from ragblend.engine.tuning.calibration import calibration_problem
 from ragblend.errors import (
     BackendUnreachableError,
     CorruptError,
@@ -93,7 +93,7 @@ def verify_and_quarantine(
         progress("check", report.checked, None)
         if not result.ok:
             report.damaged[result.key] = result.reason
-    report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_error)}
+    report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_problem)}
     _verify_registry(disk, report)
     try:
         with open_index(store) as opened:
@@ -232,7 +232,7 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
     for source in index.sources():
         if disk.pin_location(source) in report.damaged_files:
             pin_document(source, engine, index)
-    still = {result.key for result in disk.verify_metadata(calibration_error)}
+    still = {result.key for result in disk.verify_metadata(calibration_problem)}
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:
             if not _remove_damaged_rows(disk):

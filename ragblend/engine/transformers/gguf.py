@@ -23,9 +23,10 @@ _HEAD_BYTES = 1 << 26  # metadata and the table of tensors precede the tensors
 
 
 def parse_gguf_reference(model: str) -> tuple[str, str] | None:
-    """Return the directory or Hugging Face repository of the GGUF that `model` names, and the file's name.
+    """Split the name of a GGUF, "LOCATION:FILE", into its two parts. Return None if `model` names no GGUF.
 
-    The directory is "" for the path of a local file. Return None if `model` names no GGUF.
+    LOCATION is a directory or a Hugging Face repository. The path of a local file gives ("", path). Raises
+    UnsupportedModelError for a file that is one of several parts.
 
     >>> parse_gguf_reference("org/repo:model-Q4_K_M.gguf"), parse_gguf_reference("org/repo")
     (('org/repo', 'model-Q4_K_M.gguf'), None)
@@ -45,7 +46,7 @@ def parse_gguf_reference(model: str) -> tuple[str, str] | None:
 
 
 def require_gguf() -> None:
-    """Raise ImportError, with the install command, if a package is missing that transformers needs to read a GGUF."""
+    """Raise ImportError if transformers lacks a package for reading a GGUF. The message has the install command."""
     missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise ImportError(f"a GGUF needs {' and '.join(missing)}: pip install 'ragblend[gguf]'")
@@ -65,7 +66,10 @@ def dequantize_keywords() -> dict[str, Any]:
 
 
 def reject_ignored_rope_scaling(path: Path, config: Any) -> None:
-    """Raise UnsupportedModelError if the file scales its RoPE and transformers' `config` of the file does not."""
+    """Raise UnsupportedModelError if the GGUF file `path` has a RoPE scaling that is missing in `config`.
+
+    `config`: the config with which transformers loads the file.
+    """
     known = getattr(config, "rope_parameters", None) or {}
     found = _rope_scaling(path)
     if found and known.get("rope_type", "default") == "default":

@@ -102,9 +102,10 @@ class _RotaryTables:
 
 
 class TransformersLayers:
-    """LayerwiseModel over a transformers causal LM. Raises UnsupportedModelError for layers it cannot fuse exactly.
+    """LayerwiseModel of a transformers causal LM: its layers run one at a time, over any subset of the prompt's tokens.
 
-    In shapes: R rows (tokens), H KV heads, D head size.
+    Raises UnsupportedModelError if this would not be exact for every layer. In shapes: R rows (tokens), H KV heads, D
+    head size.
     """
 
     def __init__(self, model: Any) -> None:
@@ -146,10 +147,10 @@ class TransformersLayers:
         """Share of one layer's parameters that makes K and V: the cost of projecting a token's KV, in token-layers."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings [R, hidden size] of ids [R].
+        """Return the embeddings [R, hidden size] of token ids [R].
 
-        A model with per-layer inputs (Gemma 4) has one more vector per token and layer. A token's vectors are appended
-        to its embedding in the order of the layers. Each layer removes and uses the first of these vectors.
+        Some models (Gemma 4) also have an input vector for each token and layer. The vectors of all layers are then
+        appended to the token's embedding. Each layer uses the first vector that is left, and removes it.
         """
         if self._adapters:
             self._check_adapters()
@@ -161,7 +162,7 @@ class TransformersLayers:
         return torch.cat((hidden, inputs[0].flatten(1)), dim=1)
 
     def _check_adapters(self) -> None:
-        """Raise RagblendError if the model's adapters changed since loading: stored KV would be another model's."""
+        """Raise RagblendError if the model's adapters have changed since loading. Stored KV would not fit the model."""
         if describe_active_adapters(self.model) != self._adapters:
             raise RagblendError(
                 "the model's adapters were changed after its engine was loaded, so the stored KV does not fit the "
@@ -176,7 +177,7 @@ class TransformersLayers:
         return LayerKV(keys.transpose(0, 1), values.transpose(0, 1))
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
-        """Return the pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]; computed in float32, cast once."""
+        """Return the pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]. The rotation is computed in float32."""
         rotary = self._rotary_of(rows, self._kinds[layer])
         return rotate(keys, rotary.cos, rotary.sin)
 
@@ -186,16 +187,20 @@ class TransformersLayers:
         return rotate(keys, *rotary.inverse)
 
     def add_key_drift(self, layer: int, keys: Tensor, drift: Tensor, rows: Tensor) -> None:
-        """Rotate `drift` [H, R, D] float32 to positions `rows` [R], and add it to rotated `keys` [H, R, D] in place."""
+        """Add `drift` [H, R, D] float32, a change of pre-RoPE keys, to rotated `keys` [H, R, D] in place.
+
+        It is first rotated to the positions `rows` [R] of the keys.
+        """
         rotary = self._rotary_of(rows, self._kinds[layer])
         add_rotated(keys, drift, rotary.cos, rotary.sin)
 
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshRowsCallback | None = None
     ) -> Tensor:
-        """Run one decoder layer over the tokens at `rows`, and return its output [R, hidden size]. The tokens' K/V
-        replace those rows of `fused`. If `layer` is the last one that makes KV, also run the layers after it. They
-        attend to the KV of earlier layers.
+        """Run one decoder layer over the tokens at positions `rows` [R], and return its output [R, hidden size].
+
+        The tokens' keys and values are passed to `hook`, and written to `fused`. In some models, the last layers make
+        no KV and read that of earlier layers. They run together with the last layer that makes KV.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
@@ -205,7 +210,10 @@ class TransformersLayers:
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
     ) -> Tensor:
-        """Return `run_layer`'s result; `probe_hook` receives the queries and keys of the layer's own attention."""
+        """Run one decoder layer for a query probe, and return its output [R, hidden size].
+
+        As `run_layer`, but `probe_hook` receives the queries, keys and values of the attention. No later layer runs.
+        """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), latent=self._latent)
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_probe_hook=probe_hook)
 
@@ -247,10 +255,11 @@ class TransformersLayers:
     def run_packed_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
-        """Return one layer's output [R, hidden size] over packed chunks, and their pre-RoPE keys and values [H, R, D].
+        """Run one layer over several chunks in one sequence. Each chunk runs as if it directly followed `prefix`.
 
-        Each of `spans` is one chunk in `hidden` [R, hidden size]. `rows` [R] are positions after `prefix`, and start
-        again in every chunk. Each chunk attends to the prefix and to itself. `prefix` is not changed.
+        `hidden` is [R, hidden size]. `spans`: the rows of each chunk in it. `rows` [R]: positions, which begin directly
+        after the prefix in every chunk. Return the output [R, hidden size], and the chunks' pre-RoPE keys and values
+        [H, R, D]. `prefix` is not changed.
         """
         length = prefix.length
         prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
@@ -262,10 +271,10 @@ class TransformersLayers:
         return hidden, LayerKV(keys, cache.values)
 
     def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
-        """Run the next tokens of B prompts, one or more of each, through all layers. Return the logits [B, vocabulary]
-        of each prompt's last token.
+        """Run the next tokens of B prompts through all layers. Return the logits [B, vocabulary] of their last tokens.
 
-        The tokens' K/V are written after the `length` rows of each prompt's `fused`; the lengths are not changed.
+        `token_ids`: one or more tokens of each prompt. Their KV is written to the prompt's FusedKV, after its `length`
+        rows. The caller must increase `length` itself.
         """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
         batch = BatchedDecodeCache(places, self._latent, self.expand_kv)
@@ -298,10 +307,10 @@ class TransformersLayers:
         return logits.float()
 
     def full_prefill(self, token_ids: Tensor, cuts: Sequence[int] = ()) -> tuple[Tensor, list[LayerKV]]:
-        """Run the model's own forward over ids [T]. Return the last token's logits [vocabulary] and rotated KV per
-        layer.
+        """Run the model's own forward pass over token ids [T].
 
-        With `cuts`, a forward runs for each piece between them, over the KV of earlier pieces.
+        Return the last token's logits [vocabulary], and the rotated keys and values of each layer. `cuts`: indices at
+        which the ids are cut. A forward pass then runs for each piece, with the KV of the pieces before it.
         """
         if self._adapters:
             self._check_adapters()
@@ -319,10 +328,10 @@ class TransformersLayers:
 
     @contextmanager
     def self_check_mode(self, window: int) -> Iterator[None]:
-        """Change the model inside the block, so that errors of long prompts also occur in the self-check's short one.
+        """Change the model inside the block for the self-check, whose prompt is short.
 
-        Layers with an attention window use one of `window` tokens. In half precision, every token uses all experts,
-        because a rounding difference that changes the choice of experts would be amplified.
+        Attention windows are reduced to `window` tokens, because longer ones would have no effect in a short prompt. In
+        half precision, every token uses all experts, because rounding could otherwise change the choice of experts.
         """
         own, windows = getattr(self.config, "sliding_window", None), self._windows
         routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
@@ -351,14 +360,13 @@ class TransformersLayers:
                     router.topk_group = groups
 
     def _rotary_of(self, rows: Tensor, kind: str) -> _RotaryTables:
-        """Return the rotation of `rows` [R], in any order. One tensor is gathered once for all layers of a kind."""
+        """Return the rotation of `rows` [R], in any order. Layers of one kind share the cached result for a tensor."""
         cached = self._cached_rotary  # the loader's thread replaces it too; a lost update costs one gathering
         for rotary in cached:
             if rotary.rows is rows and rotary.kind == kind:
                 return rotary
-        end = (
-            max(positions_on_host(rows), default=0) + 1
-        )  # positions start again in each packed chunk, so the last may be lower
+        # Positions start again in each packed chunk, so the last one may not be the highest.
+        end = max(positions_on_host(rows), default=0) + 1
         known = self._tables.get(kind)
         cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind)
         rotary = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
@@ -381,7 +389,7 @@ class TransformersLayers:
 
 
 def cache_argument_name(module: nn.Module) -> str:
-    """Return the name of the argument by which the forward of `module`'s class takes its KV cache.
+    """Return the name of the KV cache argument of `module`'s forward method: "cache" or "past_key_values".
 
     It is `past_key_values` before transformers 5.24, and in modelling code that comes with a checkpoint. Later releases
     name it `cache`, and 5.40 removes the old name. The class's `forward` is inspected, because a module's own `forward`

@@ -25,8 +25,8 @@ from ragblend.options import ModelOptions
 _PIECE = 1 << 26  # bytes of a tensor per digest update
 
 
-def validate_loaded_model(model: object) -> tuple[Any, Any]:
-    """Return the pair (model, tokenizer) in `model`, which is a pipeline of transformers or such a pair itself.
+def unpack_loaded_model(model: object) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a transformers pipeline. A pair (model, tokenizer) is returned unchanged.
 
     Raises UsageError for any other object.
     """
@@ -66,8 +66,8 @@ def loaded_model_name(pair: tuple[Any, Any]) -> str:
 def loaded_model_fingerprint(model: Any) -> str:
     """Return the fingerprint of a model in memory. It covers weights (each byte), config, dtype and active adapters.
 
-    If weights and config still equal those in the directory that the model was loaded from, the result is the
-    directory's fingerprint, so that both share KV.
+    If weights and config are still those of the directory that the model was loaded from, the result is the directory's
+    fingerprint. Engines that load the directory then share stored KV with this model.
     """
     model = unwrap_peft_model(model)
     own = architecture(model.config.to_diff_dict())
@@ -101,7 +101,7 @@ def _directory(model: Any) -> Path | None:
 
 
 def _is_as_saved(model: Any, own: Mapping[str, Any], path: Path) -> bool:
-    """Return True if the model in memory equals the files in `path`, cast to its dtype."""
+    """Return True if the model in memory equals the files in `path`, whose weights are cast to the model's dtype."""
     from safetensors import safe_open
     from transformers import AutoConfig
 

@@ -121,7 +121,7 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
 
 
 def model_name(model: str) -> str:
-    """Return the model's name for messages and reports."""
+    """Return the name or path `model` as messages and reports show it, without a slash at its end."""
     return DEMO if model == DEMO else str(model).rstrip("/")
 
 

@@ -29,13 +29,13 @@ ATTENTION = "ragblend"
 
 
 class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Transformers cache of chunks packed into one sequence. Each attends to the same prefix and to itself only.
+    """Transformers cache of chunks that are packed into one sequence. A chunk attends to the prefix and to itself only.
 
-    `prefix`: keys (rotated) and values [H, P, D] of the prefix, as attention reads them. `spans`: rows of each chunk,
-    consecutive. `latent` is set for a model with multi-head latent attention.
+    `prefix`: rotated keys, and values, [H, P, D] of the prefix. `spans`: the consecutive rows of each chunk. `latent`
+    is set for a model with multi-head latent attention. `prefix` then has the expanded keys and values.
     """
 
-    values: Tensor  # [H, R, D], the chunks' stored values, once the layer has run
+    values: Tensor  # [H, R, D], the chunks' values as they are stored; set once the layer has run
 
     def __init__(self, prefix: LayerKV, spans: Sequence[slice], latent: LatentAttention | None = None) -> None:
         super().__init__(layers=[])
@@ -44,7 +44,7 @@ class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep the values; return keys and values [1, H, R, D] unchanged."""
+        """Set `values` from the layer's values. Return keys and values [1, H, R, D] unchanged."""
         fresh = LayerKV(key_states[0], value_states[0])
         self.values = (fresh if self._latent is None else self._latent.to_stored(fresh)).values
         return key_states, value_states
@@ -60,8 +60,8 @@ def attend_packed(
 ) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of packed chunks.
 
-    `query` is [1, Hq, R, D]; `keys` and `values` [1, H, R, D] are those of the chunks, without the prefix. Each row
-    attends to the prefix and to its own chunk up to itself, in both cases within the attention window.
+    `query` is [1, Hq, R, D]. `keys` and `values` [1, H, R, D] are those of the chunks; `packed` has the prefix. A token
+    attends to the prefix, to earlier tokens of its chunk, and to itself. An attention window in `params` limits this.
     """
     outputs = []
     for span in packed.spans:
@@ -77,10 +77,11 @@ def attend_packed(
 def attend_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, **kwargs: Any
 ) -> Tensor:
-    """Return the attention [B, R, Hq, D] by the model's own eager code, for models that no kernel supports.
+    """Return the attention output [B, R, Hq, D], computed by the model's own eager code.
 
-    Rows are processed in parts, because the probabilities of all rows would take gigabytes. `seen` [B, 1, R, T] is True
-    for each key that a row sees, or is transformers' additive mask, 0 for these keys. None means causal.
+    It is used for soft caps and sinks, which PyTorch's kernel does not support. `seen` [B, 1, R, T] has the keys that
+    each row attends to. It is a bool mask (True), or transformers' additive mask (0). None is causal attention. Rows
+    are processed in parts, because the probabilities of all rows would take gigabytes.
     """
     attend = sys.modules[type(module).__module__].eager_attention_forward
     num_rows, num_keys = query.shape[2], key.shape[2]
@@ -113,9 +114,11 @@ def _attention(
     whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output of the model's attention `whole`, except for scattered rows, packed chunks or several prompts.
+    """Return the attention output [B, R, Hq, D] of a layer.
 
-    Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. The window is in mask and `blend_window`.
+    Scattered rows, packed chunks and several prompts are computed here. Other calls go to `whole`, the implementation
+    that the model had before. Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. The window is in
+    the mask and in `blend_window`.
     """
     params = AttentionExtras(blend_window, softcap, s_aux)
     if blend_packed is not None:
@@ -141,14 +144,17 @@ def _attention(
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Return the eager attention of the module's own file: loaded models of several families share its name."""
+    """Return the output of the eager attention in the module's own file, because each model family has its own."""
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
     return attended
 
 
 def wrap_attention(model: Any) -> None:
-    """Make `model` use `_attention`, which calls the attention implementation that the model had before."""
+    """Make `model` use ragblend's attention for scattered rows, packed chunks and decode batches.
+
+    All other calls go to the attention implementation that the model had before.
+    """
     own = model.config._attn_implementation or "sdpa"
     if own.startswith(ATTENTION):  # another engine's: both do the same
         return

@@ -46,16 +46,16 @@ class GrammarCompiler:
         # Masks recur (nearly all within a string are equal), and unpacking one takes as long as computing it.
         self._refused: Refused = lru_cache(MAX_CACHED_MASKS)(_refused)
 
-    def compile(self, request: Mapping[str, Any]) -> CompiledGrammar:
-        """Return the grammar of `request`, a request's `structured_outputs`. Raises UsageError if it is invalid.
+    def compile(self, structured_outputs: Mapping[str, Any]) -> CompiledGrammar:
+        """Return the grammar that `structured_outputs` of a request describes. Raises UsageError if it is invalid.
 
-        Raises ImportError with the command to install llguidance if it is missing.
+        Raises ImportError if llguidance is not installed. The message has the install command.
         """
         try:
             from llguidance import LLMatcher
         except ImportError as error:
             raise ImportError(_INSTALL) from error
-        ((kind, value),) = request.items()
+        ((kind, value),) = structured_outputs.items()
         try:
             key = f"{kind} {json.dumps(value)}"
         except (TypeError, ValueError) as error:
@@ -136,7 +136,10 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """One grammar over one model's tokens. Any number of answers may use it at the same time."""
+    """One grammar over one model's tokens. Any number of answers may use it at the same time.
+
+    `refused` converts llguidance's bit mask to a mask of the tokens that may not follow (see `_refused`).
+    """
 
     def __init__(self, tokenizer: Any, grammar: str, refused: Refused) -> None:
         self._tokenizer, self._grammar, self._refused = tokenizer, grammar, refused
@@ -147,9 +150,8 @@ class CompiledGrammar:
     def new_guide(self) -> TokenGuide:
         """Return a new TokenGuide for one answer.
 
-        Its llguidance matcher is a copy of one original. All copies share the original's cache of token masks, which
-        makes masks several times as fast. The cache never shrinks, so a new original is made after every
-        FORGOTTEN_AFTER copies.
+        Guides share llguidance's cache of token masks, which makes masks several times as fast. The cache never
+        shrinks, so a new cache is begun after every FORGOTTEN_AFTER guides.
         """
         from llguidance import LLMatcher
 

@@ -42,25 +42,24 @@ _OTHER_NAME = "its file name is that of another model, prefix or chunker"
 class CurvePoint(NamedTuple):
     """Measurements at one ratio, over the questions of a calibration.
 
-    `agreement`: share of answers whose first token is full prefill's; `low`, `high`: its 95 % interval (Wilson). `kl`:
-    mean KL(full || this) of the first token, nats. At ratio 1, only rounding keeps them from 1 and 0.
+    Each answer is compared with full prefill's. At ratio 1, `agreement` is 1 and `kl` is 0, except for rounding.
     """
 
     ratio: float
-    charged_budget: float
-    agreement: float
-    low: float
+    charged_budget: float  # mean over the questions, see `fusion.plan.charged_budget`
+    agreement: float  # share of answers whose first token is full prefill's
+    low: float  # 95 % interval of the agreement (Wilson)
     high: float
-    kl: float
-    charged_budget_32: float
+    kl: float  # mean KL(full || this) of the first token, in nats
+    charged_budget_32: float  # the same as `charged_budget`, projected to a model of 32 layers
 
 
 @dataclass(frozen=True, slots=True)
 class RuleFit:
-    """Measured curve of one rule at one check layer, and the ratio chosen from it (1 if no ratio meets the target)."""
+    """Measured curve of one selection rule, and the ratio chosen from it (1 if no ratio meets the target)."""
 
     rule: str
-    check_layer: int
+    check_layer: int  # layer at which the rule selects the tokens to recompute
     ratio: float
     meets_target: bool  # False if no ratio does, not even 1
     curve: tuple[CurvePoint, ...]  # ascending ratios, from 0 to 1
@@ -90,10 +89,10 @@ class RuleFit:
         return next(point for point in self.curve if point.ratio >= self.ratio)
 
     def agreement_at(self, ratio: float) -> float:
-        """Return the agreement with full prefill to expect at `ratio`, interpolated linearly between measured ratios.
+        """Return the expected agreement with full prefill at `ratio`, interpolated linearly between measured ratios.
 
-        The result does not fall with the ratio: before the interpolation, each measured agreement is lowered to the
-        lowest one of the larger ratios.
+        A larger ratio never has a smaller result: a measured agreement that is above that of a larger ratio is first
+        lowered to it.
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)
@@ -137,7 +136,7 @@ class Calibration:
 
     @property
     def filename(self) -> str:
-        """Return the file name, which is the same exactly for calibrations of one model, prefix and chunker."""
+        """Return the file's name. A calibration of another model, prefix or chunker has another name."""
         chunker = hashlib.blake2b(self.chunker.encode(), digest_size=8).hexdigest()
         return f"{_stem(self.fingerprint, self.prefix_ids)}-{chunker}.json"
 
@@ -163,8 +162,9 @@ def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibra
 
 
 def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
-    """Return the calibration whose `as_dict` returned `facts`. Raises UsageError for any invalid values, and no other
-    error.
+    """Return the calibration that `as_dict` has converted to `facts`.
+
+    Raises UsageError, and nothing else, for invalid values.
     """
     try:
         if facts["version"] != CALIBRATION_VERSION:
@@ -185,16 +185,18 @@ def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
 
 
 def save_calibration(disk: DiskStore, calibration: Calibration) -> Path:
-    """Write a calibration into the store, replacing that of the same model, prefix and chunker, and return its path.
+    """Write a calibration into the store, and return its path. An earlier one of the same name is replaced.
 
     Raises StoreFullError on a full disk, StoreNotWritableError if the file cannot be written otherwise.
     """
     return disk.put_calibration(calibration.filename, calibration.as_dict())
 
 
-def calibration_error(path: Path, facts: Mapping[str, Any]) -> str:
-    """Return what is wrong with the calibration file `path`, whose JSON values are `facts`; "" for a valid one, and for
-    files of other kinds. `DiskStore.verify_metadata` calls it for each file."""
+def calibration_problem(path: Path, facts: Mapping[str, Any]) -> str:
+    """Return the problem of the calibration file `path` with the JSON values `facts`; "" for a valid file.
+
+    `DiskStore.verify_metadata` calls this for files of every kind. The result is "" for files of other kinds.
+    """
     if path.parent.name != CALIBRATIONS_DIR:
         return ""
     try:
@@ -234,8 +236,8 @@ def load_calibration(
 class CalibrationCache:
     """Finds calibrations of one model in one store. A changed file is read again. Safe to share between threads.
 
-    `root`: the store's directory, or None for a store in memory, which has no calibrations. Set the attribute `chunker`
-    once the index is open; until then, the latest calibration of any chunker is found.
+    `root`: the store's directory, or None for a store in memory, which has no calibrations. The attribute `chunker`
+    selects the calibrations of one chunker. While it is None, the latest calibration of any chunker is found.
     """
 
     def __init__(self, root: Path | None, fingerprint: str, num_layers: int, store_key: KeyChoice = "auto") -> None:
@@ -278,9 +280,10 @@ class CalibrationCache:
         rule: str,
         ratio: RatioChoice,
     ) -> RequestTuning:
-        """Return the function `resolve_request_tuning`'s result for the prefix's calibration.
+        """Return the rule and ratio of a request whose prompt begins with `prefix_ids`.
 
-        Log once if the ratio "auto" finds no calibration.
+        `rule` and `ratio`: options of the request, as in the function `resolve_request_tuning`. Logs one warning if the
+        ratio is "auto" and the rule has no calibration.
         """
         choice = resolve_request_tuning(self.find(prefix_ids), self._num_layers, rule, ratio)
         if choice.fit is None and ratio == "auto" and not self._warned:
@@ -313,10 +316,11 @@ def resolve_request_tuning(
     rule: str = "auto",
     ratio: RatioChoice = None,
 ) -> RequestTuning:
-    """Return rule and ratio of a request with the options `rule` and `ratio`.
+    """Return the rule and ratio of a request with the options `rule` and `ratio`.
 
-    Rule "auto" is the calibration's best, or the default of `rules`. Ratio None or "auto" is the fitted ratio, or the
-    rule's default. Other values are used unchanged. Raises UsageError for an unknown rule or an invalid ratio.
+    Rule "auto" is the calibration's best rule. Ratio None or "auto" is the rule's calibrated ratio. Without a
+    calibration of the rule, they are the defaults for a model of `num_layers` layers. Other values are used unchanged.
+    Raises UsageError for an unknown rule or an invalid ratio.
     """
     known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None

@@ -66,8 +66,8 @@ class MachineProfile:
     def prompt_compute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
         """Return the seconds to compute a prompt of `num_tokens` tokens, without loading.
 
-        Of the `num_stored` stored tokens, the share `ratio` is recomputed. All other tokens are computed.
-        `num_stored` None: all tokens are stored.
+        `num_stored` of the tokens have stored KV (None: all). The share `ratio` of these is recomputed. Tokens without
+        stored KV are all computed.
         """
         stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
         return self.full_prefill_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
@@ -87,14 +87,14 @@ class MachineProfile:
     def blend_s(self, load_s: float, compute_s: float, probes_before_selection: bool = False) -> float:
         """Return the total seconds of a prompt that takes `load_s` to load and `compute_s` to compute.
 
-        Loading and computing overlap if `overlaps` is True. They never do for a rule with `probes_before_selection`,
-        which waits for most layers before it recomputes.
+        Loading and computing overlap if `overlaps` is True and `probes_before_selection` is False. A rule that probes
+        before the selection waits for most layers before it recomputes.
         """
         hides = self.overlaps and not probes_before_selection
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds of computing that loading for `load_s` hides, so that the request takes no longer."""
+        """Return the seconds of computing that overlap with `load_s` seconds of loading, and so take no extra time."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
@@ -167,11 +167,11 @@ def largest_x_within(curve: Curve, y: float) -> float:
 
 
 def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares: Curve = LINEAR) -> float:
-    """Return the largest ratio whose recompute is hidden behind loading, but at least `r_star`.
+    """Return the largest ratio whose recompute takes no longer than loading, but at least `r_star`.
 
-    `r_star`: the least ratio that is close enough to full prefill. `load_s` and `prefill_s` are seconds per layer, or
-    seconds of all layers. The paper's examples are Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and
-    Llama-70B (7 ms, 4 ms):
+    `r_star`: the least ratio that is close enough to full prefill. `load_s` and `prefill_s`: seconds of loading and of
+    full prefill, both of one layer or both of all layers. `shares`: as in MachineProfile. The paper's examples are
+    Llama-7B (recompute 3 ms per layer at 15 %, load 16 ms) and Llama-70B (7 ms, 4 ms):
 
     >>> models = ((0.016, 0.003), (0.004, 0.007))
     >>> [largest_hidden_ratio(0.15, load_s, recompute_s / 0.15) for load_s, recompute_s in models]
@@ -187,9 +187,7 @@ def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares:
 def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
     """Return the seconds of loading and computing `num_layers` equal layers, each loaded while others are computed.
 
-    This is the engines' order (docs/performance.md): the stored KV of layer 0 is read last, because layer 0 depends on
-    the token alone and is computed; the query probe needs layer 1 before any recompute. Computing therefore waits for
-    the loading of one layer.
+    Computing begins once one layer is loaded (`exposed_load_s`), and then overlaps with the rest of the loading.
 
     >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
     (9.0, 8.0)
@@ -198,9 +196,10 @@ def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
 
 
 def exposed_load_s(load_s: float, num_layers: int) -> float:
-    """Return the seconds of loading during which nothing can be computed: the read time of the first layer read.
+    """Return the seconds before computing can begin: the time of loading one layer.
 
-    That is layer 1, because layer 0 is computed, so the result is 0 for a model with one layer.
+    Engines load layer 1 first, and the query probe needs it before any recompute. Layer 0 depends on the token ids
+    alone, so it is computed instead. A model with one layer has nothing to wait for.
 
     >>> exposed_load_s(8.0, num_layers=4), exposed_load_s(8.0, num_layers=1)
     (2.0, 0.0)
@@ -209,16 +208,13 @@ def exposed_load_s(load_s: float, num_layers: int) -> float:
 
 
 class ReuseDecision(NamedTuple):
-    """The decision on one request: the ratio at which stored KV is reused, and the estimated seconds.
+    """The decision on one request: the ratio at which stored KV is reused, and the estimated seconds."""
 
-    `fallback_reason` says why full prefill is faster, and `ratio` is then 1; "" if the KV is reused.
-    """
-
-    ratio: float
-    fallback_reason: str
-    load_s: float
-    recompute_s: float
-    full_s: float
+    ratio: float  # 1 for full prefill
+    fallback_reason: str  # why full prefill is faster; "" if stored KV is reused
+    load_s: float  # loading the stored KV
+    recompute_s: float  # computing the prompt at `ratio`
+    full_s: float  # full prefill of the prompt
 
 
 def decide_reuse(
@@ -232,7 +228,7 @@ def decide_reuse(
     """Return the ratio for a prompt of `num_tokens`, `num_stored` of them stored, or the reason for full prefill.
 
     `r_star`: the least ratio that is close enough to full prefill. `load_bytes`: bytes to read, by the tier's name. A
-    tier without a measured speed counts as instant, so that no ratio above `r_star` is chosen because of it.
+    tier without a measured speed adds no loading time, so that it does not raise the ratio above `r_star`.
     """
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)

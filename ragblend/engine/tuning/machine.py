@@ -31,7 +31,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return the facts that determine this machine's speed: a profile is valid for equal facts only."""
+    """Return the facts that determine this machine's speed. A profile is valid only for a machine with equal facts."""
     device = torch.device(device)
     return {
         "cpu": cpu_model(),

@@ -48,7 +48,11 @@ def add_store_routes(app: Any, store: TieredStore, respond: Respond) -> None:
 
 
 def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of chunks and bytes in the disk tier, its budget and pins, and the remote tier's status."""
+    """Return the contents of the disk tier: numbers of chunks and bytes, in total and by namespace.
+
+    The result also has the tier's limit in bytes (`budget_bytes`), the number of pinned chunks by document (`pins`),
+    and the status of the remote tier, None without one. `fields` of the HTTP request are ignored.
+    """
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for entry in _entries(store):
@@ -69,7 +73,12 @@ def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a page of the chunks on disk, of one namespace or of all, in the order of their keys."""
+    """Return a page of the chunks on disk, in the order of their keys.
+
+    `fields` of the HTTP request: `namespace` (without it, all namespaces), `limit`, and `after`, the last key of the
+    page before. In the result, `next` is the last key of this page, or None if no page follows. Raises UsageError for
+    an invalid limit.
+    """
     limit, after = str(fields.get("limit", MAX_CHUNKS)), str(fields.get("after", ""))
     if not limit.isdecimal() or not 0 < int(limit) <= MAX_CHUNKS:
         raise UsageError(f"limit is {limit!r}; choose 1 to {MAX_CHUNKS}")
@@ -92,9 +101,10 @@ def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Delete all entries of a namespace, those with a cache salt included.
+    """Delete all entries of a namespace, those with a cache salt included. Return `num_removed` and `num_unread`.
 
-    An entry that only the remote tier has is read first, because its key does not show its namespace.
+    `fields` of the HTTP request: `namespace`. Raises UsageError without it. The keys of entries do not show their
+    namespace, so entries that only the remote tier has are read first.
     """
     namespace = fields.get("namespace")
     if not isinstance(namespace, str):

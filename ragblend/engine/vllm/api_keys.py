@@ -95,13 +95,10 @@ class Grant:
 
 @dataclass(slots=True)
 class AuthContext:
-    """State of an HTTP request in progress. `grant`: namespace and rights of its API key.
+    """Rights of an HTTP request that the server is answering, and the reason if its prompt was refused."""
 
-    `rejection_reason`: why the engine client refused to run the request's prompt; "" if it did not refuse.
-    """
-
-    grant: Grant
-    rejection_reason: str = ""
+    grant: Grant  # of the request's API key
+    rejection_reason: str = ""  # why the engine client refused to run the prompt; "" if it did not refuse
 
 
 current_auth: ContextVar[AuthContext | None] = ContextVar("ragblend_auth", default=None)
@@ -114,7 +111,7 @@ class ApiKeys:
     """API keys of a server. The server reads them when it starts, so removing a key requires a restart."""
 
     grants: Mapping[bytes, Grant]  # by the key's SHA-256
-    open_paths: frozenset[str] = field(default_factory=frozenset)
+    open_paths: frozenset[str] = field(default_factory=frozenset)  # paths that need no key for GET and HEAD
 
     def is_public_route(self, method: str, path: str) -> bool:
         """Return True if a request to the path needs no key."""
@@ -140,10 +137,10 @@ class ApiKeys:
 
 
 def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
-    """Return the `kv_transfer_params` for the engine: `transfer_params` with the key's namespace.
+    """Return the `kv_transfer_params` for the engine: those of a request, with the namespace of its API key.
 
-    Raises ForbiddenError if the request names another namespace, or the key lacks the right for the request's mode.
-    Fields of other connectors are dropped.
+    The field `ragblend_tenant` passes this namespace to the connector. Fields of other connectors are dropped. Raises
+    ForbiddenError if the request names another namespace, or if the key lacks the right for the request's mode.
 
     >>> acme = Grant("acme", frozenset({"ask"}))
     >>> bind_namespace({"ragblend": {"mode": "prefix"}}, acme)

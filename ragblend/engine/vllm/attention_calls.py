@@ -25,7 +25,8 @@ class RequestRows(NamedTuple):
 class AttentionCall(NamedTuple):
     """Rows of one or several requests that run through a layer in one attention call.
 
-    Their KV is read from vLLM's paged cache, or from resident tensors if `parts` is set.
+    If `parts` is set, the rows attend to the requests' resident layers (see `PagedKV`). Otherwise they attend to vLLM's
+    paged cache, and `slots` and `metadata` are set.
     """
 
     span: slice  # indices of the call's rows among all rows
@@ -36,10 +37,10 @@ class AttentionCall(NamedTuple):
 
 
 def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tuple[int, int]]]:
-    """Return calls, each a list of index pairs [start, end) into `rows`, one pair per run of consecutive positions.
+    """Split rows into attention calls. A call is a list of runs, each a pair [start, end) of indices into `rows`.
 
-    A call spans at most `max_rows` rows and has at most `max_runs` runs. A run longer than `max_rows` is cut into
-    consecutive parts, so each part still attends to everything before it.
+    The positions in a run are consecutive. A call spans at most `max_rows` rows and has at most `max_runs` runs. A
+    longer run is cut into consecutive parts, and each part still attends to everything before it.
 
     >>> cut_runs([0, 1, 2, 7, 9], max_rows=2, max_runs=2)
     [[(0, 2)], [(2, 3), (3, 4)], [(4, 5)]]

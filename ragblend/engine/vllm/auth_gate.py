@@ -33,7 +33,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def install_gate(app: Any) -> ApiKeys | None:
-    """Return the API keys in the configuration of vLLM's application, and guard its engine; None without keys."""
+    """Make the engine of vLLM's application `app` check API keys, and return the keys.
+
+    The connector's configuration names the file of the keys. Without a file, return None and change nothing.
+    """
     transfer = app.state.vllm_config.kv_transfer_config
     path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
     if not path:

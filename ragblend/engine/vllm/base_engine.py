@@ -121,9 +121,10 @@ class VllmStream(AnswerStream):
 class VllmEngineBase(LocalEngine):
     """Engine over a vLLM that runs the ragblend connector. Safe to share between threads.
 
-    A separate request precomputes a missing chunk in the background, unless `on_miss` is "inline". Every turn of a
-    conversation is an ordinary prompt: the connector finds what it can reuse. `bytes_per_token`: bytes of one token's
-    stored KV in all layers. `stop_ids`: tokens that end an answer and are no part of it. `options`: of `LocalEngine`.
+    If `on_miss` is "store", separate requests precompute missing chunks in the background. Every turn of a conversation
+    is an ordinary prompt, in which the connector finds the reusable chunks. `bytes_per_token`: bytes of one token's
+    stored KV in all layers. `stop_ids`: tokens that end an answer and are no part of it. `options`: arguments of
+    `LocalEngine`.
     """
 
     def __init__(
@@ -149,9 +150,10 @@ class VllmEngineBase(LocalEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Precompute chunks with several requests at once, and yield the number of bytes stored for each.
+        """Precompute chunks by several requests at once. Yield the number of bytes stored for each chunk.
 
-        Chunks with an ingestion context come last, because they reuse the KV of the chunks in it.
+        Chunks with an ingestion context come last, because they reuse the KV of the chunks in that context. The numbers
+        come in this order.
         """
         self.add_known_chunks(chunks)
         in_context = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
@@ -164,7 +166,7 @@ class VllmEngineBase(LocalEngine):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing, because vLLM's workers read the store, and only for requests."""
+        """Do nothing, because vLLM's workers read the store only for requests."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
         """Prefill a chunk's token ids after an ingestion context, and store the KV.
@@ -207,7 +209,10 @@ class VllmEngineBase(LocalEngine):
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
-        """Return the answer to `prompt`, up to the model's end token or a stop string. `options`: GenerationOptions."""
+        """Return the answer to `prompt`, up to an end token or a stop string.
+
+        `options`: fields of GenerationOptions.
+        """
         return self.stream(prompt, **options).finish()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmStream:
@@ -218,10 +223,11 @@ class VllmEngineBase(LocalEngine):
         return VllmStream(self, self.request(prompt, **options))
 
     def request(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> VllmRequest:
-        """Return the request for a prompt: its token ids and parameters. `options`: GenerationOptions.
+        """Return the request for a prompt: its token ids and parameters. Nothing is sent.
 
-        The connector resolves a `recompute_ratio` of None or "auto", because it has access to the store. Raises
-        PromptTooLongError beyond the model's context length, UsageError for invalid values.
+        `options`: fields of GenerationOptions. The connector resolves a `recompute_ratio` of None or "auto", because it
+        has access to the store. Raises PromptTooLongError beyond the model's context length, and UsageError for invalid
+        values.
         """
         checked = checked_options(options)
         self._check_prompt(prompt, checked.stop_strings)
@@ -235,7 +241,10 @@ class VllmEngineBase(LocalEngine):
         return VllmRequest(token_ids, params, replace(checked, max_tokens=max_tokens), prompt, render_s)
 
     def handle_finished_answer(self, request: VllmRequest, answer: Generation) -> None:
-        """After an answer, warn if no chunk was reused, store missing chunks, and start a shadow comparison."""
+        """After an answer, warn if no chunk was reused, and store missing chunks in the background.
+
+        Some greedy answers are also compared with full prefill in the background (shadow comparison).
+        """
         report = answer.report
         if request.prompt is None or request.params.mode not in ("blend", "reuse"):
             return

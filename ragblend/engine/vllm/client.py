@@ -130,7 +130,8 @@ class Connection:
     def stream(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
         """Send a request and yield its response, whose body is still unread. Raises RagblendError for an error status.
 
-        A request is sent again if the connection fails before response headers arrive, and for RETRY_STATUS.
+        The request is sent again if the connection fails before response headers arrive, or if the status is in
+        RETRY_STATUS.
         """
         with self._translated():
             response = self._send(method, path, body)
@@ -268,10 +269,10 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
 
 
 class ServerModelRenderer:
-    """Renderer for the model of a server. It has the formats of tool calls that the server has reported.
+    """Renderer for the model of a server. It loads the model's tokenizer at the first use, by calling `load`.
 
-    All other attributes are those of the Renderer that `load` returns at their first use, with the model's tokenizer.
-    Splitting documents and counting tokens use it; prompts do not.
+    The formats of tool calls come from `facts`. All other attributes are those of the loaded Renderer. Splitting
+    documents and counting tokens load it. Answering prompts does not.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
@@ -347,9 +348,9 @@ class ServedStream(AnswerStream):
 class VllmClient(EngineBase):
     """Engine over a vLLM server, as `load_engine(model, backend="http://HOST:PORT")` returns it.
 
-    A vLLM server without ragblend answers without reuse. `load_renderer` loads the model's tokenizer, which splitting
-    documents and counting tokens need. A prompt's chunks that the server has not stored are sent to it as documents, in
-    the background, unless `on_miss` is "inline".
+    If `on_miss` is "store", chunks that the server has not stored are sent to it as documents, in the background. A
+    vLLM server without ragblend answers without reuse. `load_renderer` loads the model's tokenizer, which splitting
+    documents and counting tokens need.
     """
 
     def __init__(
@@ -396,7 +397,10 @@ class VllmClient(EngineBase):
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation:
-        """Return the answer to `prompt`, up to the model's end token or a stop string. `options`: GenerationOptions."""
+        """Return the answer to `prompt`, up to an end token or a stop string.
+
+        `options`: fields of GenerationOptions.
+        """
         return self.stream(prompt, **options).finish()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> ServedStream:
@@ -439,7 +443,10 @@ class VllmClient(EngineBase):
         return body
 
     def send_missing_after_answer(self, prompt: Prompt, options: GenerationOptions, answer: Generation) -> None:
-        """After an answer, warn if no chunk was reused, send missing chunks, and start a shadow comparison."""
+        """After an answer, warn if no chunk was reused, and send missing chunks to the server in the background.
+
+        Some greedy answers are also compared with full prefill in the background (shadow comparison).
+        """
         report = answer.report
         if options.mode not in ("blend", "reuse") or report.refused_reason:
             return
@@ -465,7 +472,7 @@ class VllmClient(EngineBase):
         return counts["new_kv_bytes"]
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the server has the KV of the chunk as `precompute` stores it."""
+        """Return True if the server has stored the chunk's KV as a separate document, as `precompute` does."""
         if not self.blends:
             return False
         path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)

@@ -26,10 +26,10 @@ from ragblend.redaction import redact_message, redact_url
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig(TierOptions):
-    """`kv_connector_extra_config`, checked when vLLM starts.
+    """Configuration of the connector: the fields of vLLM's `kv_connector_extra_config`.
 
     `memory_gib` is the size of each worker's memory tier. `mode`, `rule` and `ratio` apply to requests that do not set
-    them.
+    them. Invalid values raise UsageError.
     """
 
     store: str = DEFAULT_STORE  # a directory that all processes of this vLLM can access
@@ -65,8 +65,11 @@ class ConnectorConfig(TierOptions):
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
     def message_for_clients(self, error: BaseException) -> str:
-        """Return an error's message without this machine's paths and without the addresses of remote tier and
-        catalogue."""
+        """Return an error's message without paths of this machine.
+
+        The addresses of the remote tier and the catalogue are removed, too. For an error that is not a RagblendError,
+        the message names only its type.
+        """
         if not isinstance(error, RagblendError):
             return f"{type(error).__name__}; see the server's log"
         text = str(error)

@@ -75,17 +75,21 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     weights_updated: bool = False  # the model's weights have changed since it was loaded
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return one message for this rank and `other`. Their reports on a request differ only in measured seconds."""
+        """Return one message for this rank and another one. Reports on the same request are taken from this rank.
+
+        They differ only in measured seconds.
+        """
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated
         return BlendReports({**other.reports, **self.reports}, memory, updated)
 
 
 class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """KV connector. vLLM creates one in the scheduler's process and one in every worker, and passes their messages.
+    """KV connector that vLLM loads: one object in the scheduler's process, and one in every worker.
 
-    The class does not declare SupportsHMA, because it fills one group of blocks. vLLM then disables its hybrid cache
-    manager, so that models with sliding windows have one group, too.
+    vLLM passes messages between these objects at every engine step. The connector can fill only one group of KV
+    blocks, so the class does not declare SupportsHMA. vLLM then disables its hybrid cache manager, and a model with
+    sliding windows has one group, too.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -126,9 +130,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler.kv_cache_manager = kv_cache_manager
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many context tokens the connector will fill, and True if it fills them between engine steps.
+        """Return the number of tokens after `num_computed_tokens` that the connector will fill with KV.
 
-        The number is None while it is not known yet.
+        The second value is True if the number is above 0: the connector fills the tokens between engine steps. The
+        number is None while it is unknown, and vLLM asks again at a later step.
         """
         return self.scheduler.num_matched_tokens(request, num_computed_tokens)
 

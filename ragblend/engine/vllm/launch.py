@@ -43,16 +43,16 @@ _COMPILATION_FLAG = re.compile(r"--(no-)?enforce-eager$|(--compilation-config|-c
 
 
 class Checkpoint(NamedTuple):
-    """Model on this machine, with the dtype in which it runs. `bytes_per_token`: size of a token's KV, all layers."""
+    """Model on this machine, with the dtype in which it runs."""
 
     name: str
     path: Path
     dtype: str
     fingerprint: str
-    bytes_per_token: int
-    context_length: int
+    bytes_per_token: int  # of one token's KV in all layers, in `dtype`
+    context_length: int  # in tokens
     num_layers: int
-    num_heads: int
+    num_heads: int  # KV heads per layer
     head_dim: int
 
     def stored_bytes_per_token(self, kv_dtype: str) -> int:
@@ -60,15 +60,16 @@ class Checkpoint(NamedTuple):
         return self.bytes_per_token // (1 if kv_dtype == "auto" else DTYPES[self.dtype].itemsize)
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts about the checkpoint that a store records."""
+        """Return the facts about the checkpoint that a store records: its name, and dtype and shapes of its KV."""
         shapes = [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers
         return {"model": self.name, **KVSpec.from_kv_shapes(self.dtype, shapes).as_facts()}
 
 
 def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
-    """Return the checkpoint of `model`, in the dtype that the transformers engine chooses, so that both share a store.
+    """Return the checkpoint of `model`, in the dtype that the transformers engine would choose.
 
-    A Hugging Face id is downloaded. The weights are not loaded, but read once for the fingerprint, which is cached.
+    Both engines can therefore share a store. A Hugging Face id is downloaded. The weights are not loaded, but read once
+    for the fingerprint, which is cached.
     """
     path, config = _load_config(model, options)
     kind = choose_dtype(options.dtype, config, options.device)

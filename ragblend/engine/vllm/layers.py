@@ -54,11 +54,11 @@ def _stop() -> None:
 
 
 class VllmLayers:
-    """LayerwiseModel over the `model` of a vLLM worker, with this rank's share of the KV heads.
+    """LayerwiseModel of a vLLM worker's `model`: its layers run one at a time, over any subset of the prompt's tokens.
 
-    `max_rows`, `max_runs`: most rows, and most runs of consecutive rows, in one attention call. They bound the call's
-    memory and do not change results. Raises UnsupportedModelError for layers or an attention backend that the connector
-    cannot call. In shapes: R rows, H KV heads, D head size.
+    It has this rank's share of the KV heads. `max_rows` and `max_runs` limit the rows of one attention call, and its
+    runs of consecutive rows. They bound the call's memory and do not change results. Raises UnsupportedModelError for
+    layers or an attention backend that the connector cannot call. In shapes: R rows, H KV heads, D head size.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class VllmLayers:
 
     @property
     def attends_scattered_rows_together(self) -> bool:
-        """True if one attention call computes scattered rows over a layer whose KV is resident as one tensor.
+        """True if scattered rows attend in one call to the resident layer, a copy of the layer's KV in one tensor.
 
-        False on a CPU, where the backend's kernel is faster for any number of rows (`benchmarks.scattered`).
+        False on a CPU, where vLLM's kernel over the paged cache is always faster (`benchmarks.scattered`).
         """
         return self.device.type != "cpu"
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the hidden states [R, 1, hidden size] of token ids [R]."""
+        """Return the embeddings [R, 1, hidden size] of token ids [R], which have no residual yet."""
         hidden: Tensor = self._decoder.embed_input_ids(token_ids)
         return hidden[:, None]
 
@@ -169,7 +169,10 @@ class VllmLayers:
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshRowsCallback | None = None
     ) -> Tensor:
-        """Run a decoder layer over `rows` [R], and write their KV to the paged cache. Return its output."""
+        """Run a decoder layer over the tokens at positions `rows` [R], and return its output [R, 2, hidden size].
+
+        The tokens' keys and values are passed to `hook`, and written to `fused`, a PagedKV.
+        """
         together = fused.should_attend_together(layer, hook is not None)
         calls = fused.attention_calls(rows, together)
         return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
@@ -205,7 +208,11 @@ class VllmLayers:
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
     ) -> Tensor:
-        """Return `run_layer`'s output for `rows` without blocks, which attend over the resident layer of `fused`."""
+        """Run a decoder layer for a query probe, and return its output [R, 2, hidden size].
+
+        The tokens at `rows` have no blocks in the paged cache. They attend to the resident layer of `fused`, a PagedKV.
+        `probe_hook` receives their queries and the keys.
+        """
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
@@ -224,7 +231,7 @@ class VllmLayers:
     def run_layer_keeping_unrotated_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any
     ) -> tuple[Tensor, LayerKV]:
-        """Run a layer as `run_layer`. Return its hidden states, and the rows' pre-RoPE keys and values [H, R, D]."""
+        """Run a layer as `run_layer`. Return its output, and the rows' pre-RoPE keys and values [H, R, D]."""
         outputs, kvs = [], []
         for call in fused.attention_calls(rows):
             with self._capture(layer) as kept:
@@ -286,7 +293,10 @@ class VllmLayers:
         ]
 
     def split_shared_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
-        """Split the rows of several requests, [R] each, into calls over resident layers, each of at most `max_rows`."""
+        """Split rows of several requests into calls over the requests' resident layers, of at most `max_rows` rows.
+
+        `rows`: positions [R] of each request.
+        """
         joined = torch.cat(list(rows)) if len(rows) > 1 else rows[0]
         starts = list(itertools.accumulate((len(each) for each in rows), initial=0))
         calls = []
@@ -400,7 +410,7 @@ class VllmLayers:
         return output
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm to hidden states [R, 2, hidden size], and return [R, hidden size]."""
+        """Return the final norm [R, hidden size] of the last layer's output and residual [R, 2, hidden size]."""
         output, _ = self._decoder.norm(*(part.contiguous() for part in torch.unbind(hidden, 1)))
         normed: Tensor = output
         return normed
@@ -436,10 +446,10 @@ class VllmLayers:
     def _attending_over(
         self, layer: int, parts: Sequence[RequestRows], fused: Sequence[Any], hook: QueryProbeHook | None = None
     ) -> Iterator[list[Tensor]]:
-        """Replace the layer's attention by ragblend's own over the resident layer of each part's owner in `fused`.
+        """Replace the layer's attention inside the block by ragblend's own, over the resident layers of `fused`.
 
-        It writes the rows' keys and values there first. `hook` may compute the attention instead. Yield a list that
-        receives each part's queries [Hq, R, D].
+        `parts` are the rows of each request. Their keys and values are written to its resident layer first. `hook` may
+        compute the attention instead. Yield a list that receives the queries [Hq, R, D] of each part.
         """
         attention, seen = self._attention[layer], []
         params, scale = self._attention_params[layer], attention.impl.scale

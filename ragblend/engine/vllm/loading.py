@@ -72,10 +72,11 @@ class LoadingController:
         stored: Sequence[StoredSpan],
         probes_before_selection: bool = False,
     ) -> ReuseDecision:
-        """Return the ratio whose recompute is hidden behind loading `stored`, or the reason why full prefill is faster.
+        """Return the ratio at which to reuse `stored`, or the reason for full prefill if that is faster.
 
-        `r_star`: the least ratio that is close enough to full prefill. `num_prefix`: number of tokens of the prefix,
-        whose KV the workers have in memory. Requires a machine profile.
+        The ratio is the largest whose recompute takes no longer than loading `stored`, but at least `r_star`, which is
+        close enough to full prefill. `num_prefix`: number of tokens of the prefix, whose KV the workers have in memory.
+        Requires a machine profile.
         """
         assert self.machine is not None
         # Entries of the remote tier have been fetched to the disk already.

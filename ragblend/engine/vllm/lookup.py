@@ -31,23 +31,18 @@ NUM_LOOKUPS = 4  # lookups that run at the same time
 
 
 class LookupResult(NamedTuple):
-    """The result of looking up a prompt's chunks.
+    """The result of looking up a prompt's chunks."""
 
-    `runs`: the runs of chunks in the prompt. `stored`: the runs whose chunks are stored. `missing`: keys of entries
-    that this machine does not have, but the remote tier may have. `match_s`: seconds that matching the prompt took.
-    """
-
-    runs: tuple[ChunkRun, ...]
-    stored: tuple[StoredSpan, ...] = ()
-    missing: tuple[str, ...] = ()
-    match_s: float = 0.0
+    runs: tuple[ChunkRun, ...]  # parts of the prompt that equal a chunk, or a part of one
+    stored: tuple[StoredSpan, ...] = ()  # the runs whose chunk has a stored entry
+    missing: tuple[str, ...] = ()  # keys of entries that this machine does not have, but the remote tier may have
+    match_s: float = 0.0  # seconds that matching the prompt took
 
 
 class ChunkLookup:
-    """Finds the chunks in a prompt with `matcher`, and their entries in `disk`. Without `matcher`, no chunk is found.
+    """Finds the chunks in prompts by `matcher`, and the chunks' entries in `disk`.
 
-    The context policy is the one of `config`, else the one that the store has recorded, else the default for a model of
-    `num_layers` layers. `fingerprint` is the model's. `close` ends the threads.
+    Without a matcher, no chunk is found. `fingerprint` and `num_layers` are the model's. `close` ends the threads.
     """
 
     def __init__(
@@ -76,8 +71,9 @@ class ChunkLookup:
     ) -> Future[LookupResult]:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
-        `runs`: the result of an earlier matching of the same prompt. `asks_remote`: stop if the remote tier may have
-        better entries than this machine. The result then has their keys (`missing`), and `stored` is empty.
+        `runs`: the runs that an earlier lookup of the prompt has found, None before the first one. `asks_remote`: if
+        the remote tier may have better entries than this machine, the result has only their keys (`missing`). Fetch
+        these entries, and start the lookup again with `asks_remote=False`.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 
@@ -88,7 +84,7 @@ class ChunkLookup:
             self._matcher.close()
 
     def context_policy(self) -> ContextPolicy:
-        """Return the store's context policy: the configured one, else the stored one, else the model's default."""
+        """Return the context policy: the configured one, else the store's own, else the default for the model."""
         if self._config.context is not None:
             return self._config.context
         try:

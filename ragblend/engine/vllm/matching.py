@@ -25,7 +25,7 @@ _PROMPTS_KEPT = 1024
 
 
 class PromptMatcher:
-    """Finds the runs of prompts among the chunks in the registry of `store`. Thread-safe.
+    """Finds chunks in the token ids of prompts. It knows the chunks in the registry of `store`. Thread-safe.
 
     Only chunks whose token ids come from the tokenizer of `renderer` are found.
     """
@@ -37,10 +37,11 @@ class PromptMatcher:
         self._known = lru_cache(_NAMESPACES_OPEN)(partial(open_known_chunks, self._registry, renderer.fingerprint))
 
     def find_runs(self, token_ids: Sequence[int], namespace: str) -> list[ChunkRun]:
-        """Return the runs of a namespace's chunks in a prompt.
+        """Return the parts of a prompt that equal a chunk of the namespace, or a part of one, in prompt order.
 
-        A short quotation of a chunk in the question is left out. No run contains the last token of the prompt, because
-        vLLM has to compute it to sample the next one. Raises RagblendError for a damaged registry.
+        A short part at the end of the question is left out, because it may be a quotation. The last token of the prompt
+        is never in a run, because vLLM has to compute it to sample the next one. Raises RagblendError for a damaged
+        registry.
         """
         runs = self._known(namespace).find_runs(token_ids)
         if ends_with_quotation(runs, token_ids, self.tail_ids):

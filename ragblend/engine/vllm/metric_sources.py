@@ -40,7 +40,10 @@ class RequestMetrics:
         self.counts.update(counts)
 
     def record_filled_request(self, report: BlendReport, *, observed: bool) -> None:
-        """Count a request whose context has been filled. If `observed` and not refused, add it to the histograms."""
+        """Add the `report` of a request whose context has been filled to the counters.
+
+        If `observed` is True and reuse was not refused, also add its seconds to the histograms.
+        """
         self.add(
             refused_requests=bool(report.refused_reason),
             load_seconds=report.load_s,
@@ -80,9 +83,9 @@ class RequestMetrics:
 class TierMetrics:
     """Metrics of this process's memory and disk tiers (hits, evictions and sizes), and of its remote tier, if any.
 
-    A thread lists the files on disk, so that `take_changes`, for which engine steps wait, is fast. With `shows_bytes`,
-    this process also reports the sizes of the tiers, and whether the store's folder was deleted. Set `shows_bytes` in
-    only one of the processes that share a disk.
+    With `shows_bytes`, this process also reports the sizes of the tiers, and whether the store's folder was deleted.
+    Set it in only one of the processes that share a disk. Engine steps wait for `take_changes`, so a separate thread
+    lists the files on disk.
     """
 
     def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:

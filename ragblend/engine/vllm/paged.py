@@ -46,15 +46,15 @@ class LayerPlacement(NamedTuple):
 
 
 class PagedKV:
-    """PromptKVBuffer over one request's blocks. The first `length` rows are valid.
+    """One request's KV in its blocks of vLLM's paged cache (a PromptKVBuffer). The first `length` rows are valid.
 
-    Reading KV from blocks is slow. So the layer that was placed last is also held as a tensor, the resident layer, if
-    its index is in `kept`; `write` updates both. `fully_resident_layer` is the index of the resident layer once all
-    placed rows are in its tensor, else None.
+    Reading KV from blocks is slow. If a layer's index is in `kept`, its KV is therefore also kept in a tensor, the
+    resident layer, until the next such layer is placed. `write` updates both. `fully_resident_layer` is the index of
+    the resident layer once all placed rows are in its tensor, else None.
 
-    The first `num_rows` rows have blocks. The next `num_probe_rows` rows, which a query probe uses, exist only in the
-    resident layer. The capacity is the sum of both numbers. The KV of the first `num_resident` rows is in the blocks
-    before fusing. It is never overwritten, and is copied into each resident layer.
+    The capacity is `num_rows` + `num_probe_rows`. The first `num_rows` rows have blocks. The other rows are for a query
+    probe, and exist only in the resident layer. The blocks of the first `num_resident` rows have valid KV already. It
+    is never overwritten, and is copied into each resident layer.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class PagedKV:
     def place(
         self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> None:
-        """Write stored (pre-RoPE) KV to its rows in the blocks, and to the resident layer if `layer` is kept.
+        """Rotate the stored keys of a layer, and write its KV to the blocks.
 
-        For drift correction, `shares` [T, M] @ `drift` [H, M, D] is added to keys and values before rotation: T prompt
-        rows, M landmarks of the `DriftCorrection`.
+        If `layer` is in `kept`, the KV is also written to the resident layer. For drift correction, `shares` [T, M] @
+        `drift` [H, M, D] is added before the rotation (T rows of the prompt, M landmarks of the `DriftCorrection`).
         """
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
     def place_in_resident_layer(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
-        """Write stored KV to the resident layer only, if `layer` is kept. `place` fills the blocks later."""
+        """Write stored KV to the resident layer only, if `layer` is in `kept`. `place` fills the blocks later."""
         for _ in self._placed(layer, stored):
             pass
 
@@ -162,9 +162,9 @@ class PagedKV:
         self.length = placement.end
 
     def should_attend_together(self, layer: int, has_hook: bool) -> bool:
-        """Return True if rows attend in one call over the resident layer, a contiguous copy of `layer`.
+        """Return True if scattered rows of `layer` attend in one call to the resident layer, False if to the blocks.
 
-        Otherwise they attend over the blocks.
+        `has_hook`: the layer runs with a FreshRowsCallback. All placed rows are resident once that has been called.
         """
         is_resident = has_hook or self.fully_resident_layer == layer
         return self._layers.attends_scattered_rows_together and layer in self._kept and is_resident
@@ -184,19 +184,19 @@ class PagedKV:
 
 
 class PagedLayerLoader:
-    """LayerSource that reads ahead in a thread, and places in the caller's thread, because vLLM's cache has one writer.
+    """LayerSource that reads a request's stored chunks layer by layer, and places them in its PagedKV.
 
-    Use as a context manager; leaving it stops the reader. After an error, leaving does not wait for the current read,
-    which only fills the reader's own buffer. `done` is set once the reader has ended. On a GPU the reader copies layers
-    to the device while the GPU computes.
+    A thread reads ahead. The caller's thread places the layers, because vLLM's cache has one writer. On a GPU, the
+    thread copies layers to the device while the GPU computes. Use the object as a context manager. Leaving it stops the
+    reader, and after an error does not wait for the current read. `done` is set once the reader has ended.
 
-    With a single rank, layer 0 of chunks that are not in memory is computed instead of read. Several ranks would have
-    to compute it together, because the embedding sums over ranks. But one rank may have a chunk in memory and another
-    only on disk. An entry that one of several ranks cannot read counts as damaged on all of them.
+    With a single rank, layer 0 of chunks that are not in memory is computed instead of read. Several ranks read it:
+    they would have to compute it together, and a chunk may be in the memory of one rank only. An entry that one of
+    several ranks cannot read counts as damaged on all of them.
 
-    `corrects_drift`: the caller calls `apply_drift` for every layer but the first, if there are inexact chunks. `wait`
-    then leaves a layer of these chunks in host memory, and `apply_drift` corrects and places it. The query probe runs
-    through several layers before the first correction, and several layers of chunks from disk may be in memory.
+    `corrects_drift`: chunks that are not exact are corrected before they are placed in blocks. If there are any, the
+    caller must call `apply_drift` for every layer but the first. Until then, their layers stay in host memory, and
+    several layers may be there.
     """
 
     def __init__(
@@ -226,7 +226,10 @@ class PagedLayerLoader:
         return self._loader.num_computed
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Return each layer's load and fuse times, like `LayerLoader.timeline`. Placing counts as fusing."""
+        """Return each layer's load and fuse times. Placing counts as fusing.
+
+        `ends_s`: when each layer was fused, in `perf_counter` seconds.
+        """
         return self._loader.timeline(ends_s)
 
     @property
@@ -275,7 +278,10 @@ class PagedLayerLoader:
         raise own or DamagedEntryError(bad, "as read by another rank")
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
-        """Return pre-RoPE keys and values [H, R, D] at `rows` [R], ascending, of chunks that are not corrected yet."""
+        """Return the stored pre-RoPE keys and values [H, R, D] at positions `rows` [R], ascending.
+
+        All rows must be of chunks that wait for `apply_drift` in this layer.
+        """
         positions, parts = positions_on_host(rows), list[LayerKV]()
         for span, kv in self._waiting[layer]:
             mine = positions[bisect_left(positions, span.start) : bisect_left(positions, span.stop)]
@@ -284,7 +290,7 @@ class PagedLayerLoader:
         return LayerKV(*(torch.cat(each, 1).to(self._layers.device) for each in zip(*parts, strict=True)))
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Place the layer's chunks whose stored KV is not exact in this prompt.
+        """Correct and place the layer's chunks whose stored KV is not exact in this prompt.
 
         `shares` @ `drift` is added to their rows, as in `PagedKV.place`. If `drift` is None, they are placed as stored.
         """

@@ -24,10 +24,11 @@ for weight updates set it. Other code that changes parameters must set it in eve
 
 
 def register() -> None:
-    """Wrap methods of vLLM's Worker, which the CPU and XPU workers inherit. Repeated calls do nothing.
+    """Prepare vLLM in this process for ragblend: wrap methods of its Worker, and pass log records to its logger.
 
-    The wrapped `load_model` also keeps a reference to the model, `determine_available_memory` reserves memory, and
-    methods for weight updates set `weights_updated`.
+    The wrapped `load_model` also keeps a reference to the model, `determine_available_memory` reserves memory for
+    blending, and methods for weight updates set `weights_updated`. The CPU and XPU workers inherit them. Repeated calls
+    do nothing.
     """
     use_vllm_logger()
     from vllm.v1.worker.gpu_worker import Worker

@@ -81,7 +81,7 @@ class Readiness:
         return end_s - time.monotonic()
 
     async def state(self) -> dict[str, Any]:
-        """Return the body of the readiness response."""
+        """Return the body of the readiness response: `ready`, and the states of engine, disk and remote tier."""
         engine = "stopping" if self.is_stopping else await self._engine_state()
         disk, remote = await asyncio.gather(asyncio.to_thread(self._disk.state), asyncio.to_thread(self._remote.state))
         is_ready = engine == "ok" and disk in ("ok", "full")

@@ -80,8 +80,7 @@ class _RequestState:
 
 
 class BlendScheduler:
-    """The part of the connector in vLLM's scheduler process, one per vLLM engine. `metrics`: the metrics of its
-    requests."""
+    """The connector's part in vLLM's scheduler process. It plans the blends of requests, which the workers run."""
 
     def __init__(self, vllm_config: Any, config: ConnectorConfig) -> None:
         self.config = config
@@ -292,8 +291,8 @@ class BlendScheduler:
     def _share_conversation(self, request: Any, state: _RequestState) -> None:
         """Salt a request so that it shares blended blocks with earlier and later turns of its conversation.
 
-        Leave the request to vLLM instead if vLLM's prefix cache has enough exact tokens of it that blending would
-        compute no fewer.
+        Leave the request to vLLM instead if its prefix cache has exact tokens, and blending would compute no fewer
+        tokens than vLLM.
         """
         ids, params, choice = request.prompt_token_ids, state.params, state.choice
         assert choice is not None
@@ -352,9 +351,10 @@ class BlendScheduler:
         self._share_conversation(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many context tokens the connector will fill, and True if it fills them between engine steps.
+        """Return the number of tokens after `num_computed_tokens` that the workers will fill with KV.
 
-        The number is None while it is not known yet. If vLLM preempts the request, the number stays the same.
+        The second value is True if the number is above 0: workers fill the tokens between engine steps. The number is
+        None while it is unknown. A preempted request gets the same number again.
         """
         state = self.requests.get(request.request_id)
         if state is None:
@@ -493,7 +493,7 @@ class BlendScheduler:
 
 
 def _no_reuse_reason(request: Any) -> str:
-    """Return the key in NO_REUSE_REASONS of why no stored KV can be used for a request; "" if it can be used."""
+    """Return why a request can use no stored KV, as a key of NO_REUSE_REASONS; "" if it can use stored KV."""
     if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
         return "embeddings"
     if getattr(request, "mm_features", None):

@@ -38,14 +38,14 @@ measured on an H100. A wrong mask is off by ten times as much."""
 def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) -> None:
     """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Overwrites the KV blocks from 1 on.
 
-    Must run before the first request. Each gate compares the hidden states of the question tokens with the reference:
+    Must run before the first request. The hidden states of the question's tokens must equal those of full prefill in
+    each of these cases (gates):
 
-    - A chunk placed directly after its prefix gives full prefill.
-    - Recomputing all tokens over stale KV gives full prefill.
-    - Recomputing scattered tokens over exact KV gives full prefill. This is checked for one attention call, for
-      several calls that are planned together, for attention over the blocks, and for the rule "ask".
-    - A query probe, whose rows have no blocks, gives full prefill over exact KV. This is checked for placed KV, and
-      for KV that is read from the blocks.
+    - A chunk is placed directly after its prefix.
+    - All tokens are recomputed over stale KV.
+    - Scattered tokens are recomputed over exact KV: in one attention call, in several calls that are planned together,
+      in several calls over the blocks, and as the rule "ask" selects them.
+    - A query probe runs over exact KV that was placed, or that is read from the blocks.
     """
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS
     needed = -(-total // layers.block_size)

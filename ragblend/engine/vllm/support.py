@@ -167,7 +167,7 @@ def reject_unsupported_config(vllm_config: Any) -> None:
 def reject_kv_groups(kv_cache_config: Any) -> None:
     """Raise UnsupportedModelError unless all layers share one paged cache that keeps the blocks of all tokens.
 
-    Layers with a sliding window may be among them, if vLLM's specification of the cache is that of full attention.
+    Layers with a sliding window are accepted if vLLM caches them like layers with full attention.
     """
     groups = kv_cache_config.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
@@ -196,8 +196,10 @@ def kernel_blocks_per_block(cache_shape: Sequence[int], num_blocks: int, block_s
 
 
 def reject_unsupported_attention(impl: Any) -> None:
-    """Raise UnsupportedModelError for a backend that cannot plan several calls before it runs the first, and for
-    attention that ragblend's query probe cannot compute. `impl`: vLLM's implementation of a layer's attention.
+    """Raise UnsupportedModelError for the attention backend FlashInfer, and for attention with ALiBi slopes.
+
+    FlashInfer cannot plan several calls before it runs the first. ragblend's query probe cannot compute ALiBi. `impl`:
+    vLLM's implementation of a layer's attention.
     """
     if type(impl).__name__.startswith("FlashInfer"):  # other backends that do the same fail a gate of `self_check`
         raise UnsupportedModelError(
@@ -210,8 +212,9 @@ def reject_unsupported_attention(impl: Any) -> None:
 
 
 def model_fingerprint(model_config: Any) -> str:
-    """Return the transformers engine's fingerprint of the checkpoint that vLLM serves, so that both share KV.
+    """Return the fingerprint of the checkpoint that vLLM serves. The transformers engine computes the same one.
 
+    Both engines can therefore share stored KV.
     The fingerprint covers the revision, overrides of the config, a separate config (`hf_config_path`), and online
     quantisation, which changes the KV. Raises UsageError for overrides that are a function.
     """
@@ -229,9 +232,10 @@ def model_fingerprint(model_config: Any) -> str:
 
 
 def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOptions:
-    """Return the revision, dtype and trust_remote_code with which vLLM loads the model, or the checkpoint `place`.
+    """Return the revision, dtype and trust_remote_code with which vLLM loads its model.
 
-    The revision is None for a directory. vLLM ignores it there, but `find_model` would raise an error.
+    `place`: name or path of another checkpoint, such as the tokenizer's; None for the model itself. The revision is
+    None for a directory. vLLM ignores it there, but `find_model` would raise an error.
     """
     is_directory = Path(place or str(model_config.model)).expanduser().is_dir()
     return ModelOptions(

@@ -52,19 +52,15 @@ _PATIENCE_S, IDLE_PATIENCE_S = 0.001, 0.01
 
 
 class StoredSpan(NamedTuple):
-    """Positions [start, end) of a run whose chunk is stored under `key`.
-
-    `exact`: the chunk's KV was computed after precisely the tokens that precede it in the prompt. `nbytes`: size of the
-    entry's tensors; 0 for an ingestion, which does not read them.
-    """
+    """Positions [start, end) of a prompt whose tokens are those of a stored chunk, or of a part of it."""
 
     start: int
     end: int
-    key: str
+    key: str  # of the chunk's entry
     match: PrefixMatch
-    exact: bool
-    policy: ContextPolicy = "none"
-    nbytes: int = 0
+    exact: bool  # the chunk's KV was computed after precisely the tokens that precede it in the prompt
+    policy: ContextPolicy = "none"  # of the entry
+    nbytes: int = 0  # size of the entry's tensors; 0 for an ingestion, which does not read them
     chunk_ids: tuple[int, ...] = ()  # of the whole chunk; the run may be a part of it
     chunk_start: int = 0  # index of the run's first token in the chunk
 
@@ -91,7 +87,7 @@ class BlendJob:
         return self.token_ids[: self.spans[0][0]]
 
     @property
-    def num_rows(self) -> int:
+    def num_tokens_to_compute(self) -> int:
         """Estimated number of tokens that most layers compute: all without stored KV, and `ratio` of the others."""
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
@@ -123,10 +119,10 @@ class _ActiveJob:
 class BlendWorker:
     """Runs jobs over `layers` with KV from `store`. Not thread-safe: only vLLM's worker thread may call it.
 
-    Reads use the tiers on this machine only, because the scheduler has fetched a job's entries from the remote tier. A
-    separate thread stores new chunks. `describe_error` returns an error's text for reports. `slice_tokens`: limit on
-    the work of one `run_slice`, as a number of prefilled tokens (`slice_tokens x num_layers` token-layers). The last
-    layer of a pass may exceed it.
+    `slice_tokens` limits the work of one `run_slice` to that of prefilling this number of tokens. The last layer
+    of a slice may exceed the limit. `describe_error` returns an error's text for reports. Reads use the tiers on this
+    machine only, because the scheduler has fetched a job's entries from the remote tier. A separate thread stores new
+    chunks.
     """
 
     def __init__(
@@ -148,8 +144,8 @@ class BlendWorker:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
         self.timelines: list[Timeline] | None = None  # if a list, it receives the layer times of every blend
 
-    def read_from(self, store: KVStore) -> None:
-        """Read the KV of later jobs from another store."""
+    def set_read_store(self, store: KVStore) -> None:
+        """Read the KV of later jobs from another store. New chunks are still written to the first one."""
         self._store = store
 
     def submit(self, job: BlendJob) -> None:
@@ -176,9 +172,9 @@ class BlendWorker:
 
     @torch.inference_mode()
     def run_slice(self, is_idle: bool = True) -> list[JobResult]:
-        """Run jobs until the slice is used up, or no job can continue. Return the finished jobs.
+        """Run jobs until they have done the work of one slice, or no job can continue. Return the finished jobs.
 
-        `is_idle`: vLLM schedules no tokens, so that a longer wait for a layer delays no request.
+        `is_idle`: vLLM schedules no tokens in this step. The slice then waits longer for a layer that is being read.
         """
         finished, budget = self._take_stored(), self._slice
         patience_s = IDLE_PATIENCE_S if is_idle else _PATIENCE_S
@@ -216,7 +212,7 @@ class BlendWorker:
 
     def _next_pass(self) -> list[_ActiveJob]:
         """Return the oldest job, and the next ones as far as their rows fit into a pass."""
-        num_rows = list(itertools.accumulate(running.job.num_rows for running in self._jobs))
+        num_rows = list(itertools.accumulate(running.job.num_tokens_to_compute for running in self._jobs))
         return self._jobs[: max(1, bisect_right(num_rows, self._pass_rows))]
 
     def _run_layer(self, finished: list[JobResult]) -> int:
@@ -412,8 +408,8 @@ class BlendWorker:
     def _prefix(self, job: BlendJob) -> Steps[tuple[Placement, ...]]:
         """Return the prefix's exact KV as one placement, or none. It is computed in the request's blocks, and cached.
 
-        For a prompt, the KV of a cached prefix may be used that lacks at most `COMPUTED_IN_PROMPT` tokens. They are
-        then computed with the prompt.
+        A prompt may also use a cached prefix that lacks at most `COMPUTED_IN_PROMPT` tokens. These are then computed
+        with the prompt.
         """
         prefix_ids, namespace = job.prefix_ids, job.params.namespace
         if not prefix_ids:

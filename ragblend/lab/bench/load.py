@@ -163,7 +163,7 @@ def _read_from(engine: TransformersEngine | VllmEngine, store: KVStore) -> Trans
         return engine
     engine.reset_prefix_cache()  # it keeps what an earlier blend of the prompt left
     worker = worker_of_this_process()
-    worker.read_from(store)
+    worker.set_read_store(store)
     return worker
 
 

@@ -23,7 +23,7 @@ from ragblend.engine.tuning.calibration import (
     CalibrationCache,
     CurvePoint,
     RuleFit,
-    calibration_error,
+    calibration_problem,
     load_calibration,
     parse_calibration,
     resolve_request_tuning,
@@ -209,7 +209,7 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(tmp
     for line in caplog.messages:
         assert left.name in line
         assert "rule 'repair' at layer 1, which this ragblend does not have; make it again: ragblend calibrate" in line
-    (problem,) = DiskStore(tmp_path).verify_metadata(calibration_error)
+    (problem,) = DiskStore(tmp_path).verify_metadata(calibration_problem)
     assert problem.key.endswith(left.name)
     assert "which this ragblend does not have" in problem.reason
     save(tmp_path)  # made again, it has the same name
