@@ -59,7 +59,7 @@ class TableSpan(NamedTuple):
 class Layout:
     """Where a text has code blocks (with their fences), headings (whole lines) and tables.
 
-    `marks`: the text's marks. Lines with a heading mark are headings, besides Markdown's.
+    `marks`: the text's marks. Lines with a heading mark and Markdown's headings count.
     """
 
     def __init__(self, text: str, marks: Sequence[Mark] = ()) -> None:
