@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from ragblend.corpus.folder_scan import make_source, printable
-from ragblend.corpus.readers.encodings import detect_bom_encoding, new_digest, unify_line_breaks
+from ragblend.corpus.readers.encodings import detect_bom_encoding, new_file_hash, unify_line_breaks
 from ragblend.corpus.readers.formats import (
     JSON_LINES_SUFFIXES,
     PARQUET_SUFFIX,
@@ -106,10 +106,10 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str =
     if stream is not None:
         with open_file(path, max_file_mib) as file:
             if (head := file.peek(4)) and not detect_bom_encoding(head):
-                digest = hashlib.file_digest(file, new_digest).hexdigest()
+                digest = hashlib.file_digest(file, new_file_hash).hexdigest()
                 return OpenedFile(digest, partial(_read_stream, stream, path, digest, text_field))
     data = read_bytes(path, max_file_mib)
-    return OpenedFile(new_digest(data).hexdigest(), partial(read_documents, path, data, text_field))
+    return OpenedFile(new_file_hash(data).hexdigest(), partial(read_documents, path, data, text_field))
 
 
 def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:

@@ -17,13 +17,16 @@ _GITIGNORE_BYTES = 1 << 20
 
 
 class GitignoreRules(NamedTuple):
-    """Rules of `.gitignore` files, each for paths below its folder. Rules of inner folders come last and prevail."""
+    """Rules of `.gitignore` files. Each rule is for paths below its file's folder. Inner folders override others."""
 
-    rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()
+    rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()  # (folder, rules of its file), outermost folder first
 
     @staticmethod
     def from_parents(top: str) -> GitignoreRules:
-        """Return the rules of the folders above `top` in its git repository; no rules if they ignore `top` itself."""
+        """Return the rules of the folders above `top` in its git repository.
+
+        There are none if `top` is outside of a repository, or if the rules of these folders ignore `top` itself.
+        """
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):
             parent = os.path.dirname(folder)

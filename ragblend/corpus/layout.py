@@ -23,7 +23,7 @@ _MAX_ROW_CHARS = 256  # characters of a row that are compared
 
 
 class Spans:
-    """Spans of a text, in order and without overlap, for lookup by offset."""
+    """Spans (start, end) of a text, in order and without overlap, for lookup by offset."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         self._starts = [start for start, _ in spans]
@@ -33,7 +33,7 @@ class Spans:
         return bool(self._starts)
 
     def find(self, offset: int) -> tuple[int, int] | None:
-        """Return the span with start < `offset` <= end, or None."""
+        """Return the span with start < `offset` <= end; None if there is none."""
         number = bisect_left(self._starts, offset) - 1
         if number < 0 or offset > self._ends[number]:
             return None
@@ -57,7 +57,10 @@ class TableSpan(NamedTuple):
 
 
 class Layout:
-    """Code blocks (with their fences), headings (whole lines) and tables of a text."""
+    """Where a text has code blocks (with their fences), headings (whole lines) and tables.
+
+    `marks`: the text's marks. Lines with a heading mark and Markdown's headings count.
+    """
 
     def __init__(self, text: str, marks: Sequence[Mark] = ()) -> None:
         code = list(_find_code(text))
@@ -163,7 +166,7 @@ def _is_header(first: list[str], second: list[str]) -> bool:
 
 
 class RowEnd(NamedTuple):
-    """The end of a row of records. `rank` is a digest of the next row's text, so equal next rows give equal ranks."""
+    """The end of a row of records. `rank` is a digest of the next row's text. It does not depend on the row's place."""
 
     offset: int
     rank: bytes
@@ -177,10 +180,11 @@ _LIST_MARK = re.compile(r"\W*|0[.)]|\(0\)")
 def find_row_ends_between(text: str, start: int, first_end: int, last_end: int) -> list[RowEnd]:
     """Return the row ends from offset `first_end` to offset `last_end`, if the rows of `text` are uniform; else [].
 
-    Rows are paragraphs (of a CSV file), else lines (of a table or a log) without blank lines between them. Two rows are
-    similar if their first words have the same form, such as digits in the same places. A row's end is returned only if
-    the row and the next one are similar. The rows are uniform if there are at least four, and three in four
-    of them are similar to the next row. The test covers also as much text after `last_end` as twice that before it.
+    Rows are the paragraphs of a CSV file, or the lines of a table or a log without blank lines between them. Two rows
+    are similar if their first words have the same form, such as digits in the same places. The rows are uniform if
+    there are at least four, and at least three in four of them are similar to the next row. The rows from `start` to
+    `last_end`, and in twice as much text after it, are examined. The end of a row is left out if the row and the next
+    one are not similar.
     """
     size = last_end - start
     piece = text[start : last_end + 2 * size]

@@ -28,7 +28,7 @@ from ragblend.corpus.documents import (
     reader_version,
 )
 from ragblend.corpus.folder_scan import make_source
-from ragblend.corpus.readers.encodings import new_digest
+from ragblend.corpus.readers.encodings import new_file_hash
 from ragblend.errors import NotADocumentError, RagblendError, UnreadableDocumentError, UsageError
 
 Loader = Callable[[str], Any]
@@ -55,7 +55,7 @@ class FileReader:
         if self.loader is None:
             return open_source(path, self.max_file_mib, self.text_field)
         with open_file(path, self.max_file_mib, any_kind=True) as file:
-            digest = hashlib.file_digest(file, new_digest).hexdigest()
+            digest = hashlib.file_digest(file, new_file_hash).hexdigest()
         return OpenedFile(digest, partial(load_file, self.loader, path))
 
     def reader_version(self, path: str) -> str:

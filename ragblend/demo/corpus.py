@@ -38,11 +38,11 @@ class DemoDocument:
 class Question:
     """One question. `gold`: source, text, start and end of each sentence that answers it; offsets are in characters."""
 
-    kind: str
+    kind: str  # for example "cross_ref", see REFERENCE_KINDS
     text: str
     answer: str
     gold: tuple[dict[str, Any], ...]
-    line: str  # of the file
+    line: str  # the question's line in QUESTIONS_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Corpus:
 
 
 def sample_corpus() -> Corpus:
-    """Return the corpus of the package."""
+    """Return the sample corpus that is part of the package."""
     records = tuple(DemoDocument(path.name, path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("*.md")))
     lines = (RECORDS / QUESTIONS_FILE).read_text(encoding="utf-8").splitlines()
     return Corpus(records, tuple(_question(line) for line in lines))

@@ -82,7 +82,7 @@ def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
 
 
 def prepare_demo(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:
-    """Ingest the sample corpus in `directory`. Return the settings for commands that query it."""
+    """Ingest the sample corpus in `directory`. Return `store` and the retrieval options for commands that query it."""
     with open_demo(directory, progress):
         pass
     return {"store": str(directory), **RETRIEVAL}
@@ -91,7 +91,11 @@ def prepare_demo(directory: Path = DEMO_DIRECTORY, progress: Progress | None = N
 def run_demo(
     directory: str | Path, question: str | None = None, *, progress: Progress | None = None, echo: Echo | None = None
 ) -> dict[str, Any]:
-    """Ingest the sample corpus under `directory` (or reuse it) and answer `question`, or the prepared ones."""
+    """Ingest the sample corpus under `directory`, or reuse it, and answer `question` in every mode.
+
+    None for `question` answers some questions of the corpus. `echo` gets each line of text for the user; None: no text.
+    Return the results as JSON values: the ingestion's report, the questions (see `ask_all_modes`), and totals.
+    """
     say = echo or (lambda line: None)
     with open_demo(directory, progress) as demo:
         report = demo.report
@@ -110,7 +114,7 @@ def run_demo(
 
 
 def ask_all_modes(demo: Demo, question: str) -> dict[str, Any]:
-    """Answer a question in every mode over the chunks that it retrieves. Return answers, sources and reports."""
+    """Retrieve chunks for a question and answer it from them in every mode. Return sources, answers and reports."""
     hits = demo.index.search(question, **RETRIEVAL)
     prompt = Prompt([hit.chunk for hit in hits], question)
     # Not timed: loads the chunks' KV into the memory tier for every mode.
@@ -137,7 +141,8 @@ def pick_evenly(questions: Sequence[Question], count: int) -> list[Question]:
 def summarize_modes(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return for each mode the number of right answers, the number of questions, and the median TTFT in seconds.
 
-    The two counts are also given for the questions of REFERENCE_KINDS alone.
+    `rows`: results of `ask_all_modes`. Rows without a known answer count for the TTFT alone. Both numbers are also
+    given for the questions of REFERENCE_KINDS.
     """
     prepared = [row for row in rows if row["answer"]]
     references = [row for row in prepared if row["kind"] in REFERENCE_KINDS]

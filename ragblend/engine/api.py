@@ -51,8 +51,9 @@ class DocumentEngine(Protocol):
 class Engine(DocumentEngine, Protocol):
     """Model with a store. It precomputes chunks, and answers prompts from their KV. Safe to share between threads.
 
-    `generate` and `stream` take GenerationOptions by name. `precompute` returns the number of bytes that it stored, 0
-    if the chunk's KV was stored already. `forget` deletes the chunk's KV and returns True if the KV was stored.
+    `generate` and `stream` take the fields of GenerationOptions as keywords. `precompute` returns the number of bytes
+    that it stored, 0 if the chunk's KV was stored already. `forget` deletes the chunk's KV, and returns True if there
+    was any.
     """
 
     @property

@@ -49,7 +49,10 @@ def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
 
 
 def ends_with_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> bool:
-    """Return True if the last run is short and at the end of the last user turn, so that it may quote a chunk."""
+    """Return True if the last of `runs` (parts of chunks) is short and ends the last user turn.
+
+    Such a run may be a quotation in the question. `tail_ids`: see `last_turn_end`.
+    """
     return bool(runs) and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, tail_ids)
 
 
@@ -66,10 +69,10 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
 
 
 class EngineBase:
-    """Settings, checks and closing of any engine. Use as a context manager, or `close()` it.
+    """Settings, checks and closing of any engine. Use it as a context manager, or `close()` it.
 
-    `worker` runs work in the background, in order and on one thread, by default a separate one. `flags`: the
-    command-line options that name the model and the store, for the commands in messages.
+    `worker` runs background work in order; None starts a thread for it. `shadow` and `shadow_seed` are the arguments of
+    `Shadow`. `flags`: the command-line options that name the model and the store, for the commands in messages.
     """
 
     closed = False
@@ -178,12 +181,12 @@ class EngineBase:
 
 
 class LocalEngine(EngineBase, ABC):
-    """An engine that holds its tokenizer and its store. It computes keys, finds chunks in prompts and ingests;
-    subclasses prefill and answer.
+    """An engine that holds its tokenizer and its store. It computes keys, finds chunks in prompts and ingests.
 
-    `on_miss` is for chunks of a prompt that the store lacks. "store" precomputes such a chunk alone, in the background,
-    for later requests. "inline" computes its KV for this request only. `context`: the store's context policy (see
-    `store.keys`). None means the policy that the store has recorded, else the default for `num_layers` layers.
+    Subclasses prefill and answer. `on_miss` is for chunks of a prompt that are not in the store. "store" precomputes
+    such a chunk alone, in the background, for later requests. "inline" computes the chunk's KV for this request only.
+    `context`: the store's context policy (see `store.keys`). None is the policy that the store has recorded, or else
+    the default for `num_layers` layers.
     """
 
     def __init__(
@@ -217,9 +220,10 @@ class LocalEngine(EngineBase, ABC):
     def match(self, prompt: Prompt) -> MatchedPrompt:
         """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
 
-        Unknown chunks that the prompt names are matched, too, so that they are stored for later requests. A run of
-        fewer than LEAST_QUOTE tokens at the end of the last user turn is left out as a quotation in the question. Such
-        a run is kept if the prompt names its chunk and contains no other run of that chunk.
+        A run is a part of a chunk. Chunks that the prompt names are matched even if they are unknown, so that they are
+        stored for later requests. A run of fewer than LEAST_QUOTE tokens at the end of the last user turn is left out,
+        because it may be a quotation in the question. It is kept if the prompt names its chunk and contains no other
+        run of that chunk.
         """
         self.check_not_forked()
         start_s = perf_counter()
@@ -254,10 +258,10 @@ class LocalEngine(EngineBase, ABC):
         self.context, self._knows_context = policy, True
 
     def likely_keys(self, chunks: Sequence[Part]) -> list[str]:
-        """Return the cache keys that a prompt of these chunks is likely to use.
+        """Return the store keys that a prompt of these chunks is likely to use.
 
-        These are the key of the first chunk, computed alone, and the keys of all chunks under the store's context
-        policy. If the store has recorded no policy, the keys of all chunks, computed alone, are added.
+        These are the keys of all chunks under the store's context policy, and the first chunk's key without an
+        ingestion context. If the store has recorded no policy, all chunks' keys without a context are added.
         """
         named = [as_chunk(chunk) for chunk in chunks]
         first = [replace(chunk, context="none") for chunk in (named[:1] if self._knows_context else named)]
@@ -266,30 +270,33 @@ class LocalEngine(EngineBase, ABC):
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     def key(self, chunk: Part) -> str:
-        """Return the store key of the chunk's KV. The KV is computed with the default prefix before it.
+        """Return the store key of the chunk's KV, which is computed after the default prefix.
 
-        A chunk has several variants, each with its own key; the chunk's `context` selects one.
+        A chunk's KV has two variants with different keys. The chunk's `context` selects one.
         """
-        return self.key_of(*self._chunk_ids(chunk))
+        return self.key_of_ids(*self._chunk_ids(chunk))
 
-    def key_of(self, token_ids: Sequence[int], context: IngestionContext = NO_CONTEXT) -> str:
-        """Return the cache key of a chunk given as token ids, after an ingestion context."""
+    def key_of_ids(self, token_ids: Sequence[int], context: IngestionContext = NO_CONTEXT) -> str:
+        """Return the store key of a chunk given as token ids. Its KV is computed after the ingestion context."""
         name = KEY_CONTEXTS[context.policy]
         return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, name)
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
-        """Return True if the store has the chunk with these token ids, prefilled alone after the default prefix."""
-        return self.store.contains(self.key_of(chunk_ids))
+        """Return True if the store has the KV of the chunk with these token ids, without an ingestion context.
+
+        `is_stored` checks the variant that a Chunk names.
+        """
+        return self.store.contains(self.key_of_ids(chunk_ids))
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the store has the KV of the chunk under `key(chunk)`."""
+        """Return True if the store has an entry for `key(chunk)`."""
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
         """Prefill one chunk after the default prefix and its ingestion context, and store its KV.
 
-        Returns the number of bytes stored, 0 if the KV was stored already. Raises UsageError for a similar variant
-        without `context_texts`.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises UsageError if the chunk's `context`
+        is "similar" and it has no `context_texts`.
         """
         token_ids, context = self._chunk_ids(chunk)
         self.add_known_chunks([chunk])
@@ -313,7 +320,7 @@ class LocalEngine(EngineBase, ABC):
     def forget(self, chunk: Part) -> bool:
         """Delete the KV that is stored under `key(chunk)`. Return True if there was any.
 
-        The chunk is no longer matched in prompts, unless only its similar variant was deleted.
+        The chunk is no longer matched in prompts, unless its `context` is "similar": the KV without context remains.
         """
         named = as_chunk(chunk)
         if named.context != "similar":
@@ -349,9 +356,10 @@ class LocalEngine(EngineBase, ABC):
             )
 
     def precompute_in_background(self, misses: Iterable[ChunkRun]) -> None:
-        """Precompute the chunks of these runs in the background, each alone, so that a request waits for at most one.
+        """Precompute the chunks of the runs `misses` in the background.
 
-        Do nothing if `on_miss` is "inline", the engine is closed or the interpreter ends.
+        Each chunk is a separate task, so that a request waits for at most one. Does nothing if `on_miss` is "inline",
+        the engine is closed or the interpreter exits.
         """
         if not self._stores_missing or self.closed:
             return

@@ -179,8 +179,8 @@ class AnswerText:
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
     """Return the text before the first stop string, the text to hold back, and True if there is a stop string.
 
-    Without a stop string, the longest end of the text that may be the beginning of one is held back. The stop string
-    that is complete first ends the text, so the result does not depend on how an answer is cut into pieces.
+    If there is none, the end of the text that may be the beginning of a stop string is held back. Among several stop
+    strings, the one that ends first counts, so the result does not depend on how the answer is divided into pieces.
 
     >>> cut_at_stop("one E", ["END"]), cut_at_stop("EN two END three", ["END"])
     (('one ', 'E', False), ('EN two ', '', True))

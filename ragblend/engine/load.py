@@ -62,9 +62,9 @@ def load_engine(
 ) -> Engine:
     """Return an engine: a model with its store, ready to precompute and answer.
 
-    `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded. The
-    pair's model gets ragblend's attention function, which passes your own calls of the model on to the function that it
-    replaced. None is the model that the store's latest ingestion used; over HTTP, the server's model.
+    `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded. In the
+    pair's model, ragblend replaces the attention function. Your own calls of the model still use the former function.
+    None is the model that the store's latest ingestion used; over HTTP, the server's model.
     `store`: a directory, any KVStore, or None for memory only.
 
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's engine arguments; or "http://HOST:PORT", a server
@@ -380,10 +380,10 @@ def _load_vllm(
 def register_model(
     path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool, catalog: str | None = None
 ) -> None:
-    """Record the model with this `fingerprint` in the store at `path`, and in a shared catalogue, if any.
+    """Record the model with this `fingerprint` in the store at `path`, and in its shared catalogue if it has one.
 
-    `facts`: the model's name, and the dtype and shapes of its KV, which `verify` reads. Raises StoreMismatchError if
-    the store has KV of other models only, unless `new_model` is True.
+    `facts`: the model's name, and the dtype and shapes of its KV. `DiskStore.verify` compares entries with them. Raises
+    StoreMismatchError if the store or the catalogue has other models only, unless `new_model` is True.
     """
     from ragblend.catalog.database import resolve_catalog
     from ragblend.catalog.registry import register_shared_model

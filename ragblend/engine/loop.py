@@ -36,7 +36,7 @@ class EngineLoop(Executor):
 
     `decode` takes the steps of several answers and returns the logits [vocabulary] of each. At most `max_num_seqs`
     answers are decoded together. The error of one answer does not affect the others. The thread starts with the
-    first work; at its exit, the interpreter waits for the queued work.
+    first work. An interpreter that exits first waits for the queued work.
     """
 
     def __init__(

@@ -35,10 +35,10 @@ def salted_namespace(namespace: str, cache_salt: str | None) -> str:
 
 
 def equals_ignoring_salt(stored: str, namespace: str) -> bool:
-    """Return True if the namespace `stored` of an entry is `namespace`, with or without a cache salt."""
+    """Return True if an entry's namespace `stored`, without its cache salt, equals `namespace`."""
     return stored.partition(_SALTED)[0] == namespace
 
 
-def cache_salt_of(namespace: str) -> str:
-    """Return the cache salt that separates a namespace's blocks in vLLM's own prefix cache."""
+def vllm_cache_salt(namespace: str) -> str:
+    """Return the `cache_salt` for vLLM's own prefix cache, which keeps the blocks of namespaces separate there."""
     return f"ragblend-{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"

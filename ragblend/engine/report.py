@@ -20,11 +20,12 @@ PrefixMatch = Literal["exact", "approximate"]
 
 @dataclass(slots=True)
 class ChunkReport:
-    """One chunk of the prompt. `prefix_match` is None for a miss; `exact`: its KV equals that of full prefill.
+    """Report on one chunk of the prompt.
 
-    `kv_dtype` is the dtype in which its KV is stored: "int8", "fp8" or the dtype in which it was computed. It is None
-    if no stored KV was used. A chunk stored in eight bits is never `exact`. If it directly follows the prefix after
-    which it was computed, its tokens are still reused, and only ratio 1 recomputes them.
+    `prefix_match`: how the prefix after which its KV was computed matched the prompt; None for a miss. `kv_dtype`: the
+    dtype of its stored KV: "int8", "fp8" or the dtype of the computation. None if no stored KV was used. `exact`: True
+    if its KV equals that of full prefill. A chunk stored in eight bits is never exact. If such a chunk directly follows
+    its prefix, its tokens are still reused, and only ratio 1 recomputes them.
     """
 
     source: str
@@ -98,7 +99,7 @@ class BlendReport:
 
 
 def new_run_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
-    """Return a report for each run in the prompt. Each is that of a miss until a lookup changes it."""
+    """Return a report for each run (part of a chunk) in the prompt. Each is a miss until a lookup changes it."""
     return [ChunkReport(run.source, run.num_tokens, hit=False) for run in prompt.runs]
 
 

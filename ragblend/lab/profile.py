@@ -99,7 +99,7 @@ def measure_machine(
             f"{engine.name} reads {engine.context_length}; choose fewer or shorter ones (--num-chunks, --chunk-tokens)"
         )
     with nullcontext(engine) if isinstance(engine, VllmEngine) else _with_own_store(engine) as subject:
-        keys = [subject.key_of(chunk) for chunk in chunks]
+        keys = [subject.key_of_ids(chunk) for chunk in chunks]
         try:
             for number, chunk in enumerate(chunks):
                 on_progress("precompute", number, len(chunks))

@@ -14,12 +14,15 @@ from ragblend.errors import UnreadableDocumentError
 _LINE_BREAKS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 _SPACES = re.compile(r"\s+")
 MAX_HEADING_LEVEL = 6
-_MAX_NESTED_TABLES = 32
+_MAX_NESTED_TABLES = 32  # each level copies the text again
 
 
 @dataclass(slots=True)
 class OpenParagraph:
-    """A paragraph that is being read: its text so far, its footnotes, and what is written before its text."""
+    """A paragraph that is being read.
+
+    `texts`: the pieces of its text so far. `notes`: its footnotes. `prefix`: text before its own, such as a list label.
+    """
 
     texts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -28,10 +31,10 @@ class OpenParagraph:
 
 
 class TextBlocks:
-    """Collects blocks and marks in reading order; the offsets of the marks are those of the joined text.
+    """Collects a document's blocks and marks in reading order. Offsets of marks are offsets in the joined text.
 
-    `tables`: the open tables, nested; each is a list of rows of cells of paragraphs. Paragraphs of the innermost one go
-    to its `open_cell`.
+    `tables`: the open tables, outermost first. Each is a list of rows, a row a list of cells, and a cell a list of
+    paragraphs. The reader adds paragraphs of a table to `open_cell`.
     """
 
     def __init__(self) -> None:
@@ -59,7 +62,7 @@ class TextBlocks:
             self.add(f"{'#' * level} {words}")
 
     def mark_heading(self, words: str, level: int) -> None:
-        """Mark the next block as a heading, or as the first block below a heading whose `words` are not in the text."""
+        """Add a heading mark at the next block: the heading itself, or the first block below a heading without text."""
         self._place_pages(self._next_offset())
         self.marks.append(Mark(self._next_offset(), "heading", words, level))
 
@@ -78,7 +81,7 @@ class TextBlocks:
         self._num_chars = start + len(text)
 
     def begin_table(self) -> None:
-        """Open a table. Raises UnreadableDocumentError for one in too many tables: each level copies the text again."""
+        """Open a table, inside the open cell if there is one. Raises UnreadableDocumentError for too deep nesting."""
         if len(self.tables) >= _MAX_NESTED_TABLES:
             raise UnreadableDocumentError(
                 f"has tables inside each other, more than the {_MAX_NESTED_TABLES} levels that are read; save it as PDF"
@@ -102,7 +105,7 @@ class TextBlocks:
         return rows[-1][-1] if rows and rows[-1] else None
 
     def end_table(self) -> None:
-        """Close the innermost table. Its blocks go to the cell that it is in, else to the text."""
+        """Close the innermost table. Add its blocks to the open cell of the table around it, or else to the text."""
         blocks = table_blocks(self.tables.pop())
         if (cell := self.open_cell) is not None:
             cell.extend(blocks)
@@ -112,7 +115,10 @@ class TextBlocks:
     def build(
         self, metadata: Mapping[str, Any] = MappingProxyType({}), notes: Iterable[str] = (), key: str = ""
     ) -> ParsedRecord:
-        """Return the record of the joined text. A page without text has its mark at the offset of the next text."""
+        """Return the record of the joined text, with the given `metadata`, `notes` and `key` (see `ParsedRecord`).
+
+        The mark of a page without text is where the next text begins, or at the text's end.
+        """
         self._place_pages(self._num_chars)
         return ParsedRecord(key, "\n\n".join(self._blocks), dict(metadata), tuple(self.marks), tuple(notes))
 
@@ -134,7 +140,7 @@ def collapse_whitespace(text: str) -> str:
 
 
 def fence_code(code: str, language: str = "") -> str:
-    """Return code between fences that do not occur in it; "" for blank code."""
+    """Return `code` between Markdown fences that do not occur in it, with its `language`; "" for blank code."""
     if not code.strip():
         return ""
     fence = "`" * (max((len(run) for run in re.findall("`{3,}", code)), default=2) + 1)
@@ -151,9 +157,9 @@ def table_row(cells: Sequence[str]) -> str:
 
 
 def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """Return the blocks of a table: one block with a line per row. `rows[i][j]` has the paragraphs of a cell.
+    """Return the blocks of a table: one block with a line per row. `rows[i][j]` is a list of a cell's paragraphs.
 
-    A table of one column only frames text, so it gives one block per paragraph.
+    A table with a single column is a frame around text. It gives one block per paragraph.
 
     >>> table_blocks([[["M8"], ["40", "Nm"]], [["M10"], ["70 Nm"]]]), table_blocks([[["One", "Two"]]])
     (['M8 | 40 Nm\\nM10 | 70 Nm'], ['One', 'Two'])

@@ -25,7 +25,7 @@ _FURNITURE = re.compile(rb"<(/?)(?:aside|header|footer)\b", re.IGNORECASE)
 
 
 def read_epub(data: bytes) -> ParsedRecords:
-    """Read one book as one document. Raises UnreadableDocumentError for other, damaged and protected files."""
+    """Read one book as one document. Raises UnreadableDocumentError if it is no EPUB, damaged or protected."""
     container = ZipContainer(data, "EPUB book")
     package_part = _find_package(container)
     package = parse_part(container, package_part)

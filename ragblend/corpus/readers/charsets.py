@@ -45,7 +45,7 @@ _CAPITAL_IN_WORD = re.compile("[A-Za-z][\u00c0-\u00d6\u00d8-\u00de\u0160\u017d\u
 
 
 def find_codec(label: str) -> str:
-    """Return the codec of a declared charset; "" for a label of no charset.
+    """Return the Python codec for a declared charset; "" if `label` is the name of no charset.
 
     >>> find_codec("GB2312"), find_codec("iso-8859-1"), find_codec("windows-1251"), find_codec("rot13")
     ('gb18030', 'cp1252', 'cp1251', '')

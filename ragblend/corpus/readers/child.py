@@ -22,11 +22,12 @@ _OUT_OF_MEMORY = 3  # exit status
 def run_in_child(
     function: str, *arguments: str, limit_s: float, memory_bytes: int, fix: str, **stdin: Any
 ) -> tuple[Any, str]:
-    """Call `function` ("MODULE:NAME") in a child process with the bytes on stdin and `arguments`.
+    """Call a reader function in a child process. Return its result, and the reason if it rejected the file, else "".
 
-    Return its result, as JSON values, and the reason if it rejected the file, else "". `memory_bytes`: the address
-    space. `fix`: end of the error messages. `stdin`: of `subprocess.run`. Raises UnreadableDocumentError if the child
-    crashed, took longer than `limit_s` or needed more memory.
+    `function`: "MODULE:NAME". It gets the bytes on stdin and `arguments`, and its result must be JSON. `memory_bytes`:
+    limit of the child's address space. `fix`: advice at the end of error messages. `stdin`: the keyword `stdin` or
+    `input` of `subprocess.run`. Raises UnreadableDocumentError if the child crashed, took longer than `limit_s` seconds
+    or needed more memory.
     """
     command = [*_COMMAND, function, str(memory_bytes), *arguments]
     try:
@@ -58,7 +59,10 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def main(function: str, memory_bytes: str, *arguments: str) -> int:
-    """Call `function` with stdin; print its result and why it rejected the file. Return 3 if memory ran out, else 0."""
+    """Run the child: call `function` with stdin, and print a JSON pair as `run_in_child` returns it.
+
+    Return the exit status: 3 if memory ran out, else 0.
+    """
     _limit_memory(int(memory_bytes))
     module, _, name = function.partition(":")
     try:

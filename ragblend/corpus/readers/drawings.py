@@ -33,7 +33,7 @@ def read_drawing(container: ZipContainer, relationships: dict[str, Relationship]
 
 
 def drawing_text(element: Element) -> str:
-    """Return the text of the runs below an element, with its line breaks (DrawingML)."""
+    """Return the text inside an element of DrawingML, with its line breaks."""
     texts = (
         "\n" if local_name(below) == "br" else (below.text or "")
         for below in element.iter()

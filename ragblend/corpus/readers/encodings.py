@@ -42,11 +42,11 @@ class TextWithNotes(NamedTuple):
 
 
 def decode_text(data: bytes, declared: str = "") -> TextWithNotes:
-    """Return the text of `data` by the first encoding that fits: that of its byte order mark, UTF-16 if it has NUL
-    bytes, the charset `declared`, UTF-8, the likeliest charset.
+    """Return the text of `data` in the first encoding that fits.
 
-    Raises UnreadableDocumentError for bytes that are not text. Single-byte charsets decode any bytes, so a guess is
-    accepted only if it gives no control characters.
+    The encodings are, in this order: that of the byte order mark; UTF-16, if there are NUL bytes; the charset
+    `declared` ("" for none); UTF-8; the likeliest charset. Single-byte charsets decode any bytes, so a guess is
+    accepted only if it gives no control characters. Raises UnreadableDocumentError for bytes that are not text.
     """
     if marked := detect_bom_encoding(data):
         return _decode_marked(data, marked)
@@ -186,6 +186,6 @@ def unify_line_breaks(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def new_digest(data: bytes = b"") -> hashlib.blake2b:
-    """Return the hash by which a file's bytes are compared: 16 bytes."""
+def new_file_hash(data: bytes = b"") -> hashlib.blake2b:
+    """Return a hash object of `data` that can be updated. Its digest of 16 bytes identifies a file's contents."""
     return hashlib.blake2b(data, digest_size=16)

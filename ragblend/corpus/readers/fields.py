@@ -27,7 +27,7 @@ _CUT_NOTES = ("lists of numbers and base64 strings are left out",)
 
 
 def add_notes_to_first(records: ParsedRecords, notes: tuple[str, ...]) -> ParsedRecords:
-    """Yield `records`, with `notes` about the whole file at the first text."""
+    """Yield `records`. The first one whose text could be read also gets `notes`, which are about the whole file."""
     for record in records:
         if notes and isinstance(record, ParsedRecord):
             record, notes = record._replace(notes=(*notes, *record.notes)), ()
@@ -35,12 +35,12 @@ def add_notes_to_first(records: ParsedRecords, notes: tuple[str, ...]) -> Parsed
 
 
 def read_record(record: Mapping[str, Any]) -> ParsedRecord:
-    """Return the text and metadata of a record whose text field the caller does not name. Its key is "".
+    """Return a record's text and metadata. The text field is found by its name, and the result's key is "".
 
-    The text is the string at `text`, `content` or `page_content`. Other strings of at most 200 characters on one line,
-    numbers, and lists of these are metadata, and so are objects called `metadata` or `meta`. All other values follow
-    the text as `path: value` lines, so that no sentence is lost. A record without a text field is flattened as a whole;
-    its metadata is its title.
+    The text is the string at `text`, `content` or `page_content`. Short values are metadata: numbers, strings of at
+    most 200 characters on one line, and lists of these. Objects called `metadata` or `meta` are metadata, too. All
+    other values follow the text as `path: value` lines, so that no sentence is lost. If there is no text field, the
+    whole record becomes such lines, and the only metadata is its title.
     """
     present = [name for name in TEXT_FIELDS if isinstance(record.get(name), str)]
     empty = [name for name in TEXT_FIELDS if record.get(name, "") is None]
@@ -93,8 +93,8 @@ def _items(values: list[Any]) -> Iterator[Any]:
 
 
 def select_metadata(record: Mapping[str, Any], excluded: set[str]) -> dict[str, Any]:
-    """Return a record's labels (fields with a short value or a list of such), and the contents of its objects
-    `metadata` and `meta`. Fields named in `excluded` are left out."""
+    """Return a record's fields with a short value or a list of short values (see `is_short`), and the contents of its
+    objects `metadata` and `meta`. Fields named in `excluded` and long lists of numbers are left out."""
     labels = {name: value for name, value in record.items() if name not in excluded and _is_label(value)}
     for name in METADATA_FIELDS:
         if isinstance(record.get(name), dict) and name not in excluded:
@@ -119,13 +119,13 @@ _BREAK = object()  # a blank line between two items of a list, at which chunks e
 
 
 def flatten(value: Any) -> ParsedRecord:
-    """Return `path: value` lines of a JSON value; dots join the names of nested objects.
+    """Return a JSON value as lines `path: value`. In a path, dots join the names of nested objects.
 
     >>> flatten({"name": "Pump", "parts": [{"id": 1, "tags": ["a", "b"]}, {"id": 2}]}).text
     'name: Pump\\n\\nparts.id: 1\\nparts.tags: a, b\\n\\nparts.id: 2'
 
-    Items of a list have no number, so inserting an item does not change the others' text. Lists of more than 16 numbers
-    and base64 are left out, which the record's notes say.
+    Items of a list have no number, so an inserted item does not change the lines of other items. Lists of more than 16
+    numbers and base64 strings are left out; a note of the record then says so.
     """
     lines: list[str] = []
     is_cut = False

@@ -1,6 +1,6 @@
 """The reader of each file, by the suffix of its name. To add a format, add its module and an entry here.
 
-`check_reading` tries a reader in a child process, for a file from someone else.
+`try_reading_in_child` tries a reader in a child process, for a file from someone else.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ _MIN_TIME_S, _TIME_PER_MB_S = 30.0, 10.0
 _MIN_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 32  # address space in bytes; libraries reserve more than they use
 
 
-def check_reading(file: IO[bytes], num_bytes: int, suffix: str) -> None:
-    """Read `file` of `num_bytes` in a child process, with the reader of the `suffix` (".pdf").
+def try_reading_in_child(file: IO[bytes], num_bytes: int, suffix: str) -> None:
+    """Raise UnreadableDocumentError if reading `file` crashes, takes too long or needs too much memory.
 
-    Raises UnreadableDocumentError if the child crashed, took longer than 10 s per MB (at least 30 s) or needed more
-    memory than 4 GiB and 32 times the file. A file that its reader rejects passes; plain text is not read. `file` must
-    have a descriptor and is read from its beginning; its position changes.
+    A child process reads it with the reader of the `suffix` (".pdf"). The limits are 10 s per MB, at least 30 s, and
+    4 GiB plus 32 times the file's size `num_bytes`. A file that its reader rejects passes. Plain text is not read.
+    `file` must have a descriptor. It is read from its beginning, and its position changes.
     """
     if suffix.lower() not in READERS:
         return

@@ -34,7 +34,7 @@ def read_html(data: bytes) -> ParsedRecords:
 
 
 def parse_html(markup: str) -> ParsedRecord:
-    """Return the text and title of a page or of a part of one, without its menus; with them if there is no other text.
+    """Return the text and title of a page, or of a part of one. Menus are left out, unless there is no other text.
 
     >>> parse_html("<title>T</title><nav>Home</nav><h1>A</h1><p>b<br>c</p><ul><li>d</ul>").text
     '# A\\n\\nb\\nc\\n\\n- d'

@@ -54,10 +54,10 @@ _HTML, _XML = _compile(""), _compile("(?<!/)")
 
 
 def simplify_markup(page: str) -> str:
-    """Return markup with the text and blocks of `page`, in time linear in the page for any content.
+    """Return shorter markup that has the same text and blocks as `page`. Takes time linear in the page's length.
 
-    Self-closed tags of XHTML get an end tag. A page that is nested too deeply becomes flat: line breaks replace its
-    elements.
+    Scripts, comments and most attributes are removed. Self-closed tags of XHTML get an end tag. In a page that is
+    nested too deeply, line breaks replace all elements.
 
     >>> simplify_markup('<p class="x">a <B>b</B><script>"<p>"</script><!-- c --><img src="d" alt="e">')
     '<p>a b<img alt="e">'

@@ -35,12 +35,12 @@ _MULTIPART = re.compile(rb"^content-type:\s*(?:multipart|message)/", re.IGNORECA
 
 
 def read_mail(data: bytes) -> ParsedRecords:
-    """Read one mail as one document. Raises UnreadableDocumentError for other files."""
+    """Read one mail as one document. Raises UnreadableDocumentError if `data` is no mail."""
     yield _parse_mail(data, "")
 
 
 def read_mbox(data: bytes) -> ParsedRecords:
-    """Read each mail of a mailbox as a document. Raises UnreadableDocumentError for other files."""
+    """Read each mail of a mailbox as a document. Raises UnreadableDocumentError if `data` is no mailbox."""
     starts = list(_MAILBOX_LINE.finditer(data.removeprefix(_UTF8_MARK)))
     if not starts:
         raise UnreadableDocumentError('is no mailbox: no line begins with "From " and a date; call one mail .eml')

@@ -24,7 +24,7 @@ _FIGURE = re.compile(r"<Figure size |<[\w.]+ at 0x")  # text that replaces a pic
 
 
 def read_notebook(data: bytes) -> ParsedRecords:
-    """Read one notebook as one document. Raises UnreadableDocumentError for other files."""
+    """Read one notebook as one document. Raises UnreadableDocumentError if `data` is no notebook."""
     notebook = _parse(data)
     metadata = notebook.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}

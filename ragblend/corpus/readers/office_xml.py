@@ -48,7 +48,10 @@ def local_name(element: Element) -> str:
 
 
 def attribute(element: Element, name: str, default: str = "") -> str:
-    """Return the attribute with this local name. Its namespace differs between transitional and strict Office files."""
+    """Return the value of the attribute with this local name; `default` if there is none.
+
+    The namespace is ignored, because it differs between transitional and strict Office files.
+    """
     if (value := element.get(name)) is not None:
         return value
     for key, value in element.items():
@@ -58,7 +61,7 @@ def attribute(element: Element, name: str, default: str = "") -> str:
 
 
 def child(element: Element | None, *path: str) -> Element | None:
-    """Return the first descendant along a path of local names; None if there is none."""
+    """Return the descendant at a path of local names; None if there is none. At each step, the first match counts."""
     for name in path:
         if element is None:
             return None
@@ -72,15 +75,15 @@ def child(element: Element | None, *path: str) -> Element | None:
 
 
 def parse_number(text: str, default: int = 0) -> int:
-    """Return the number in an attribute, of at most seven digits; `default` for any other text."""
+    """Return the whole number in an attribute's `text`; `default` for other text and for more than seven digits."""
     return int(text) if text.isdecimal() and len(text) <= 7 else default
 
 
 def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[tuple[bool, Element, str]]:
-    """Yield all elements in document order, each at its beginning (True) and its end (False), with its local name.
+    """Yield (True, element, local name) where an element begins and (False, element, local name) where it ends.
 
-    An element whose local name is in `left_out` is skipped with all that is in it: only its end is yielded, with the
-    name "", because the text after it (`tail`) is its parent's.
+    The elements are `root` and all below it, in document order. An element whose local name is in `left_out` is skipped
+    with its content. Only its end is yielded, with the name "", because the text after it (`tail`) is not left out.
     """
     names: dict[str, str] = {}
     name = local_name(root)
@@ -104,8 +107,10 @@ def walk(root: Element, left_out: Set[str] = frozenset()) -> Iterator[tuple[bool
 
 
 def outermost(root: Element, *names: str, left_out: Set[str] = frozenset()) -> Iterator[Element]:
-    """Yield the elements below `root` with one of `names`. Elements inside a yielded one are skipped, so that no text
-    is read twice. `left_out`: see `walk`."""
+    """Yield the elements, `root` included, whose local name is in `names`. `left_out`: see `walk`.
+
+    Elements inside a yielded element are skipped, so that no text is read twice.
+    """
     num_open = 0
     for begins, element, name in walk(root, left_out):
         if name in names:
@@ -115,7 +120,10 @@ def outermost(root: Element, *names: str, left_out: Set[str] = frozenset()) -> I
 
 
 class Relationship(NamedTuple):
-    """A reference from a part: the last word of its type ("slide"), and the target's name in the container."""
+    """A reference from one part of an Office file to another.
+
+    `kind`: the last word of the reference's type, such as "slide". `target`: the name of the other part.
+    """
 
     kind: str
     target: str
@@ -153,7 +161,7 @@ def find_main_part(container: ZipContainer, default: str) -> str:
 
 
 def read_properties(container: ZipContainer, part: str) -> dict[str, str]:
-    """Return the file's `title` and `author`, as far as its properties have them; none if damaged."""
+    """Return the file's `title` and `author` from its properties. A missing or damaged one is left out."""
     if part not in container:
         return {}
     try:

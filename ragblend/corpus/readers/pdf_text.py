@@ -55,7 +55,7 @@ _VOWELS = "aeiouyAEIOUYıȷ"
 
 
 def normalize_characters(text: str) -> str:
-    """Return a page's text with "\\n" line breaks, and ordinary characters for ligatures and known private ones."""
+    """Return a page's text with "\\n" line breaks. Ligatures and known private-use characters become ordinary ones."""
     text = text.replace("\r\n", "\n").replace("\ufffe", "\xad\n")
     if "\x02" in text:
         text = _HYPHEN_MARK.sub("\xad\n", text)
@@ -67,7 +67,7 @@ def normalize_characters(text: str) -> str:
 def is_garbage(text: str) -> bool:
     """Return True if `text` is not words: over 5 % control, private or unassigned characters, or 30 % glyph names.
 
-    Such a character between spaces does not count, because it is a bracket of a formula or a note of music.
+    A character of these kinds between two spaces does not count: it is a bracket of a formula or a note of music.
 
     >>> is_garbage("The pump leaks."), is_garbage("\\x01\\x02\\x03 pump"), is_garbage("/g145/g144/g3 (cid:12)")
     (False, True, True)
@@ -92,9 +92,10 @@ def remove_controls(text: str) -> str:
 
 
 def join_hyphens(pages: Sequence[str]) -> list[str]:
-    """Return `pages`, joining words that a hyphen at a line's end divides.
+    """Return `pages` with the words joined that a hyphen divides at a line's end.
 
-    The hyphen is kept if the document has the compound within a line, and does not have the word without the hyphen.
+    Before a capital letter, the hyphen and the line break are kept. In a compound that the document also has within a
+    line, and before a conjunction ("Ein- und Ausgabe"), the hyphen is kept unless the document has the joined word.
 
     >>> join_hyphens(["hyphen-\\nated, post-\\noffice\\nthe post-office", "Anglo-\\nSaxon"])
     ['hyphenated, post-office\\nthe post-office', 'Anglo-\\nSaxon']
@@ -132,10 +133,10 @@ def _start_of_last_word(text: str) -> int:
 
 
 def compose_accents(pages: Sequence[str]) -> list[str]:
-    """Return `pages` with accents composed with the letters after them; TeX's older fonts separate them ("Tank¨onyv").
+    """Return `pages` with separate accents joined to the letters after them ("Tank¨onyv" becomes "Tankönyv").
 
-    An accent stays separate if the document has at least as many letters composed with that accent as separate accents.
-    Its fonts then have composed letters, so the separate character is a quotation mark or an apostrophe.
+    TeX's older fonts separate them. An accent stays separate if at least as many letters of the document already have
+    it. The document's fonts then have such letters, and the separate character is a quotation mark or an apostrophe.
     """
     letters = set[str]().union(*pages)
     candidates = [accent for accent in _ACCENTS if accent in letters]

@@ -50,9 +50,9 @@ _NOTE_TYPES = {
 
 
 class PdfPageContents(NamedTuple):
-    """A page. `fields`: its form fields as (name, value). `notes`: the texts of its annotations.
+    """The contents of a page. `fields`: its form fields as (name, value). `notes`: the texts of its annotations.
 
-    `has_picture`: it shows a picture and has no text. `is_damaged`: PDFium cannot read it.
+    `has_picture`: True if the page shows a picture and has no text. `is_damaged`: True if PDFium cannot read the page.
     """
 
     text: str = ""
@@ -63,10 +63,10 @@ class PdfPageContents(NamedTuple):
 
 
 class PdfContents(NamedTuple):
-    """A document. `labels`: the pages' labels, such as "iv", or "" for a page without one.
+    """The contents of a PDF. `labels`: the pages' labels, such as "iv"; "" for a page without a label.
 
-    `headings`: (title, level) of the bookmarks to a page, by its number from 0; the highest level is 1. `is_xfa`: its
-    fields are only in Adobe's form language, which PDFium does not read.
+    `headings`: the bookmarks as (title, level), by the number of their page, from 0. The highest level is 1. `is_xfa`:
+    True if the form fields are in Adobe's form language (XFA) alone, which PDFium does not read.
     """
 
     pages: list[PdfPageContents]

@@ -15,7 +15,7 @@ from ragblend.corpus.readers.encodings import (
     SAMPLE_CHARS,
     check_is_text,
     decode_text,
-    new_digest,
+    new_file_hash,
 )
 from ragblend.corpus.readers.fields import (
     TEXT_FIELDS,
@@ -30,7 +30,10 @@ from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
 
 def read_json(data: bytes, text_field: str = "") -> ParsedRecords:
-    """Read a JSON file: a value, a list of values, or a value on each line."""
+    """Read a JSON file: a value, a list of values, or a value on each line.
+
+    `text_field`: see `read_text_field`; "" finds the text field by its name (`read_record`).
+    """
     decoded = decode_text(data)
     return add_notes_to_first(_parse_json_file(decoded.text, text_field), decoded.notes)
 
@@ -79,16 +82,17 @@ def _parse_json(text: str) -> Any:
 
 
 def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
-    """Read a JSON value from each line."""
+    """Read a JSON value from each line. `text_field`: see `read_json`."""
     decoded = decode_text(data)
     # splitlines() would also cut at line separators inside strings.
     return add_notes_to_first(_parse_jsonl(decoded.text.split("\n"), text_field), decoded.notes)
 
 
 def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRecords:
-    """Yield the records of `read_jsonl`, a line at a time, after checking that the whole file is text.
+    """Yield the records of `read_jsonl`, a line at a time, after reading the whole file once to check it.
 
-    `digest`: the file's expected digest (`new_digest`). Raises UnreadableDocumentError if the file has another digest.
+    `digest`: the file's expected hexadecimal digest (`new_file_hash`). Raises UnreadableDocumentError if the file has
+    another digest or is not text. A file in another encoding than UTF-8 is read into memory.
     """
     if not _is_utf8(file, digest):  # detecting another encoding needs the whole file
         file.seek(0)
@@ -101,7 +105,7 @@ def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRec
 
 def _is_utf8(file: BinaryIO, digest: str) -> bool:
     """Return True if a file is UTF-8. Raises UnreadableDocumentError if its digest has changed or it is not text."""
-    read, sample, is_utf8 = new_digest(), "", True
+    read, sample, is_utf8 = new_file_hash(), "", True
     for line in file:  # lines end at "\n", which in UTF-8 is not a part of another character
         read.update(line)
         try:
@@ -194,14 +198,17 @@ _ROWS_AT_A_TIME = 256
 
 def stream_parquet(file: io.BufferedReader, digest: str, text_field: str = "") -> ParsedRecords:
     """Yield the records of `read_parquet`, some rows at a time. `digest`: see `stream_jsonl`."""
-    if hashlib.file_digest(file, new_digest).hexdigest() != digest:
+    if hashlib.file_digest(file, new_file_hash).hexdigest() != digest:
         raise UnreadableDocumentError(CHANGED_REASON)
     file.seek(0)
     yield from _parse_parquet(file, text_field)
 
 
 def read_parquet(data: bytes, text_field: str = "") -> ParsedRecords:
-    """Read each row of a Parquet file. Raises UnreadableDocumentError for other files, and without pyarrow."""
+    """Read each row of a Parquet file as a document. `text_field`: see `read_json`.
+
+    Raises UnreadableDocumentError if `data` is not Parquet, or if pyarrow is not installed.
+    """
     return _parse_parquet(io.BytesIO(data), text_field)
 
 

@@ -61,9 +61,10 @@ _DOCUMENT_PARTS = (b"[Content_Types].xml", b"mimetypeapplication/")
 
 
 def not_a_document_reason(name: str, head: bytes, has_reader: bool) -> str:
-    """Return why the file `name` is not a document; "" if a reader has its ending (`has_reader`) or it may be text.
+    """Return the reason why the file `name` is not a document; "" if it may be one.
 
-    `head`: the first bytes of the file. Lock files of Office are never documents.
+    `head`: the first bytes of the file. `has_reader`: True if there is a reader for the ending of `name`. Such a file
+    is a document, unless it is a lock file of Office.
 
     >>> not_a_document_reason("a.gif", b"", False), not_a_document_reason("a", b"GIF89a\\0", False)[:16]
     ('is a picture; if it shows text, run OCR on it: tesseract FILE FILE', 'is a binary file')
@@ -85,7 +86,10 @@ def not_a_document_reason(name: str, head: bytes, has_reader: bool) -> str:
 
 
 def describe_ole(data: bytes, kind: str) -> str:
-    """Return why an OLE file, which should be a `kind` ("Word file"), cannot be read: it is encrypted or too old."""
+    """Return the reason why the OLE file `data` cannot be read: it is encrypted or in an old format.
+
+    `kind`: the name of the expected format for the message, such as "Word file".
+    """
 
     def has_stream(name: str) -> bool:
         return name.encode("utf-16-le") in data
@@ -104,13 +108,15 @@ def describe_ole(data: bytes, kind: str) -> str:
 
 
 def raise_unreadable(reason: str, data: bytes) -> ParsedRecords:
-    """Raise UnreadableDocumentError(reason). `partial(raise_unreadable, reason)` is the reader of an unsupported
-    format."""
+    """Raise UnreadableDocumentError(reason); `data` is not read.
+
+    `partial(raise_unreadable, reason)` is used as the reader of an unsupported format.
+    """
     raise UnreadableDocumentError(reason)
 
 
 def read_keynote(data: bytes) -> ParsedRecords:
-    """Raise UnreadableDocumentError for a Keynote document, with the formats to export it to.
+    """Raise UnreadableDocumentError for a Keynote document. The message names formats to export it to.
 
     Raises NotADocumentError for other files called `.key`, such as private keys.
     """

@@ -42,7 +42,7 @@ _CHARSETS = {
 
 
 def read_rtf(data: bytes) -> ParsedRecords:
-    """Read one RTF file as one document. Raises UnreadableDocumentError for other files."""
+    """Read one RTF file as one document. Raises UnreadableDocumentError if `data` is not RTF."""
     start = data.find(RTF_MAGIC, 0, 1024)
     if start < 0:
         raise UnreadableDocumentError("is no RTF file: it does not begin with {\\rtf; correct its name's ending")

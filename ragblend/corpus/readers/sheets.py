@@ -15,9 +15,10 @@ LARGE = "delete empty rows and columns that have a format, or save its sheets as
 
 
 def read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
-    """Return the names of a workbook's sheets with the lines of their rows.
+    """Return a workbook's sheets as pairs: the sheet's name, and a line of text per row.
 
-    Raises UnreadableDocumentError for other, damaged, encrypted and too large files, and without python-calamine.
+    Raises UnreadableDocumentError if `data` is no workbook, or is damaged, encrypted or too large, and if
+    python-calamine is not installed.
     """
     try:
         return _read_sheets(data)

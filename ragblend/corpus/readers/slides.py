@@ -31,7 +31,10 @@ _LEFT_OUT = frozenset({"Fallback", "extLst"})  # Fallback repeats Choice for old
 
 
 def read_pptx(data: bytes) -> ParsedRecords:
-    """Read one presentation as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
+    """Read one presentation as one document.
+
+    Raises UnreadableDocumentError if `data` is no PowerPoint file, or is damaged or encrypted.
+    """
     container = ZipContainer(data, "PowerPoint file")
     blocks = TextBlocks()
     notes = []

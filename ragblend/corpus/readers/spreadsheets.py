@@ -21,9 +21,10 @@ MAX_MEMORY_BYTES = 3 << 30
 
 
 def read_spreadsheet(data: bytes) -> ParsedRecords:
-    """Read one workbook as one document, with hidden sheets. Formulas give their results.
+    """Read one workbook as one document. Hidden sheets are included, and formulas give their results.
 
-    Raises UnreadableDocumentError for other, damaged, encrypted and too large files, and without python-calamine.
+    Raises UnreadableDocumentError if `data` is no workbook, or is damaged, encrypted or too large, and if
+    python-calamine is not installed.
     """
     if data.startswith(ZIP_MAGIC):
         ZipContainer(data, "spreadsheet").check_declared_size()

@@ -75,9 +75,9 @@ def _end_of_front_matter(text: str) -> int:
 
 
 def find_underlined_headings(text: str) -> Iterator[Mark]:
-    """Yield, in order, the marks of titles that are underlined, over their whole length, with one repeated character.
+    """Yield, in order, the marks of titles that are underlined over their whole length with one repeated character.
 
-    Levels are numbered in the order in which their styles appear (reStructuredText).
+    As in reStructuredText, the underline's style gives the level: the first style is level 1, the next new one level 2.
 
     >>> [(mark.value, mark.level) for mark in find_underlined_headings("A\\n====\\n\\nB\\n---\\ntext\\n\\nC\\n===\\n")]
     [('A', 1), ('B', 2), ('C', 1)]

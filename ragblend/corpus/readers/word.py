@@ -36,7 +36,10 @@ _FIRST_SURROGATE = 0xD800  # codes from this one upwards are symbols of a pictur
 
 
 def read_docx(data: bytes) -> ParsedRecords:
-    """Read one Word file as one document. Raises UnreadableDocumentError for other, damaged and encrypted files."""
+    """Read one Word file as one document.
+
+    Raises UnreadableDocumentError if `data` is no Word file, or is damaged or encrypted.
+    """
     container = ZipContainer(data, "Word file")
     main = find_main_part(container, "word/document.xml")
     reader = _BodyReader(container, main)
@@ -45,7 +48,10 @@ def read_docx(data: bytes) -> ParsedRecords:
 
 
 def read_mislabeled_doc(data: bytes) -> ParsedRecords:
-    """Read a .doc file that is RTF, HTML, .docx or plain text. Rejects Word's format before 2007."""
+    """Read a .doc file that is RTF, HTML, .docx or plain text.
+
+    Raises UnreadableDocumentError for the format that Word used before 2007.
+    """
     head = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if data.startswith(OLE_MAGIC):
         raise UnreadableDocumentError(describe_ole(data, "Word file"))

@@ -20,19 +20,19 @@ _MAX_ROMAN = 5000
 
 
 class Style(NamedTuple):
-    """A paragraph style, with the properties of the styles that it is based on."""
+    """A paragraph style, with the properties of the styles on which it is based."""
 
     heading_level: int = 0  # 0: body text
-    list_id: str = ""
-    list_level: int = 0
+    list_id: str = ""  # "": not in a list
+    list_level: int = 0  # 0: the outermost
 
 
 class ListLevel(NamedTuple):
-    """A level of a list: the format of its numbers, and the label's text, with %1 to %9 for the numbers."""
+    """A level of a list: how the labels of its paragraphs are made."""
 
-    number_format: str
-    label: str
-    start: int
+    number_format: str  # Word's name for it, such as "lowerRoman"
+    label: str  # text of the label, with %1 to %9 for the numbers of the levels
+    start: int  # first number
 
 
 def read_styles(container: ZipContainer, part: str) -> dict[str, Style]:

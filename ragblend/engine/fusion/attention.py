@@ -42,7 +42,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tables of the inverse of `rotate` by `cos`, `sin` [T, R], attention scaling included."""
+    """Return the tables with which `rotate` undoes a rotation by `cos`, `sin` [T, R] and its attention scaling."""
     scaling = cos[..., :1].square() + sin[..., :1].square()  # 1 without attention scaling
     return cos / scaling, -sin / scaling
 
@@ -62,16 +62,17 @@ def add_rotated(states: Tensor, change: Tensor, cos: Tensor, sin: Tensor) -> Non
 
 
 def rope_type_problem(rope_type: str) -> str:
-    """Return why keys cannot be placed by a RoPE of this type; "" if they can."""
+    """Return the reason why a RoPE of this type cannot rotate stored keys to new positions; "" if it can."""
     if rope_type in FIXED_FREQUENCY:
         return ""
     return "changes its frequencies with the prompt's length" if rope_type == "dynamic" else "is not known to ragblend"
 
 
 def max_placeable_tokens(rope_parameters: Mapping[str, Any], max_positions: int) -> int:
-    """Return the longest prompt, in tokens, at which the model's RoPE frequencies are fixed and keys can be placed.
+    """Return the length in tokens of the longest prompt to whose positions stored keys can be rotated.
 
-    Raises UnsupportedModelError for length-dependent types (dynamic NTK) and for types not in FIXED_FREQUENCY.
+    Up to this length, the model's RoPE frequencies are fixed. `max_positions`: most positions of the model. Raises
+    UnsupportedModelError for length-dependent types (dynamic NTK) and for types not in FIXED_FREQUENCY.
 
     >>> max_placeable_tokens({"rope_type": "yarn"}, 131072)
     131072
@@ -253,9 +254,10 @@ def attention_mass(queries: ProbeQueries, keys: Tensor) -> Tensor:
 def attend_with_weights(
     queries: ProbeQueries, keys: Tensor, values: Tensor, num_question_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `attend_rows` of all queries [Hq, Q, D], and `attention_mass` of the last `num_question_rows`.
+    """Return the attention output [Hq, Q, D] of all queries, and the attention mass of the question's queries.
 
-    `keys`, `values`: [H, T, D]. The probabilities of the question's rows are computed once, for both results.
+    See `attend_rows` and `attention_mass`. The question's queries are the last `num_question_rows`. Their probabilities
+    are computed once, for both results. `keys`, `values`: [H, T, D].
     """
     question = queries.slice_rows(slice(-num_question_rows, None))
     num_heads, num_queries, _ = question.states.shape

@@ -46,8 +46,8 @@ class HostToDeviceCopier:
     def in_compute_order(self) -> AbstractContextManager[Any]:
         """Return a context manager that runs GPU work on the creating thread's stream, after the work queued there.
 
-        A thread starts on the device's default stream, and vLLM computes on another one. Without this, the model could
-        read KV before the reader's thread has written it.
+        Other threads start on the device's default stream, and vLLM computes on another one. On different streams, the
+        model could read KV before the reader's thread has written it.
         """
         return torch.cuda.stream(self.computing) if self.overlaps_compute else nullcontext()
 

@@ -113,16 +113,17 @@ class LayerLoader:
     rows)` rotates keys to their positions. `write(layer, rows, keys, values)` gets the result, for adjacent rows.
     `depth` is the number of layers that the reader may be ahead of `fuse`.
 
-    `together`: place all chunks of a layer in one call, and write adjacent chunks as one. That needs one more copy and
-    far fewer operations; every call of `place` then gets the same `rows` tensor. Otherwise `place` is called per chunk.
+    `together`: True places all chunks of a layer in one call of `place`, and writes adjacent chunks in one call. This
+    needs one more copy and far fewer operations. Every call of `place` then gets the same `rows` tensor. False calls
+    `place` for each chunk.
 
     `first_layer(token_ids)` computes the pre-RoPE keys and values of layer 0 [H, T, D], which depend on the token ids
     alone. If it is given, `wait(0)` calls it for the chunks that are not in memory, and the reader starts at layer 1.
     The reader still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving the
     context waits for this read.
 
-    `correctable`: the model, whose methods undo the rotation of keys and add drift to them, and the FusedKV to which
-    `write` writes. `read_stored` and `apply_drift` require them.
+    `correctable` is required by `read_stored` and `apply_drift`: the model, whose methods undo the rotation of keys and
+    add drift to them, and the FusedKV that `write` fills.
     """
 
     def __init__(

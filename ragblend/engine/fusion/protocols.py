@@ -18,7 +18,8 @@ from ragblend.engine.store.kv import LayerKV
 class PromptKVBuffer(Protocol):
     """Buffer for a prompt's KV: keys and values of all its tokens per layer, in prompt order.
 
-    `fuse` reads `keys` and `values` only of the layer that it loaded last, and only at a query probe or a check layer.
+    `fuse` reads `keys` and `values` only of the layer that was loaded last, and only at probe layers and the check
+    layer.
     """
 
     length: int  # rows that are valid in every layer
@@ -39,15 +40,15 @@ class FreshRowsCallback(NamedTuple):
 
 
 class LayerSource(Protocol):
-    """Source of stored KV. `wait` returns when the layer is placed in the PromptKVBuffer that the source was made for.
+    """Source of stored KV, which places it in one PromptKVBuffer, layer by layer.
 
-    `fuse` waits for layers in ascending order; `wait` returns at once for an earlier layer. `wait` raises
-    DamagedEntryError when stored bytes are damaged: the request starts again with that chunk as a miss. Once
-    `ready[layer]` is set, `wait(layer)` does not block.
+    `wait` returns when the layer is placed. `fuse` waits for layers in ascending order. For an earlier layer, `wait`
+    returns at once. It raises DamagedEntryError if stored bytes are damaged; the request then starts again with that
+    chunk as a miss. Once `ready[layer]` is set, `wait(layer)` does not block.
 
-    A placed chunk is stale if its KV was computed without the tokens that precede it in the prompt. If the plan
-    corrects drift and a placed chunk is stale, `fuse` calls `apply_drift` once for every layer except the first: after
-    it has waited for the layer, and before it writes recomputed rows of placed chunks into that layer.
+    A placed chunk is stale if its KV was computed without the tokens before it in the prompt. If a chunk is stale and
+    the plan corrects drift, `fuse` calls `apply_drift` once for every layer except the first. It does so after waiting
+    for the layer, and before it writes recomputed rows of placed chunks into that layer.
     """
 
     @property

@@ -72,10 +72,10 @@ def cacheblend_k_scores(inputs: RuleInputs) -> Tensor:
 def ask_scores(inputs: RuleInputs) -> Tensor:
     """Return a score per candidate: its share of the question's attention (ProphetKV, arXiv 2602.02579).
 
-    The share is the mean over probe layers, heads and the question's tokens. The first and last token of each placed
-    part of a chunk get 1 more, so they are recomputed first, for two reasons. The first token of a text that was
-    computed alone attracts attention (EPIC, arXiv 2410.15332, recomputes a few of them). Drift correction needs a
-    recomputed token in each part.
+    The share is the mean over probe layers, heads and the question's tokens. The first and the last token of each chunk
+    (or of each part of it, if the prompt has parts) get 1 more, so that they are recomputed first. The reasons: the
+    first token of a text that was computed alone attracts attention (EPIC, arXiv 2410.15332, recomputes a few first
+    tokens), and drift correction needs a recomputed token in each part.
     """
     assert inputs.attention is not None
     assert inputs.is_edge is not None
@@ -166,9 +166,10 @@ def find_rule(name: str, num_layers: int = DEEP_MODEL_LAYERS) -> SelectionRule:
 
 
 def default_check_layer(global_layers: Sequence[int]) -> int:
-    """Return the check layer: the first layer after layer 0 in `global_layers`, which have no attention window; else 1.
+    """Return the check layer: the first layer after layer 0 that has no attention window; 1 if there is none.
 
-    In the layers before it, tokens attend only to their window, so their keys and values deviate little.
+    `global_layers`: the layers without a window. In the layers before the check layer, tokens attend only to their
+    window, so their keys and values deviate little.
 
     >>> default_check_layer((5, 11, 17)), default_check_layer((0, 1, 2)), default_check_layer(())
     (5, 1, 1)
@@ -212,11 +213,11 @@ def is_probe_worthwhile(
     num_layers: int,
     global_layers: Sequence[int] = (),
 ) -> bool:
-    """Return True if the rule's query probe of `num_fresh` tokens is cheap enough, or if it has none to run.
+    """Return True if the rule's query probe of `num_fresh` tokens is cheap enough, or if there is no probe to run.
 
-    The cost is counted in token-layers. The limit is the cost of recomputing the share `ratio` + PROBE_MARGIN of the
-    chunk tokens: at this share, NO_PROBE_RULE is still further from full prefill than the rule with its probe. Long
-    questions over short chunks exceed the limit.
+    The cost is the number of tokens times the number of layers that they run through. The limit is the cost of
+    recomputing the share `ratio` + PROBE_MARGIN of the chunk tokens: at this share, NO_PROBE_RULE is still further from
+    full prefill than the rule with its probe. Long questions over short chunks exceed the limit.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]

@@ -52,16 +52,18 @@ MAX_TOLERANCE = 0.1
 
 @torch.inference_mode()
 def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quantised: bool = False) -> None:
-    """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill. The four gates and what they test:
+    """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill.
 
-    - Placed stored keys equal full prefill's layer-0 keys for every chunk: the rotation.
-    - The KV of a chunk placed directly after its prefix equals full prefill's in every layer: the stored slice.
-    - Recomputing all tokens over stale KV gives full prefill's logits: positions and scattering.
-    - Recomputing scattered tokens over exact KV changes no logit: the mask of scattered rows.
+    Four gates compare results with full prefill:
+
+    - Rotation: the stored keys of every chunk, rotated to their positions, equal full prefill's keys at layer 0.
+    - Stored slice: the KV of a chunk directly after its prefix equals full prefill's KV at every layer.
+    - Positions and scattering: recomputing all tokens over stale KV gives full prefill's logits.
+    - Mask of scattered rows: recomputing scattered tokens over exact KV changes no logit.
 
     The results of a quantised model, or a deep one in half precision, vary with the number of tokens that run together.
-    For such a model, an error of up to twice this variation is accepted and logged as a warning; without quantised
-    weights, at most MAX_TOLERANCE. `vocabulary`: number of token ids. `name`: the model's, for errors.
+    For such a model, an error of up to twice this variation is accepted and logged as a warning. Without quantised
+    weights, it is accepted up to MAX_TOLERANCE. `vocabulary`: number of token ids. `name`: the model's, for errors.
     """
     allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
     most = math.inf if is_quantised else MAX_TOLERANCE if model.like.dtype != torch.float32 else 0.0

@@ -48,9 +48,9 @@ class EntryCheck(NamedTuple):
 class KVStore(ABC):
     """A store of chunk KV by key. It consists of one tier, or of several tiers that are used as one store.
 
-    Threads may share any store; processes may share only a DiskStore. A tier implements the abstract methods and calls
-    `super().__init__()`. The other methods have defaults, for a tier that is on this machine, never evicts, stores no
-    metadata, and has written an entry when `put` returns.
+    Threads may share any store. Processes may share only a DiskStore. A tier implements the abstract methods and calls
+    `super().__init__()`. The other methods are implemented for a tier on this machine that never evicts, stores no
+    metadata, and has written an entry when `put` returns. Other tiers override them.
     """
 
     is_remote = False
@@ -174,7 +174,7 @@ class KVStore(ABC):
         `tombstones`). Return the keys whose entry this store had.
 
         whole_namespace: a namespace to delete completely. Other processes and machines then delete all of its entries.
-        This store deletes those of `keys`, so pass the keys of all its entries of the namespace. Raises
+        This store only deletes the entries of `keys`, so pass all of its keys of the namespace. Raises
         BackendUnreachableError if a remote tier does not answer; the entries are then deleted on this machine only.
         """
         return {key for key in keys if self.delete(key)}
@@ -220,7 +220,10 @@ class KVStore(ABC):
         """
 
     def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the tiers from which a remote tier reads an entry if its write queue has only the entry's key."""
+        """Set the tiers from which a remote tier reads an entry before it uploads it.
+
+        It reads entries whose tensors did not fit its write queue, so that only their keys are queued.
+        """
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for background writes; return False if they did not finish within `timeout_s` seconds."""
@@ -239,11 +242,11 @@ CONTAINS_BATCH = 200
 
 
 class ByteStore(Protocol):
-    """Named byte values: what a remote tier needs of Redis or an object store. Safe to share between threads.
+    """Byte values by name, in Redis or an object store. A remote tier stores its KV there. Threads may share it.
 
     Every method raises BackendUnreachableError when the backend fails or exceeds its time limit, and StoreFullError
     when it rejects a value because it is full. Writes are atomic, or a value contains a checksum that detects a partial
-    write. Announced sizes are checked before a value is read, and `sizes` always terminates.
+    write. The size that the backend reports is checked before a value is read. `sizes` ends, or it raises an error.
     """
 
     @property

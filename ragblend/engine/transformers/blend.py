@@ -313,7 +313,7 @@ class BlendingEngine(LocalEngine):
         num_separator, first = len(self.renderer.separator_ids), start
         for part in context.parts:
             ids = part[: len(part) - num_separator]
-            key = self.key_of(ids)
+            key = self.key_of_ids(ids)
             kv = self.store.get(key, ids) if key not in damaged else None
             if kv is not None:
                 yield Placement(kv, start, exact=start == first)

@@ -131,7 +131,7 @@ class TransformersEngine(BlendingEngine):
 
     def _is_missing(self, token_ids: tuple[int, ...], context: IngestionContext) -> bool:
         self.check_not_forked()
-        return bool(token_ids) and not self.store.contains(self.key_of(token_ids, context))
+        return bool(token_ids) and not self.store.contains(self.key_of_ids(token_ids, context))
 
     def _prefill_chunks(
         self, chunks: Sequence[tuple[int, ...]], context: IngestionContext = NO_CONTEXT
@@ -145,7 +145,7 @@ class TransformersEngine(BlendingEngine):
         headers = []
         for ids in chunks:
             self._check_length(len(prefix_ids) + len(ids), "chunk")
-            facts = (self.key_of(ids, context), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
+            facts = (self.key_of_ids(ids, context), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
             headers.append(KVHeader(*facts, namespace=self.namespace, context=context.part_lengths))
         num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
         filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []

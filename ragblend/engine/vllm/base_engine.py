@@ -174,7 +174,7 @@ class VllmEngineBase(LocalEngine):
         Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM did not store
         it.
         """
-        key = self.key_of(token_ids, context)
+        key = self.key_of_ids(token_ids, context)
         if not token_ids or self.store.contains(key):
             return 0
         request = self._ingestion(token_ids, context)

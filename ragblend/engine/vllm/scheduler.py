@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.namespaces import cache_salt_of, salted_namespace
+from ragblend.engine.namespaces import salted_namespace, vllm_cache_salt
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
@@ -165,7 +165,7 @@ class BlendScheduler:
             raise UsageError("the server requires API keys, but the request has none; send Authorization: Bearer KEY")
         namespace = salted_namespace(tenant, request.cache_salt)
         if namespace:
-            _salt(request, cache_salt_of(namespace))
+            _salt(request, vllm_cache_salt(namespace))
         return namespace
 
     def _params(self, request: Any, bound: str | None) -> BlendParams | None:
@@ -183,7 +183,7 @@ class BlendScheduler:
         if bound is None:
             bound = salted_namespace(params.namespace, request.cache_salt)
             if params.namespace:
-                _salt(request, cache_salt_of(bound))
+                _salt(request, vllm_cache_salt(bound))
         return replace(params, namespace=bound)
 
     def _reason_to_leave(self, request: Any) -> str:

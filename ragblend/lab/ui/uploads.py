@@ -13,7 +13,7 @@ from typing import IO
 
 from ragblend.config import Settings
 from ragblend.corpus.folder_scan import display_source, normal_path, source_path
-from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_READERS, TEXT_SUFFIXES, check_reading
+from ragblend.corpus.readers.formats import PARQUET_SUFFIX, READERS, TEXT_READERS, TEXT_SUFFIXES, try_reading_in_child
 from ragblend.corpus.readers.rejected import CONVERTIBLE
 from ragblend.engine.api import Engine
 from ragblend.engine.store.tiered import format_bytes
@@ -75,8 +75,8 @@ def check_upload_size(name: str, num_bytes: int, max_mib: float) -> None:
 
 
 def save_upload(path: Path, file: IO[bytes], num_bytes: int) -> None:
-    """Write a complete upload to `path`, in one step. Raises UnreadableDocumentError if `check_reading` rejects it."""
-    check_reading(file, num_bytes, path.suffix)
+    """Write a complete upload to `path`, in one step. Raises the errors of `try_reading_in_child`."""
+    try_reading_in_child(file, num_bytes, path.suffix)
     folder = Directory(path.parent, fsync=False, full_hint="Make room and drop the file again")
     folder.remove_stale_files()
     file.seek(0)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.config import Settings
-from ragblend.engine.namespaces import cache_salt_of, equals_ignoring_salt, salted_namespace
+from ragblend.engine.namespaces import equals_ignoring_salt, salted_namespace, vllm_cache_salt
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.api_keys import ApiKeys, ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
 from ragblend.engine.vllm.auth_gate import guard_engine, wrap_app
@@ -187,7 +187,7 @@ def test_the_gate_binds_what_any_body_hands_to_the_engine():
 
 def test_a_salt_makes_a_namespace_of_its_own_and_is_not_shown():
     namespaces = [salted_namespace(name, salt) for name in ("", "a", "ab") for salt in (None, "s", "t")]
-    assert len(set(namespaces)) == len({cache_salt_of(each) for each in namespaces}) == 9
+    assert len(set(namespaces)) == len({vllm_cache_salt(each) for each in namespaces}) == 9
     assert equals_ignoring_salt(salted_namespace("a", "s"), "a")
     assert not equals_ignoring_salt(salted_namespace("ab", "s"), "a")
     for namespace in (salted_namespace("a", "s"), "x" * 300, "\ud800"):
