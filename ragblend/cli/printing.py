@@ -308,7 +308,7 @@ def waiting_lines(title: str) -> Iterator[ProgressLog]:
 def progress_bars(title: str = "working") -> Iterator[Any]:
     """Yield a progress callback. It draws bars on stderr, with rate and time left.
 
-    If stderr is no terminal, it prints lines instead. They show `title` until the first stage reports.
+    If stderr is no terminal, lines are printed instead. They show `title` until the first stage reports.
     """
     if not sys.stderr.isatty():
         with progress_lines(print_notice, title=title) as log:
