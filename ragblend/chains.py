@@ -102,13 +102,18 @@ def _document(hit: SearchHit) -> Document:
 def create_blend_chain(
     retriever: RetrieverLike, llm: Runnable[Any, Any], *, system: str | None = None
 ) -> Runnable[Any, dict[str, Any]]:
-    """Return a chain question -> documents -> answer. The prompt is the documents and the question between blank lines.
+    """Return a chain that retrieves documents for a question and answers from them.
 
-    Invoke it with a question or `{"input": question}`. The result has `input`, `context` (the documents), `sources`
-    (their distinct sources), `citations` (file, pages and heading of each document, such as `a.pdf, p. 12, "Leave"`),
-    `answer` and `report` (a BlendReport as a dictionary). A stream yields the documents, then the answer piece by
-    piece, then the report. `llm` is a ChatBlend or BlendLLM. Any other chat model receives the same documents as plain
-    text, and the result has no report. Invoking the chain with an empty question raises UsageError.
+    Invoke it with a question or `{"input": question}`. The prompt is the documents, then the question, separated by
+    blank lines. The result has the fields:
+
+    - `input`: the question. `context`: the documents. `sources`: their distinct sources.
+    - `citations`: file, pages and heading of each document, such as `a.pdf, p. 12, "Leave"`.
+    - `answer`: a text. `report`: a BlendReport as a dictionary.
+
+    A stream yields the documents, then the answer piece by piece, then the report. `llm` is a ChatBlend or BlendLLM.
+    Any other chat model receives the documents as plain text, and the result has no report. Invoking the chain with an
+    empty question raises UsageError.
     """
     return _chain(RunnableLambda(_as_input), "input", retriever, _chat(llm), system).with_config(run_name="blend_chain")
 
@@ -245,25 +250,31 @@ def create_long_document_chain(
 ) -> Runnable[Any, dict[str, Any]]:
     """Return a chain that answers from a document longer than the model's context length, in overlapping windows.
 
-    Invoke it with `{"input": question, "document": document}`, or with the document alone if `instruction` replaces
-    the question ("Summarize the document."). A document is a text, a LangChain Document or a list of either. It is cut
-    into chunks of at most `chunk_tokens` (default: 256, or a quarter of a window), each prefilled once. A window has
-    `window_tokens` (default: as many as fit) in whole chunks and shares `overlap_tokens` (default: a tenth) with the
-    previous one. Shared chunks are reused, and a later question about the document reuses all of them. `combine`:
+    Invoke it with `{"input": question, "document": document}`. If `instruction` replaces the question ("Summarize the
+    document."), invoke it with the document alone. A document is a text, a LangChain Document or a list of either.
+
+    The document is cut into chunks of at most `chunk_tokens` (default: 256, or a quarter of a window). A window is a
+    series of chunks with at most `window_tokens` (default: as many as fit into a prompt). It repeats at least
+    `overlap_tokens` (default: a tenth) of the previous window. Each chunk is prefilled once. Other windows and later
+    questions reuse its KV. `combine`:
 
     - "reduce": the model answers every window, then combines the answers, in several rounds if they are many.
     - "refine": the model answers the windows in turn, each with the answer so far.
     - "rerank": the model answers every window; the result is the answer whose tokens have the highest probability.
 
-    "reduce" and "rerank" omit answers that contain `no_answer`; "" omits none. If all remaining answers are equal, that
-    answer is the result. The three prompts may have the fields {input}, {no_answer}, and {answer} or {answers}.
+    "reduce" and "rerank" omit answers that contain `no_answer`; "" omits none. If "reduce" has only equal answers left,
+    the result is that answer. All prompts may have the fields {input} and {no_answer}. `refine_prompt` may also have
+    {answer}, `combine_prompt` {answers}. The result has the fields:
 
-    The result has `input`, `answer`, `windows`, `tokens` and, if the last answer was combined from others, its
-    `report`. `windows`: a dictionary for each window, in order, with `source`, `start`, `last_source`, `end`, `answer`,
-    `report`, and for "rerank" `score`. `tokens`: the sums `num_chunk_tokens`, `num_prefilled_tokens` (of chunks that
-    were not stored), `prompt_tokens`, `num_reused_tokens` and `num_recomputed_tokens`. A stream yields the windows,
-    then the answer. `llm`: a ChatBlend or BlendLLM, bound or not; its tokenizer counts the windows. Raises UsageError
-    for another llm or `combine`.
+    - `input`: the question. `answer`: a text.
+    - `windows`: a dictionary for each window, in order, with `source`, `start`, `last_source`, `end`, `answer`,
+      `report`, and for "rerank" `score`. The last window of "refine", or a sole window, has no `answer` and `report`.
+    - `report`: the BlendReport of `answer`, if this is not the answer of a dictionary in `windows`.
+    - `tokens`: the sums `num_chunk_tokens`, `num_prefilled_tokens` (of chunks that were not stored), `prompt_tokens`,
+      `num_reused_tokens` and `num_recomputed_tokens`.
+
+    A stream yields the windows, then the answer. `llm`: a ChatBlend or BlendLLM, with bound arguments or without.
+    Raises UsageError for another llm, another `combine`, or a prompt with other fields.
     """
     if combine not in ("reduce", "refine", "rerank"):
         raise UsageError(f"combine is {combine!r}; choose reduce, refine or rerank")
@@ -288,8 +299,9 @@ def blend_tool(
     name: str = "search_documents",
     description: str = "Search the documents. Returns the passages that may answer the question.",
 ) -> BaseTool:
-    """Return a retriever as a tool for `create_agent`. The artifact of its ToolMessage is the retrieved documents.
+    """Return a tool for `create_agent` that searches with `retriever`.
 
-    In the background, ChatBlend stores the KV that these documents lack.
+    The artifact of its ToolMessage is the list of retrieved documents. ChatBlend prefills documents without stored KV
+    in the background, and stores their KV.
     """
     return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")

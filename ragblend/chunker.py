@@ -45,15 +45,16 @@ def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512)
     """Return chunks of at most `max_tokens` tokens, without overlap; a chunk is `document.text[start:end]`.
 
     A chunk ends after the last paragraph in its second half, else after the last sentence there, else after the last
-    line, else after a word. A word is cut only if it alone exceeds the budget. A chunk ends right after a heading,
-    inside of a code block or inside of a table row only if its last three quarters have no other place to end. A chunk
-    of records (a CSV, a log) ends in its last three fifths, before the row whose content has the lowest hash. An added
-    row therefore changes few chunks. Only whitespace between chunks is lost. A chunk has the document's metadata and
-    `num_tokens`.
+    line, else after a word. A word is cut only if it alone exceeds `max_tokens`. A chunk does not end directly after a
+    heading, inside a code block or inside a table row, unless its last three quarters have no better place. Only
+    whitespace between chunks is lost. A chunk has the document's metadata and `num_tokens`.
 
-    A chunk that continues a table begins with the table's header row, if that takes at most a quarter of the budget.
-    It has `verbatim: False` in its metadata, and its text is the header row, a line break and
-    `document.text[chunk.start:chunk.end]`. Raises UsageError if `max_tokens` is below 1 or one character needs more.
+    A chunk of records (a CSV, a log) ends in its last three fifths, before the row whose content has the lowest hash.
+    An added row therefore changes few chunks.
+
+    A chunk that continues a table begins with the table's header row, if that takes at most a quarter of `max_tokens`.
+    Its text is then the header row, a line break and `document.text[chunk.start:chunk.end]`, and its metadata has
+    `verbatim: False`. Raises UsageError if `max_tokens` is below 1 or one character needs more.
     """
     if max_tokens < 1:
         raise UsageError(f"chunk size is {max_tokens} tokens; choose 1 or more, for example 256")
@@ -188,9 +189,10 @@ class _SplitPiece(NamedTuple):
 def adapt_splitter(splitter: Any) -> Splitter:
     """Return a LangChain text splitter, LlamaIndex node parser or callable(Document) as a Splitter.
 
-    Each piece is searched for in the document, which gives its offsets. A piece that the splitter rewrote (normalized,
-    prefixed with a header) keeps its text; its `start` and `end` are the offset at which the search began, and its
-    metadata has `verbatim: False`. Raises UsageError for an object that is no splitter.
+    The offsets of a piece are found by searching for its text in the document. A piece that the splitter rewrote
+    (normalized, prefixed with a header) is not found. It keeps its text, its metadata has `verbatim: False`, and its
+    `start` and `end` both are the offset from which it was searched for. Raises UsageError for an object that is no
+    splitter.
     """
     cut = _find_split_function(splitter)
     if cut is None:
@@ -283,8 +285,11 @@ def _locate_pieces(document: Document, items: Iterable[Any], *, from_end: bool) 
 
 
 def _find(text: str, wanted: str, piece: _SplitPiece, search_from: int) -> int:
-    """Return the start of `wanted` in `text`, -1 if it is missing: the splitter's own figure if it is right and after
-    the search position, else the next occurrence, else any (nested pieces)."""
+    """Return the offset of `wanted` in `text`; -1 if it is missing.
+
+    It is the offset that the splitter reports, if `wanted` is there and not before `search_from`. Else it is the next
+    occurrence from `search_from` on, else any occurrence, because pieces may be nested.
+    """
     claimed_start = -1 if piece.start is None else piece.start + len(piece.text) - len(piece.text.lstrip())
     claimed_start = claimed_start if claimed_start >= 0 and text.startswith(wanted, claimed_start) else -1
     if claimed_start >= search_from:  # LlamaIndex may report an earlier copy of a repeated text

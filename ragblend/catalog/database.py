@@ -33,21 +33,24 @@ _STREAMED = {"stream_results": True}  # a table may be larger than memory
 
 
 def resolve_catalog(folder: Path, url: str | None = None) -> str | Path:
-    """Return the URL or the file of the catalogue of the store in `folder`.
+    """Return the location of the catalogue of the store in `folder`: the URL of a database, or the path of a file.
 
-    It is `url` if given, else the URL of RAGBLEND_CATALOG or of the user's settings, else a file in the folder.
+    Return `url` if it is given, else the URL in RAGBLEND_CATALOG or in the user's own configuration file. Without a
+    URL, return the path of a file in `folder`.
     """
     url = url or trusted_setting("catalog")
     return folder / CATALOG_FILE if url is None else str(TierOptions(catalog=url).catalog)
 
 
 class Catalog:
-    """The catalogue at `place`: an SQLite file, the URL of a PostgreSQL database, or None for one in memory.
+    """The database of a store: an SQLite file, a PostgreSQL database, or a database in memory.
 
-    Safe between threads and processes. Each call sees the commits of other processes. A call after `close` opens the
-    database again, and so does a call after a lost connection or after the file was deleted or replaced. Raises
-    CorruptError for a damaged file, StoreMismatchError for a database with other tables, BackendUnreachableError for a
-    server that does not answer.
+    `place`: the path of the file, or the URL; None: in memory. Safe between threads and processes. Each call sees the
+    commits of other processes. After `close`, a lost connection, or a deleted or replaced file, the next call opens the
+    database again.
+
+    Raises CorruptError for a damaged file. Raises StoreMismatchError for a database that is no catalogue, or that has
+    another version. Raises BackendUnreachableError for a server that does not answer.
     """
 
     def __init__(self, place: str | Path | None = None) -> None:
@@ -68,20 +71,23 @@ class Catalog:
             pass
 
     def close(self) -> None:
-        """Close the file. No data is lost; the next call opens the file again."""
+        """Close the connection. The next call opens it again. A database in memory stays open, so no data is lost."""
         with self._lock:
             if self._connection is not None and self.key is not None:
                 self._connection.close()
                 self._connection = None
 
     def change_counter(self) -> tuple[int, int]:
-        """Return a value that changes with every commit of other processes, and when this object changes token ids."""
+        """Return a pair of numbers, to be compared with an earlier pair.
+
+        It changes with every commit of another process, and when this object changes token ids.
+        """
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes
 
     @property
     def identity(self) -> object:
-        """A value that changes if another database takes the place of this one."""
+        """A value that changes if another file replaces the SQLite file; None for PostgreSQL."""
         return self._dialect.identity
 
     def truncate_log(self) -> None:
@@ -116,7 +122,7 @@ class Catalog:
         self.close()
 
     def damage_error(self, what: str) -> CorruptError:
-        """Return the error to raise for damaged rows. `what` names the rows; the message also contains the fix."""
+        """Return the error to raise for damaged rows. Its message is `what`, a sentence on the damage, and the fix."""
         return CorruptError(f"{self.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:

@@ -16,7 +16,10 @@ TransactionKind = Literal["DEFERRED", "IMMEDIATE"]
 
 
 class Dialect(ABC):
-    """One database. Safe between threads, but each connection is used by one thread at a time."""
+    """The database of one catalogue. Each subclass supports one kind of database, such as SQLite.
+
+    Safe between threads, but each connection is used by one thread at a time.
+    """
 
     name: str
     """The file, or the URL without user and password, for messages."""
@@ -27,14 +30,14 @@ class Dialect(ABC):
     opened_file_id: object = None
     """The `file_id` of the opened file, set by `connect_and_create_tables`; None without a file."""
     identity: object = None
-    """A value that changes if another database replaces this one, set by `connect_and_create_tables`."""
+    """Changes if another file replaces the opened one. Set by `connect_and_create_tables`; None for a server."""
 
     @abstractmethod
     def connect_and_create_tables(self) -> Connection:
-        """Return a connection in autocommit mode to a database that has all tables. Missing tables are created.
+        """Return a connection in autocommit mode. Create the tables of the catalogue if they are missing.
 
-        A dialect may also copy the files of earlier versions into new tables. Raises StoreMismatchError for a database
-        with other tables.
+        Some dialects also copy the rows of earlier versions' files into the tables. Raises StoreMismatchError for a
+        database that is no catalogue, or that has another version.
         """
 
     def file_id(self) -> object:
@@ -51,7 +54,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def change_counter(self, connection: Connection) -> int:
-        """Return a number that changes with every commit of another process. It is read for each prompt."""
+        """Return a number that changes with every commit of another process. Must be fast: called for each prompt."""
 
     @abstractmethod
     def find_problems(self, connection: Connection) -> list[str]:
@@ -63,7 +66,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def wrap_errors(self) -> AbstractContextManager[None]:
-        """Raise RagblendErrors in place of the database's errors."""
+        """Return a context manager that raises RagblendErrors in place of the database's errors."""
 
     @abstractmethod
     def fix_hint(self) -> str:

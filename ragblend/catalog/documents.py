@@ -73,10 +73,11 @@ _DELETE_EMPTY_FILE = delete(FILES).where(
 
 
 class IndexedDocuments:
-    """The documents of an index in the catalogue of `registry`. One transaction can change documents and registry.
+    """The documents of an index, in the catalogue of `registry`.
 
-    Each method runs in the open transaction, or else in its own. Raises the errors of `Catalog`, and
-    StoreMismatchError for searches and changes after the catalogue's file was replaced.
+    Inside `read_transaction` or `write_transaction`, methods use that transaction, also those of `registry`. Otherwise
+    each method has a separate transaction. Methods raise the errors of `Catalog`. After the catalogue's file was
+    replaced, searches and changes raise StoreMismatchError.
     """
 
     def __init__(self, registry: ChunkRegistry) -> None:
@@ -106,7 +107,7 @@ class IndexedDocuments:
                 self._put_fact("generation", "0")
 
     def exists(self) -> bool:
-        """Return True if the catalogue has an index. Raises CorruptError if it has documents without the facts."""
+        """Return True if the catalogue has an index. Raises CorruptError if it has documents but no facts."""
         has_facts = bool(self._rows(select(INDEX_FACTS.c.name).limit(1)))
         if not has_facts and self.num_documents:
             raise self.registry.damage_error("it has documents, but the facts of the index are missing")
@@ -144,9 +145,9 @@ class IndexedDocuments:
         return [row.source for row in self._select_checked(DOCUMENTS)]
 
     def content_hashes_by_file(self) -> dict[str, dict[str, str]]:
-        """Return {source: content hash} of each file's documents, by file, in the order of their addition.
+        """Return {file: {source: content hash}} of all documents, in the order in which they were added.
 
-        Documents that were added without a file are under "".
+        Documents that were added without a file are under the file "".
         """
         found: dict[str, dict[str, str]] = {}
         for row in self._select_checked(DOCUMENTS):
@@ -181,9 +182,9 @@ class IndexedDocuments:
             return [row.text for row in self.rows(self.row_ids(newer_than=generation).tolist())]
 
     def stored_vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
-        """Return the stored vectors (little-endian float32) of `texts`, by `text_key` of the stripped text.
+        """Return the stored vectors of `texts`, as little-endian float32, by text key.
 
-        Texts that no chunk has are left out.
+        The key of a text is `text_key(text.strip())`. Texts without an intact chunk are left out.
         """
         found = {}
         with self.read_transaction() as connection:
@@ -201,22 +202,22 @@ class IndexedDocuments:
         return np.array([row.id for row in self._rows(_IDS_SINCE, generation=newer_than)], np.int64)
 
     def rows(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
-        """Return the rows with these ids, in any order. Raises CorruptError if one is missing."""
+        """Return the chunk rows with these row ids, in no fixed order. Raises CorruptError if a row is missing."""
         found = self._rows_with_ids(ids)
         if len(found) < len(ids):
             raise self.registry.damage_error("it lists chunks that are missing")
         return found
 
     def rows_around(self, row: Row[Any], distance: int) -> Sequence[Row[Any]]:
-        """Return the row, and up to `distance` rows before and after it, in document order."""
+        """Return a chunk's row, and up to `distance` rows before and after it, in document order."""
         span = {"first": row.ordinal - distance, "last": row.ordinal + distance}
         return self._intact_rows(_AROUND, document=row.document, **span)
 
     def remove_damaged_rows(self) -> None:
         """Delete the rows whose checksum does not match.
 
-        After the loss of a chunk, document or file, the next ingestion reads all files again and adds the missing
-        documents. If a fact of the index is damaged, the whole index is removed.
+        If the row of a chunk, document or file is deleted, the next ingestion reads all files again and adds the
+        missing documents. If a fact of the index is damaged, the whole index is removed.
         """
         damaged = self.registry._damaged_rows()
         if damaged["facts of the index"]:
@@ -236,9 +237,9 @@ class IndexedDocuments:
     # --- texts and entries that are to be deleted ---
 
     def orphaned_texts(self) -> OrphanedTexts:
-        """Return the texts that a document of the index had and that no chunk of the index has now.
+        """Return the texts that documents of the index have lost, except texts that a chunk still has.
 
-        `delete_orphaned_kv` deletes their KV.
+        `delete_orphaned_kv` deletes the KV of these texts.
         """
         with self.read_transaction() as connection:
             rows = self._select_checked(ORPHANED_TEXTS)
@@ -263,12 +264,15 @@ class IndexedDocuments:
             connection.execute(delete(ORPHANED_TEXTS).where(ORPHANED_TEXTS.c.number <= orphaned.last_number))
 
     def pending_deletions(self) -> list[PendingDeletion]:
-        """Return the entries to be deleted, in the order in which `schedule_deletions` recorded them."""
+        """Return the pending deletions, in the order in which `schedule_deletions` recorded them."""
         return [PendingDeletion._make(row[:4]) for row in self._select_checked(PENDING_DELETIONS)]
 
     def current_deletions(self, entries: Iterable[PendingDeletion]) -> list[PendingDeletion]:
-        """Return the present records of `entries`. There is none if another process has deleted the entry, and it may
-        have another text if another process has recorded the entry, too."""
+        """Read the records of these pending deletions again, and return them.
+
+        An entry that another process has deleted has no record. If another process has recorded the entry again, its
+        record may have another text.
+        """
         query = select_checked(PENDING_DELETIONS, _OF_ENTRY)
         rows = (self._rows(query, b_key=entry.key, b_place=entry.place) for entry in entries)
         return [PendingDeletion._make(row[:4]) for found in rows for row in found]
@@ -288,7 +292,7 @@ class IndexedDocuments:
     def _replace(
         self, source: str, content_hash: str, items: Mapping[str, tuple[Chunk, NDArray[np.float32]]], file: str = ""
     ) -> None:
-        """Store a document in place of its older version. items: chunk id -> (chunk, vector [dim])."""
+        """Store a document in place of its older version. `items`: chunk id -> (chunk, vector [dim])."""
         with self._write() as connection:
             generation = self._advance()
             old = self._rows(_OF_SOURCE, source=source)  # unchecked, because replacing a damaged document repairs it

@@ -84,9 +84,10 @@ _NAME = re.compile(r"(?:@([^/]*)/)?(\w+\(.*?\)|[^/]*)/(.*)", re.DOTALL)
 
 
 def import_former_files(folder: Path, connection: sqlite3.Connection, *, removes_files: bool) -> None:
-    """Copy the rows of an earlier version's files in the store's `folder` into the catalogue, opened as `connection`.
+    """Copy the rows of an earlier version's database files into the catalogue.
 
-    removes_files: remove each copied file. After a kill, the next call copies the remaining files. Raises CorruptError
+    `folder`: the store's folder, which contains the files. `connection`: to the catalogue. `removes_files`: remove each
+    file after it was copied. If the process is killed, the next call copies the remaining files. Raises CorruptError
     for a damaged file, StoreMismatchError for an index of an unsupported version.
     """
     for name, copies in _COPIES.items():

@@ -16,7 +16,7 @@ from ragblend.prompt.types import Chunk
 
 
 class IngestedFile(NamedTuple):
-    """A file that was ingested, with the version that was read."""
+    """The record of an ingested file. The file is read again if its version differs from `version`."""
 
     path: str
     version: str  # digest of the bytes, and the versions of reader and chunker; "": read the file again
@@ -24,41 +24,41 @@ class IngestedFile(NamedTuple):
 
 
 class OrphanedTexts(NamedTuple):
-    """Texts that a document of the index had and that no chunk of the index has now.
+    """Texts that documents of the index have lost, except texts that a chunk still has.
 
     Their KV and registry rows have to be deleted.
     """
 
     texts: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()  # documents that were removed
-    source_of: Mapping[str, str] = MappingProxyType({})  # by text, the first document that had it
-    last_number: int = 0  # `schedule_deletions` removes the rows up to this number; 0: there are none
+    source_of: Mapping[str, str] = MappingProxyType({})  # lost text -> the first document that had it
+    last_number: int = 0  # `schedule_deletions` removes the records up to this row number; 0: there are none
 
 
 class PendingDeletion(NamedTuple):
-    """A stored entry that has to be deleted, because its own text or a text in its ingestion context was removed.
+    """A stored KV entry that has to be deleted, because its text, or a text in its ingestion context, was removed.
 
-    The row contains no text. It may therefore be kept until an unreachable remote tier answers again.
+    This record contains no text, so it may be kept as long as a remote tier is unreachable.
     """
 
     key: str
     place: str  # the tier: "" for the local tiers, else the remote tier's URL
     source: str  # the document that had the text
-    text_key: bytes  # of the removed text; of "", or b"" if unknown: the entry is deleted in any case
+    text_key: bytes  # of the removed text; if it is b"" or `text_key("")`, the entry is deleted in any case
 
 
 def row_id(chunk_id: str) -> int:
-    """Return the row id of a chunk, for SQL and FAISS: its hex id as a signed 64-bit integer, in the same order."""
+    """Return the row id of a chunk: its hex id as a signed 64-bit integer. Row ids are ordered like hex ids."""
     return int(chunk_id, 16) - 2**63
 
 
 def as_chunk(row: Row[Any]) -> Chunk:
-    """Return the chunk of a row of CHUNKS that was joined with its document's `source`."""
+    """Return the chunk of a row, which has the columns of CHUNKS and the document's `source`."""
     return Chunk(row.text, row.source, row.start, row.end, json.loads(row.metadata))
 
 
 def is_intact_chunk(row: Row[Any]) -> bool:
-    """Return True if the checksum matches, and the id belongs to this text, source and start."""
+    """Return True if the row's checksum matches, and its id is the id of its text, source and start."""
     return is_intact(row[:-1]) and row_id(Chunk(row.text, row.source, row.start).id) == row.id
 
 

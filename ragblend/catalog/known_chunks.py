@@ -33,11 +33,10 @@ _OUTAGE_PAUSE_S = 5.0  # seconds without another call to a catalogue that did no
 
 
 class KnownChunks:
-    """Finds runs in prompts: runs of the chunks in `registry` that have token ids for a tokenizer (its fingerprint) and
-    a namespace.
+    """The chunks that `registry` has for one tokenizer and one namespace. `find_runs` finds them in prompts.
 
-    While the registry's server does not answer, no run is found and one warning is logged, so prompts are prefilled
-    without stored KV. Thread-safe. Create it with `open_known_chunks`.
+    `tokenizer`: its fingerprint. While the registry's database does not answer, no chunk is found, so prompts are
+    prefilled without stored KV. One warning is logged. Thread-safe. Create an object with `open_known_chunks`.
     """
 
     def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
@@ -52,9 +51,10 @@ class KnownChunks:
         self._clear()
 
     def add(self, texts: Iterable[str], find_ids: Callable[[str], Sequence[int]]) -> None:
-        """Add the chunks of these texts, except texts without token ids.
+        """Add the chunks of these texts.
 
-        `find_ids`: returns the token ids of a text; called for unknown texts only.
+        `find_ids`: returns the token ids of a text. It is called for unknown texts only. If it returns no ids, the text
+        is left out.
         """
         new = self._registry.texts_without_ids(texts, *self._owner)
         self._registry.add_ids(((text, ids) for text in new if (ids := find_ids(text))), *self._owner)
@@ -67,7 +67,10 @@ class KnownChunks:
         return isinstance(text, str) and self._search(lambda _: self._has_text(text, self._version), False)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
-        """Return the runs of known chunks in a prompt, in the prompt's order. Runs do not overlap."""
+        """Return the parts of a prompt (token ids) that equal parts of known chunks.
+
+        They are in the prompt's order and do not overlap.
+        """
         return self._search(
             lambda index: [
                 _chunk_run(run, ids, self._cached_document(run.chunk))
@@ -78,10 +81,10 @@ class KnownChunks:
         )
 
     def _search(self, search: Callable[[TokenIndex], T], default: T) -> T:
-        """Return `search(index)`, with the index in the registry's present state.
+        """Update the index from the registry and return `search(index)`.
 
-        Return `default` while the registry's server does not answer. During an outage, one caller tries again after a
-        pause, and the others do not wait for it. A failed call also fails the calls that waited for it.
+        Return `default` while the registry's database does not answer. During an outage, one caller tries again after a
+        pause; the other callers get `default` at once. If the update fails, callers that waited for it get `default`.
         """
         if self._retry_at_s:
             with self._outage_lock:
@@ -120,7 +123,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry's file. A later call opens the file that is then at the same path."""
+        """Close the registry. The next call opens the database that is then at the same place."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
@@ -158,7 +161,10 @@ class KnownChunks:
 
 
 def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:
-    """Return the runs of a few `chunks` (token ids) in a prompt, in the prompt's order. Runs do not overlap."""
+    """Return the parts of a prompt that equal parts of `chunks`, in the prompt's order. They do not overlap.
+
+    `chunks`: token ids of each chunk. They should be few, because each call builds an index of them.
+    """
     arrays = [np.asarray(ids) for ids in chunks]
     index = TokenIndex(arrays.__getitem__)
     index.add(enumerate(arrays))
@@ -184,9 +190,9 @@ os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
-    """Return the known chunks of a tokenizer and a namespace in `registry`.
+    """Return the chunks that `registry` has for a tokenizer (its fingerprint) and a namespace.
 
-    Calls with the same registry file, tokenizer and namespace return the same object.
+    Calls with the same database, tokenizer and namespace return the same object.
     """
     key = (registry.key or id(registry), tokenizer, namespace)
     with _OPEN_LOCK:

@@ -25,24 +25,30 @@ _OTHERS = text("SELECT name FROM leases WHERE owner <> :owner AND expires_at >= 
 
 
 class Leases(Catalog):
-    """Takes and releases leases in a shared catalogue. Each object is one owner. Safe between threads and machines."""
+    """Leases on names of documents, in a shared catalogue. A name has a lease of at most one `Leases` object at a time.
+
+    Safe between threads and machines.
+    """
 
     def __init__(self, place: str) -> None:
         self._owner = uuid4().hex
         super().__init__(place)
 
     def take(self, names: Collection[str]) -> set[str]:
-        """Take or renew leases for `LEASE_S` seconds. Return the names without a lease of another owner."""
+        """Take leases on `names` for `LEASE_S` seconds, or renew them. Return the names for which this succeeded.
+
+        Names that another object has leased are left out.
+        """
         values = {"owner": self._owner, "lease_s": LEASE_S, "names": sorted({*names})}
         with self._locked() as connection:
             return {str(name) for name in connection.execute(_TAKE, values).scalars()}
 
     def release(self, names: Collection[str]) -> None:
-        """End the leases of this owner on `names`."""
+        """End the leases of this object on `names`."""
         with self._locked() as connection:
             connection.execute(_RELEASE, {"owner": self._owner, "names": sorted({*names})})
 
     def leased_by_others(self) -> set[str]:
-        """Return the names that other owners have leased."""
+        """Return the names that other objects have leased."""
         with self._locked() as connection:
             return {str(name) for name in connection.execute(_OTHERS, {"owner": self._owner}).scalars()}

@@ -56,12 +56,12 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """The similar variant of a chunk that a framework added. Its KV is stored, or has yet to be computed."""
+    """A chunk that a framework added, with the key of the KV that is computed after the chunk's most similar chunks."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
     vector: bytes  # [dim] little-endian float32
-    is_stored: bool = False
+    is_stored: bool = False  # False: the KV has yet to be computed
 
 
 _ID_DTYPE = np.dtype("<u4")
@@ -137,12 +137,12 @@ _SET_VARIANT_STORED = (
 
 
 class ChunkRegistry(Catalog):
-    """Texts, token ids and entries of ingested chunks in the catalogue at `place`; None: in memory. See `Catalog`."""
+    """The texts, token ids and keys of KV entries of ingested chunks, in a store's database. See `Catalog`."""
 
     def add_model(self, fingerprint: str, name: str, *, new_model: bool) -> None:
         """Record a model for which documents are stored.
 
-        Raises StoreMismatchError if the catalogue has other models only, unless `new_model` allows one more.
+        If the catalogue has only other models and `new_model` is False, raises StoreMismatchError.
         """
         key = f"model {fingerprint}"
         with self._write() as connection:
@@ -208,9 +208,9 @@ class ChunkRegistry(Catalog):
         return counts
 
     def texts_of_named_documents(self) -> list[str]:
-        """Return the texts of documents with an id, which frameworks or clients of a server have added.
+        """Return the texts of the documents that frameworks and clients of a server have added with an id.
 
-        If the catalogue is shared, the texts of all indexes are included, because an index may be on another machine.
+        If the catalogue is shared, return the texts of all documents and indexes: an index may be on another machine.
         """
         return [row.text for row in self._rows(_OWNED_TEXTS if self.is_shared else _TEXTS_OF_DOCUMENTS)]
 
@@ -316,10 +316,10 @@ class ChunkRegistry(Catalog):
 
     @contextmanager
     def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Prevent other threads and processes from changing the catalogue inside the block, so that they add no text.
-        They wait, so keep the block short.
+        """Make other threads and processes wait with changes to the catalogue until the block ends; keep it short.
 
-        Yields a function that takes the key of a text and returns True if the text is stored.
+        So no text is added inside the block. Yields a function that takes the key of a text and returns True if the
+        text is stored.
         """
         with self._write():
             yield self._has_key
@@ -342,7 +342,7 @@ class ChunkRegistry(Catalog):
                     self._num_changes += 1
 
     def texts_without_ids(self, texts: Iterable[str], tokenizer: str, namespace: str) -> list[str]:
-        """Return the texts for which no intact row has the token ids, for a tokenizer and a namespace."""
+        """Return the texts whose token ids, for a tokenizer and a namespace, are missing or damaged."""
         text_of = {text_key(text.strip()): text for text in texts if is_unicode(text)}
         with self._locked() as connection:
             keys = _keys_without_ids(connection, text_of, {"tokenizer": tokenizer, "namespace": namespace})
@@ -428,15 +428,15 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, STORED_ENTRIES, keys)
 
     def fingerprints_by_key(self) -> dict[str, str]:
-        """Return the model's fingerprint by key, for every entry that was stored and not deleted. Damaged rows are left
-        out, because their keys may be wrong."""
+        """Return {key: fingerprint of the model} of the recorded entries. Damaged rows are left out, because their keys
+        may be wrong."""
         rows = self._rows(select_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows if is_intact(row)}
 
     # --- chunks that an entry contains or has in its context ---
 
     def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record the chunks (token ids) that the KV entry with this key contains or has in its context."""
+        """Record the token ids of an entry's chunk, and of the chunks in its ingestion context. `entry`: its key."""
         self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
     def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
@@ -448,7 +448,7 @@ class ChunkRegistry(Catalog):
         self._insert_missing((ENTRY_CHUNKS, missing))
 
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
-        """Return for each chunk (token ids) the keys of the entries that contain it or have it in their context."""
+        """Return, for each chunk, the keys of the entries recorded for it. `chunks`: token ids of each chunk."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
@@ -457,13 +457,13 @@ class ChunkRegistry(Catalog):
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
-    def has_all_entry_chunks(self, folder: Path) -> bool:
-        """Return True if `mark_all_entries_recorded` was called for the store's folder. If False, earlier versions may
-        have stored entries without recording their chunks."""
+    def are_all_entries_recorded(self, folder: Path) -> bool:
+        """Return True if the chunks of every entry in the store's folder are recorded. Earlier versions of ragblend
+        stored entries without recording their chunks."""
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
     def mark_all_entries_recorded(self, folder: Path) -> None:
-        """Record that the registry has the chunks of every entry in the store's folder."""
+        """Record that the chunks of every entry in the store's folder are recorded."""
         self._record_entry_chunks("", [(b"", self._mark(folder))])
 
     def _mark(self, folder: Path) -> str:
@@ -487,7 +487,7 @@ class ChunkRegistry(Catalog):
         return [_as_variant(row) for row in rows if is_intact(row[3:])]
 
     def is_variant_recorded(self, key: str, embedder: str) -> bool:
-        """Return True if an intact row has the variant whose KV has this `key`, with a vector of this embedder."""
+        """Return True if the variant with the KV entry `key` is recorded, with an intact vector of this embedder."""
         return any(map(is_intact, self._rows(_VARIANT, b_entry=key, b_embedder=embedder)))
 
     def stored_variant_keys(self) -> list[str]:
@@ -556,7 +556,7 @@ def catalog_location(store: Any) -> str | Path | None:
 
 
 def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:
-    """Record a model in a shared catalogue, with the errors of `ChunkRegistry.add_model`.
+    """Record a model in a shared catalogue. Raises the errors of `ChunkRegistry.add_model`.
 
     Does nothing for a catalogue file: the models of its store are recorded in the store's folder.
     """
@@ -566,7 +566,7 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 
 
 def has_registry(store: Any) -> bool:
-    """Return True if `open_registry` would find a registry, and would not have to create its file."""
+    """Return False if `open_registry` would have to create the registry's file."""
     place = catalog_location(store)
     return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
 
@@ -586,7 +586,7 @@ def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
 
 
 def _keys_without_ids(connection: Connection, keys: Collection[bytes], owner: Mapping[str, str]) -> list[bytes]:
-    """Return the keys of texts for which no intact row has the token ids. owner: the tokenizer and the namespace."""
+    """Return the keys of texts whose token ids are missing or damaged. `owner`: the tokenizer and the namespace."""
     known = set[bytes]()
     for some in split_into_batches(keys):
         found = connection.execute(_IDS_OF_TEXTS, {**owner, "values": some})

@@ -46,7 +46,7 @@ INDEX_MARK = "index:"
 class DocumentKey(NamedTuple):
     """Key of a document in the registry: its collection, its id, and the namespace that it belongs to.
 
-    All texts that were added to a namespace without an id belong to one document, whose collection and id are "". All
+    Texts that were added without a document id belong to one document per namespace; its collection and id are "". The
     texts of an index also belong to one document: its collection is `ChunkIndex.collection`, its id and namespace "".
     """
 
@@ -55,7 +55,7 @@ class DocumentKey(NamedTuple):
     namespace: str = ""
 
     def parameters(self) -> dict[str, object]:
-        """Return the parameters for the condition `equals_parameters(table, *DocumentKey._fields)`."""
+        """Return the statement's parameters for the condition `equals_parameters(table, *DocumentKey._fields)`."""
         return {f"b_{name}": value for name, value in self._asdict().items()}
 
     @property
@@ -332,20 +332,19 @@ def select_checked(table: Table, *where: ColumnElement[bool]) -> Select[Any]:
 
 
 def equals_parameters(table: Table, *names: str) -> ColumnElement[bool]:
-    """Return the condition that each of these columns equals the statement's parameter `b_<column>`."""
+    """Return the condition that each of the columns `names` equals the statement's parameter `b_<name>`."""
     return and_(*(table.c[name] == bindparam(f"b_{name}") for name in names))
 
 
 def is_in_values(column: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Return the condition that a column's value is in the list that the statement has as its parameter `values`."""
+    """Return the condition that a column's value is in the statement's parameter `values`, a list."""
     return column.in_(bindparam("values", expanding=True))
 
 
 def find_existing(connection: Connection, query: Select[Any], values: Iterable[Any], **parameters: object) -> set[Any]:
-    """Return the `values` that the database has, according to `query`.
+    """Return those of `values` that are in a column of the database.
 
-    `query` selects one column, and has the condition `is_in_values` for that column. `parameters` are its other
-    parameters.
+    `query`: selects the column, with the condition `is_in_values(column)`. `parameters`: the query's other parameters.
     """
     found: set[Any] = set()
     for some in split_into_batches(values):

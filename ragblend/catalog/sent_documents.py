@@ -35,8 +35,8 @@ _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata,
 class SentDocument(NamedTuple):
     """A document that a client sent.
 
-    `body` has its `text` or its `chunks`, and the settings for splitting and for finding similar chunks. If `body` has
-    the key `adds`, the chunks are added to those of the stored document with the same version.
+    `body` has its `text` or its `chunks`, and the settings for splitting and for finding similar chunks. If `body`
+    has the key `adds`, the chunks are added to those of an earlier document with the same id and version.
     """
 
     collection: str
@@ -166,10 +166,11 @@ class SentDocumentTable(Catalog):
         return num_removed
 
     def status_counts(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, dict[str, int]]:
-        """Return for each collection `num_stored`, `num_pending`, `num_failed`, `num_waiting` and summed
-        SentDocumentCounts. A waiting document has a body: it is pending, or stored and sent again.
+        """Return {collection: counts}.
 
-        collection, ingestion: count the documents of this collection and this ingestion (its id); None: of all.
+        The counts are `num_stored`, `num_pending`, `num_failed`, `num_waiting` and the sums of SentDocumentCounts. A
+        waiting document has a body to store: it is pending, or it was stored and then sent again. `collection`,
+        `ingestion` (an id): count only the documents of this collection or ingestion; None: of all.
         """
         sums: dict[str, ColumnElement[Any]] = {
             f"num_{status}": func.sum(case({status: 1}, value=_STATUS, else_=0)) for status in _STATUSES

@@ -37,7 +37,7 @@ class SqliteDialect(Dialect):
     def connect_and_create_tables(self) -> Connection:
         """Open the file, or create it if it is missing. Copy the rows of earlier versions' files into it.
 
-        If the folder has no catalogue and cannot be written, these rows are copied into a database in memory.
+        If the file is missing and its folder is read-only, open a database in memory and copy the rows into that.
         """
         path = self.path
         is_writable = path is not None and _make_folder(path)
@@ -100,7 +100,7 @@ class SqliteDialect(Dialect):
 
 
 def explain_reingestion(path: Path | None) -> str:
-    """Return how to replace the catalogue of a store by ingesting again, as the end of a sentence."""
+    """Return the end of a sentence that says how to replace a store's catalogue file by ingesting again."""
     return (
         f"delete {path}* and run ragblend ingest DOCS --store {path and path.parent} (stored KV is reused, not "
         "recomputed), then add the documents of frameworks and servers again"

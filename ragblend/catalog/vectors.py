@@ -22,8 +22,9 @@ _TRAILER = struct.Struct("<16sq32s")  # the index's id, the generation, and the 
 
 
 class FaissVectors:
-    """A FAISS index of the catalogue's unit vectors [dim] by row id, at one `generation` of the catalogue. `sync`
-    updates the vectors to the latest generation.
+    """A FAISS index of the catalogue's unit vectors, by row id. `dim`: length of a vector.
+
+    The vectors are those of one `generation` of the catalogue. `sync` updates them to the latest generation.
     """
 
     def __init__(self, dim: int, generation: int = -1) -> None:

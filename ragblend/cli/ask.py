@@ -87,7 +87,7 @@ def chat(
         ),
     ] = None,
 ) -> None:
-    """Ask one question after another. Earlier turns stay as exact prefix; new chunks are blended after them.
+    """Ask one question after another. The KV of earlier turns is kept unchanged; new chunks are blended after it.
 
     A follow-up may refer to earlier turns, so the model first rewrites it into the question to search for.
     """

@@ -104,8 +104,8 @@ def precompute(
 ) -> None:
     """Prefill indexed chunks without KV, such as for a new model, dtype or system text.
 
-    --kv-dtype converts the stored KV. From auto to int8 or fp8 it is rounded; any other conversion prefills the chunks
-    again. --context changes the context policy: missing KV is prefilled, then KV of other contexts is deleted.
+    --kv-dtype converts the stored KV: from auto to int8 or fp8 by rounding, else by prefilling the chunks again.
+    --context changes the context policy: missing KV is prefilled, then KV of other contexts is deleted.
     """
     from ragblend.precompute import precompute_index
 
@@ -126,9 +126,10 @@ def precompute(
 
 
 def _find_documents(document: str, settings: Settings) -> tuple[list[DocumentKey], list[str]]:
-    """Return the added documents of this name, or else the sources of the indexed ones, without loading a model.
+    """Return (added documents, sources of indexed documents) that the name `document` stands for. One list is empty.
 
-    Raises NotFoundError for an unknown document. The error for a store without an index names what else it holds.
+    Loads no model. Raises NotFoundError for an unknown document. Without an index, the error lists the collections of
+    the store.
     """
     from ragblend.catalog.registry import open_registry
     from ragblend.engine.store.disk import DiskStore
@@ -155,10 +156,13 @@ def _find_documents(document: str, settings: Settings) -> tuple[list[DocumentKey
 
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Remove documents: their chunks, pins, and KV and texts that no other document uses. DOC is a file or a folder, or
-    names documents that a vector store or a client of a server has added: an id, COLLECTION/ID, or COLLECTION for all
-    of them. Documents in the vector store itself are not deleted. A file that still exists is ingested again by the
-    next `ingest` of its folder. After a crash, or an unreachable remote tier (exit code 5), run the same command again.
+    """Remove documents with their chunks and pins, and the KV and texts that no other document uses.
+
+    DOC is a file or a folder. For documents that a vector store or a client of a server has added, DOC is an id,
+    COLLECTION/ID, or COLLECTION for all of its documents. Documents in the vector store itself are not deleted.
+
+    A file that still exists is ingested again by the next `ingest` of its folder. After a crash, or an unreachable
+    remote tier (exit code 5), run the same command again.
     """
     from ragblend.ingestion.documents import remove_added_documents, remove_documents
 

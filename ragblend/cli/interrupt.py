@@ -53,8 +53,10 @@ def interrupt_message(arguments: Sequence[str]) -> str:
 
 @contextmanager
 def handle_interrupt(arguments: Sequence[str]) -> Iterator[None]:
-    """On Ctrl-C while a command runs, print how to continue it and raise KeyboardInterrupt. End the process with exit
-    code 130 after `STOP_S` seconds or at a second Ctrl-C, if it is still running.
+    """On Ctrl-C while a command runs, print how to continue it and raise KeyboardInterrupt.
+
+    If the process still runs after `STOP_S` seconds, or at a second Ctrl-C, it ends with exit code 130. For `ui` and
+    `serve`, Ctrl-C keeps its normal effect.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or _command_name(arguments) in _STOPPED_BY_CTRL_C:

@@ -181,7 +181,7 @@ def print_sources(hits: Sequence[SearchHit]) -> None:
 
 
 def wait_and_print_shadow(engine: Engine, settings: Settings) -> None:
-    """Wait for the shadow prefills and print how often they agreed; print nothing if shadow is off."""
+    """Wait for the shadow prefills and print how often they agreed with the answers. Do nothing without shadow."""
     if settings.shadow:
         engine.flush_shadow()
         print_notice(engine.shadow.summary())
@@ -252,7 +252,7 @@ class ProgressLog:
         self._title, self._begun_s = title, monotonic()
 
     def on_progress(self, stage: str, done: int, total: int | None) -> None:
-        """Record that `done` of `total` of a stage are done."""
+        """Record that `done` of the `total` steps of a stage are done. `total` is None if it is unknown."""
         self._first.setdefault(stage, (monotonic(), done))
         self._latest = (stage, done, total)
 

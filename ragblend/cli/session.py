@@ -129,7 +129,7 @@ def _engine_options(settings: Settings) -> dict[str, Any]:
 
 @contextmanager
 def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[RayWorkers | None]:
-    """Yield Ray workers as `workers` says; None if `workers` is None."""
+    """Yield the Ray workers for the value `workers` of `--workers`; None if `workers` is None."""
     if workers is None:
         yield None
         return
@@ -152,7 +152,10 @@ def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[Ra
 
 
 def open_settings_index(settings: Settings, engine: DocumentEngine, *, create: bool = False) -> ChunkIndex:
-    """Return the settings' index, checked against the engine's tokenizer; a new one with `create` if there is none."""
+    """Return the settings' index, checked against the engine's tokenizer.
+
+    If there is none, create it if `create`, else raise NotFoundError.
+    """
     from ragblend.precompute import open_engine_index
 
     index = open_engine_index(settings.store, engine, embedder_name(settings), settings.chunk_size, create=create)
@@ -164,8 +167,10 @@ def open_settings_index(settings: Settings, engine: DocumentEngine, *, create: b
 
 @contextmanager
 def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkIndex]:
-    """Open the index that questions search: the index of the settings. If no folder was ingested, it is a temporary
-    index of the texts that frameworks and clients of a server have added in the engine's namespace.
+    """Open the index to search for a question: the settings' index, or a temporary one if no folder was ingested.
+
+    The temporary index has the texts that frameworks and clients of a server have added in the engine's namespace.
+    Raises NotFoundError if there are none.
     """
     from ragblend.catalog.registry import open_registry
     from ragblend.precompute import open_engine_index

@@ -49,15 +49,16 @@ def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> in
 
 
 def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int, layout: Layout) -> int:
-    """Return the index in `ends` (the words' end offsets) of the last word of the chunk that begins at offset `start`.
+    """Return the index in `ends` of the last word of the chunk that begins at offset `start`.
 
-    The words `first` to `last` fit into the chunk.
+    `ends`: the end offset of each word. The words `first` to `last` fit into the chunk.
 
-    - In general it ends at the strongest gap between words of its second half (see `_strength`), at the last of equals.
+    - In general the chunk ends at the strongest gap between words in its second half (see `_strength`). If several are
+      equally strong, it ends at the last of them.
+    - If every gap in the second half is after a heading, inside a code block or inside a table row, the chunk ends at a
+      better gap in the quarter before, if there is one.
     - A chunk of uniform rows of records ends in its last three fifths, before the row with the lowest hash. A row that
       is inserted before the cut therefore changes neither the cut nor the chunks after it.
-    - If every gap of the second half separates what belongs together, the chunk ends at a better gap in the quarter
-      before it.
     """
     size = ends[last] - start
     middle = bisect_right(ends, start + size // 2, first, last)

@@ -68,13 +68,14 @@ class Document:
 class FileDocuments:
     """The documents of one file. A record that could not be read has no document.
 
-    `failure`: the reasons why records could not be read; "" if all were read.
+    `failure`: the reasons why records could not be read; "" if all were read. `unread`: the sources of these records.
+    `notes`: sentences on what was omitted or guessed, each with the first source that it is about.
     """
 
     documents: Iterable[Document]
     failure: str = ""
-    unread: tuple[str, ...] = ()  # sources of unread records; SOURCE stands for all its passages SOURCE.NUMBER, too
-    notes: dict[str, str] = field(default_factory=dict)  # sentence on an omission or guess -> first source it is about
+    unread: tuple[str, ...] = ()  # sources of unread records; a source also stands for its passages, SOURCE.NUMBER
+    notes: dict[str, str] = field(default_factory=dict)  # sentence on an omission or a guess -> its first source
 
     def is_unread_record(self, source: str) -> bool:
         """Return True if `source` belongs to a record that could not be read."""
@@ -82,7 +83,7 @@ class FileDocuments:
 
 
 class OpenedFile(NamedTuple):
-    """A file to ingest. `digest`: 32 hex digits of its bytes. `read`: returns its documents."""
+    """A file to ingest. `digest`: a hash of its bytes, 32 hex digits. `read`: returns its documents."""
 
     digest: str
     read: Callable[[], FileDocuments]
@@ -92,9 +93,10 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str =
     """Return a file's digest and the function `read`, which reads its documents.
 
     Raises FileNotFoundError; NotADocumentError for a file that holds no text; UnreadableDocumentError for a file that
-    cannot be read, or is larger than `max_file_mib` (0: no limit). `read` raises the errors of `read_documents`. JSON
-    lines and Parquet are read some records at a time: the iterator of the documents then raises these errors, and the
-    result's `failure` is complete when the iterator has ended.
+    cannot be read, or is larger than `max_file_mib` (0: no limit). `read` raises the errors of `read_documents`.
+
+    JSON lines and Parquet files are read while the caller iterates over the documents. The iteration may raise the
+    errors of `read_documents`, and `failure` is complete at its end.
     """
     stream = (
         stream_parquet
@@ -240,10 +242,11 @@ def has_visible_text(text: str) -> bool:
 
 
 def reader_version(path: str, text_field: str = "") -> str:
-    """Return an id of what determines a file's text, except its bytes: the version of the readers, and `text_field`.
+    """Return the version of the reader of a file. If it changes, the file has to be read again.
 
-    Versions of the parsers are left out, because every upgrade would make ragblend read every file again. Another
-    release changed the text of 0 of 38 pages (selectolax) and of 5 of 93 files (PDFium). READERS_VERSION is raised if a
+    It contains READERS_VERSION, and `text_field` for formats that use it. It does not contain the versions of parser
+    packages, because each upgrade would make ragblend read all files again and most texts stay equal. In a comparison
+    of two releases, 0 of 38 pages (selectolax) and 5 of 93 files (PDFium) differed. READERS_VERSION is raised if a
     reader or a parser changes the golden digests of tests/corpus/readers/test_reader_goldens.py.
     """
     version = str(READERS_VERSION)

@@ -39,11 +39,11 @@ LANGCHAIN_PREFIX = "langchain:"
 
 
 class Embedder(Protocol):
-    """Maps texts to unit vectors; the inner product of two vectors is the similarity of their texts.
+    """A function from texts to unit vectors. The inner product of two vectors is the similarity of their texts.
 
-    A model may be loaded at the first use. `load_embedder(name)` returns an equal embedder. If the model encodes
-    questions differently, the embedder also has `embed_query(text)`. `version`, an int, is 1 if missing; increase it
-    when the vectors change under the same name.
+    A model may be loaded at the first use. Two more attributes are optional. `embed_query(text)`: the vector of a
+    question, if the model encodes questions differently. `version`, an int: increase it when the vectors change under
+    the same name; without it, the version is 1.
     """
 
     @property

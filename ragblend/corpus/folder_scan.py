@@ -54,7 +54,7 @@ class ReadFailure(NamedTuple):
 
 @dataclass
 class FolderScan:
-    """The files that `scan_folders` found. Every path is a `normal_path`; a file's path is its document's source."""
+    """The files that `scan_folders` found, and those that it left out. Every path is a `normal_path`."""
 
     roots: list[str] = field(default_factory=list)  # the named files and folders
     files: dict[str, str] = field(default_factory=dict)  # file to read -> the root that holds it, in reading order
@@ -67,7 +67,7 @@ class FolderScan:
     unreadable: list[ReadFailure] = field(default_factory=list)
 
     def is_covered(self, path: str) -> bool:
-        """Return True if the file `path` was named, or is below a named folder."""
+        """Return True if the file `path` is one of `roots`, or is below a folder of `roots`."""
         return any(each in self._root_set for each in iter_path_and_parents(path))
 
     def is_below_unreadable(self, path: str) -> bool:
@@ -75,9 +75,9 @@ class FolderScan:
         return any(each in self._unlisted for each in iter_path_and_parents(path))
 
     def has_left_out(self, path: str, top: str) -> bool:
-        """Return True if the scan left out the file `path` of a named folder for a reason other than `glob`.
+        """Return True if the scan walked a folder above the file `path` but left the file out, not because of `glob`.
 
-        Only the named folders `top` and below `top` count.
+        Only folders in `roots` that are `top` or below `top` are considered.
         """
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
@@ -96,14 +96,18 @@ class FolderScan:
 
 
 def scan_folders(paths: Iterable[str | Path], glob: str = "*", excluded: Iterable[str | Path] = ()) -> FolderScan:
-    """Return the files among `paths`, and the files in the folders among `paths`, which are ordered by name.
+    """Return the files among `paths`, and the files in the folders among `paths`, recursively and ordered by name.
 
-    Folders are walked recursively. The scan leaves out hidden files, `node_modules`, ragblend's own data, the folders
-    `excluded`, and what `.gitignore` files exclude: that of the folder itself, those of folders below it, and those of
-    folders above it in the same git repository. Links to folders are not followed. A link to a file is read under the
-    link's name, unless the file itself is read too; a link to a file outside of `paths` is not read. `glob` filters the
-    files of folders like `Path.rglob`. A named file is always read. Raises NotFoundError for a path that does not
-    exist, UsageError for a pattern that can match nothing.
+    A file in `paths` is always returned. Of the files in a folder, the scan leaves out:
+
+    - hidden files, `node_modules`, `__pycache__`, ragblend's own data, and files in the folders `excluded`;
+    - files that match a `.gitignore` file of the folder, of a folder below it, or of a folder above it in the same git
+      repository;
+    - files that do not match the pattern `glob`, as for `Path.rglob`;
+    - links to folders, and links to files outside of `paths`.
+
+    A link to a file is returned under the link's name, unless the file itself is returned too. Raises NotFoundError for
+    a path that does not exist, UsageError for a pattern that can match nothing.
     """
     pattern = _split_glob(glob)
     found, excluded_folders = FolderScan(), {os.path.realpath(folder) for folder in excluded}
@@ -171,11 +175,11 @@ def _as_listed(path: str) -> str:
 
 
 def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the sources that `name` names: one source, a file with all its records, or all files below a folder.
+    """Return the sources that match `name`, which names a document, a file with all its records, or a folder.
 
-    `sources`: pairs (source, file). `name`: as `stats` prints it, a path relative to the working folder, an absolute
-    path or a file:// URI, in either Unicode normal form. The files may be deleted already. Returns [] for an unknown
-    name. Raises UsageError for an empty name.
+    `sources`: pairs (source, file) to choose from. `name`: a source as `stats` prints it, a path relative to the
+    working folder, an absolute path or a file:// URI, in either Unicode normal form. The files need not exist any more.
+    Returns [] if nothing matches. Raises UsageError for an empty name.
     """
     if not name.strip():
         raise UsageError("the name is empty; pass a file, a folder or a record, as `ragblend stats` lists them")
@@ -194,7 +198,7 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def resolve_source(name: str) -> str:
-    """Return the source of the document `name`: the absolute path of a path or a file:// URI; other URIs unchanged."""
+    """Return the source of the document `name`. A path or a file:// URI becomes a `normal_path`; other URIs stay."""
     if name.startswith(_FILE_URI):
         _, slash, path = name.removeprefix(_FILE_URI).partition("/")  # the part between is the host, this one
         return normal_path(unquote(slash + path))
@@ -202,8 +206,9 @@ def resolve_source(name: str) -> str:
 
 
 def make_source(path: str, record: str = "") -> str:
-    """Return the source of a file, or of its `#record`. If the name of a file ends like a record (`a.json#0`), `#` is
-    appended to its source.
+    """Return the source of a file, or of one of its records. `record`: such as "#0"; "" for the file.
+
+    A file may be named like a record, such as `a.json#0`. Then `#` is appended to its source.
 
     >>> make_source("/a.json", "#0"), make_source("/a.json"), make_source("/a.json#0")
     ('/a.json#0', '/a.json', '/a.json#0#')
@@ -239,7 +244,7 @@ def iter_path_and_parents(path: str) -> Iterator[str]:
 
 
 def display_source(source: str) -> str:
-    """Return a source for display: below the working folder as a relative path, and with control characters escaped."""
+    """Return a source for display, with control characters escaped. Paths below the working folder become relative."""
     try:
         here = os.getcwd().rstrip("/") + "/"
     except OSError:  # the working folder was deleted
@@ -271,8 +276,11 @@ def _normalize_unicode(text: str) -> str:
 
 
 def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFailure]) -> Iterator[str]:
-    """Yield the files below `top` in order of the parts of their paths. Folders that cannot be listed, names that are
-    not UTF-8 and ignored paths are added to `found`, pipes, devices and links to `others`."""
+    """Yield the files below `top` in order of the parts of their paths.
+
+    Adds folders that cannot be listed, names that are not UTF-8, and ignored paths to `found`. Adds pipes, devices,
+    links to folders and broken links to `others`.
+    """
     waiting: list[tuple[str, bool, GitignoreRules]] = [(top, True, GitignoreRules.from_parents(top))]
     while waiting:  # a stack, because folders may be nested deeper than Python's recursion limit
         path, is_folder, ignored = waiting.pop()
@@ -303,7 +311,7 @@ def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFa
 
 
 def _kind(entry: os.DirEntry[str], unreadable: list[ReadFailure]) -> str:
-    """Return "file", "folder", or "other" (a pipe, a device, a link to a folder or broken); "" if hidden."""
+    """Return "file", "folder", or "other" (a pipe, a device, a link to a folder, a broken link); "" to leave it out."""
     if entry.name.startswith(".") or entry.name in SKIPPED_NAMES:
         return ""
     try:

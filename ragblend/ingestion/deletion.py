@@ -222,7 +222,7 @@ def keys_to_delete(
 def _record_earlier_entries(engine: DocumentEngine, registry: ChunkRegistry) -> None:
     """Record the chunks of entries that an earlier version of ragblend stored, once per store."""
     disk = engine.store.disk_tier
-    if disk is None or registry.has_all_entry_chunks(disk.root):
+    if disk is None or registry.are_all_entries_recorded(disk.root):
         return
     for header in disk.headers():
         record_entry(registry, header)

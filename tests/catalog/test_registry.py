@@ -231,7 +231,7 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(version, tmp_path, c
         ]
         assert [each for _, each in registry.variants_after(0, "words 1")] == (variants if version == 5 else [])
         assert registry.has_ids(BASALT, "t", "") == (version > 3)
-        assert registry.has_all_entry_chunks(tmp_path) == (version == 5)
+        assert registry.are_all_entries_recorded(tmp_path) == (version == 5)
         assert registry.entries_of_chunks([(1, 2)], "tenant") == [["entry-b"] if version == 5 else []]
         assert registry.find_problems() == other.find_problems() == []
     assert [record.message for record in caplog.records if str(former) in record.message] == [
@@ -251,7 +251,7 @@ def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path)
         assert registry.documents_of(SLATE) == [DocumentKey("index:1f")]
         registry.remove_damaged_rows()
         assert (list(registry.texts()), registry.find_problems()) == ([SLATE, CHALK], [])
-        assert not registry.has_all_entry_chunks(tmp_path), "the entries in the folder are read again"
+        assert not registry.are_all_entries_recorded(tmp_path), "the entries in the folder are read again"
 
 
 def test_a_registry_of_an_earlier_version_that_is_only_read_stays(tmp_path, monkeypatch):
@@ -283,12 +283,12 @@ def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(r
 def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry):
     registry.record_entry_chunks("alone", [(1, 2)], "")
     registry.mark_all_entries_recorded(Path("store"))
-    assert registry.has_all_entry_chunks(Path("store"))
+    assert registry.are_all_entries_recorded(Path("store"))
     with registry._write() as connection:
         connection.exec_driver_sql("UPDATE entry_chunks SET namespace = 'other' WHERE entry = 'alone'")
     assert registry.entries_of_chunks([(1, 2)], "other") == [[]], "a damaged record is no answer"
     registry.remove_damaged_rows()
-    assert not registry.has_all_entry_chunks(Path("store"))
+    assert not registry.are_all_entries_recorded(Path("store"))
 
 
 def test_a_document_has_one_version(registry):

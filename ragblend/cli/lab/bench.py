@@ -77,9 +77,10 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def add_benchmark_command(config: type[BenchConfig], help: str, *more: Parameter) -> None:
-    """Add a benchmark's command. Its NAME is that of the class `config`: "load" for LoadConfig.
+    """Add a benchmark's command. Its NAME follows from the class `config`: "load" for LoadConfig.
 
-    The command runs `BENCHMARK` of the module `ragblend.lab.bench.NAME`, or of the module that `_MODULES` has for NAME.
+    The command runs `BENCHMARK` of the module `ragblend.lab.bench.NAME`, unless `_MODULES` names another one. `help`:
+    the command's help text. `more`: parameters in addition to the fields of `config`.
     """
     name = config.__name__.removesuffix("Config").lower()
 

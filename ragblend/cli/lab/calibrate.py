@@ -51,9 +51,9 @@ def calibrate(
     plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Find the smallest recompute ratio that gives full prefill's first token often enough.
+    """Find the smallest recompute ratio at which enough first tokens are the same as with full prefill.
 
-    Engines on this store then use that ratio. "Often enough" is --target.
+    --target sets the share of equal first tokens. Engines on this store then use the ratio.
 
     Set the other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the ingestion
     used.

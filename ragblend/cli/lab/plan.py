@@ -93,7 +93,9 @@ def plan(
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Choose the cheapest storage that adds no delay. Prints the cost of 1,000 chunks and when reuse repays it."""
+    """Choose the cheapest storage that adds no delay. Prints the monthly cost of 1,000 chunks, and how many uses of a
+    chunk repay its prefill.
+    """
     from ragblend.engine.fusion.rules import find_rule
     from ragblend.lab.plan import PromptSpec, parse_storage, read_profile
     from ragblend.lab.plan import plan as make_plan
