@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -141,18 +141,16 @@ def measure(url: str, model: str, count: int, num_chunks: int) -> list[dict[str,
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return per kind the mean TTFT of each turn by way, blend's divided by the better other one's, and the number of
-    equal answers at ratio 1.0.
+    """Return per kind the median TTFT of each turn by way, blend's divided by the better other one's (the median of the
+    conversations), and the number of equal answers at ratio 1.0.
     """
     kinds: dict[str, Any] = {}
     for kind in KINDS:
         held = {way: [each["turns"] for each in found if (each["kind"], each["way"]) == (kind, way)] for way in WAYS}
-        means = {
-            way: [mean(turns[turn]["ttft_s"] for turns in many) for turn in range(NUM_TURNS)]
-            for way, many in held.items()
-        }
+        ttft_s = {way: [[turn["ttft_s"] for turn in turns] for turns in many] for way, many in held.items()}
         over = [
-            blend / min(others) for blend, *others in zip(means["blend"], means["prefix"], means["full"], strict=True)
+            [blend / min(prefix, full) for blend, prefix, full in zip(*turns, strict=True)]
+            for turns in zip(ttft_s["blend"], ttft_s["prefix"], ttft_s["full"], strict=True)
         ]
         pairs = [
             (blended["answer"], full["answer"])
@@ -160,19 +158,24 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
             for blended, full in zip(ours, theirs, strict=True)
         ]
         kinds[kind] = {
-            "mean_ttft_s": means,
-            "blend_over_the_better": over,
-            "turns_over_the_limit": sum(each > LIMIT for each in over),
+            "median_ttft_s": {way: _medians(turns) for way, turns in ttft_s.items()},
+            "blend_over_the_better": _medians(over),
+            "turns_over_the_limit": sum(each > LIMIT for each in _medians(over)),
             "answers_at_ratio_one": f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)} equal full's",
         }
     return kinds
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each column."""
+    return [median(column) for column in zip(*rows, strict=True)]
 
 
 def main() -> None:
     """Serve, ingest, converse, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--conversations", type=int, default=3, help="Of each kind.")
+    parser.add_argument("--conversations", type=int, default=5, help="Of each kind.")
     parser.add_argument("--num-chunks", type=int, default=2, help="Of a turn that brings some.")
     parser.add_argument("--server-python", required=True, help="The Python of an environment with vLLM and ragblend.")
     parser.add_argument("--out", type=Path)
