@@ -1,9 +1,8 @@
 """Baselines that fuse no KV: map-reduce and map-rerank, as in CacheBlend's figures, and reordered chunks.
 
-All of them prefill in full. They are exact for the prompts that they send, but these are not the prompt that was asked.
-Their distance from full prefill is computed over the KV of the last prompt that they send: it is the cost of sending
-another prompt, not a numerical error. Depends on engines, prompts and texts; prints nothing. Read `ask_baseline` first;
-`benchmarks.figures` measures them beside blending.
+All of them use full prefill, which is exact, but their prompts differ from the original prompt. Their distance from
+full prefill is computed over the KV of the last prompt that they send. It is the cost of another prompt, not a
+numerical error. Read `ask_baseline` first; `benchmarks.figures` compares them with blending.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ragblend.prompt.types import Chunk, MatchedPrompt, Part, Prompt
 
 Baseline = Literal["map_reduce", "map_rerank", "reorder"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-SUMMARY_TOKENS = 48  # of a chunk's summary, at most
+SUMMARY_TOKENS = 48  # limit of a chunk's summary
 INSTRUCTION = "Summarise in one or two sentences what the passage says that helps to answer this question: {question}"
 
 
@@ -34,7 +33,7 @@ class Asked(NamedTuple):
 
 
 Ask = Callable[[Sequence[Part], str, str | None, int], Asked]
-"""Chunks, question, system text and most tokens of an answer, after full prefill of a prompt of these."""
+"""Function of chunks, question, system text and maximal answer tokens. Answers their prompt after full prefill."""
 
 
 def ask_baseline(name: Baseline, engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int) -> Asked:
