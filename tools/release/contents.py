@@ -25,7 +25,7 @@ ATTRIBUTED = (  # licence, and attributions of the content by others
 
 
 def tracked(*, others: bool = False) -> set[str]:
-    """Return the paths of all tracked files, relative to the root. others: also untracked files that are not ignored."""
+    """Return the paths of all tracked files, relative to the root. others: also untracked, but not ignored files."""
     wanted = ["--cached", *(["--others", "--exclude-standard"] if others else [])]
     listed = subprocess.run(["git", "ls-files", "-z", *wanted], cwd=ROOT, capture_output=True, text=True, check=True)
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
