@@ -121,7 +121,7 @@ class Reference:
         return turned[0].transpose(0, 1)
 
     def rope_latent(self, states: Tensor, positions: list[int]) -> Tensor:
-        """Return the states with their last dimensions rotated. Rotated pairs in the result are half the width apart."""
+        """Return the states with rotated last dimensions. Rotated pairs in the result are half the width apart."""
         width, module = self.config.qk_rope_head_dim, sys.modules[type(self.decoder).__module__]
         kept, states = states[..., :-width], states[..., -width:].transpose(0, 1)[None]
         angles = self.decoder.rotary_emb(states, torch.tensor([positions]))
