@@ -69,10 +69,10 @@ def map_reduce(ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: in
     """Ask the question over summaries of single chunks, each made for this question (LangChain's map-reduce chain).
 
     A fact that needs two chunks is in no summary. A chunk with an empty summary is left out."""
-    said = [ask([chunk], INSTRUCTION.format(question=case.question), None, SUMMARY_TOKENS) for chunk in chunks]
-    summaries = [text for each in said if (text := each.answer.text.strip())]
+    asked = [ask([chunk], INSTRUCTION.format(question=case.question), None, SUMMARY_TOKENS) for chunk in chunks]
+    summaries = [text for each in asked if (text := each.answer.text.strip())]
     last = ask(summaries, case.question, case.system, answer_tokens)
-    return _after(last, sum(each.total_s for each in said) + last.answer.ttft_s)
+    return _after(last, sum(each.total_s for each in asked) + last.answer.ttft_s)
 
 
 def map_rerank(

@@ -48,7 +48,7 @@ _FILL_AT_ONCE = 1_000
 
 
 def text_of(number: int) -> str:
-    """Return the text of a document: TOKENS words that the model's tokenizer knows, in an order that no other has."""
+    """Return the text of a document: TOKENS random words of the tokenizer's vocabulary, unique to `number`."""
     return " ".join(map(str, Random(number).choices(range(SHAPE.vocab_size), k=TOKENS)))
 
 

@@ -58,7 +58,7 @@ SIDES = ("nothing", "memory", "slow store")  # store of the concurrent blend; "n
 class StallRun:
     """Gaps of the stream on one side, in seconds, over all rounds, and the medians of the concurrent blends.
 
-    The blends' values are None on the side without another request.
+    beside: name of the side. The blends' values are None on the side without another request.
     """
 
     beside: str
@@ -188,7 +188,7 @@ def _stream_answer(url: str, question: str) -> Generator[object]:
 
 @dataclass(frozen=True, slots=True)
 class IngestionStall:
-    """Gaps of the streams in seconds, over all rounds, without ingestion and during it."""
+    """Gaps of the streams in seconds, over all rounds. beside: "nothing", or "ingestion" for those during ingestion."""
 
     beside: str
     num_gaps: int
@@ -223,22 +223,22 @@ def measure_ingestion(
             marks_s.append(perf_counter())
             time.sleep(alone_s)
             marks_s.append(perf_counter())
-        for beside, (start_s, end_s) in zip(("nothing", "ingestion", "nothing"), pairwise(marks_s), strict=True):
-            seconds[beside] += end_s - start_s
+        for side, (start_s, end_s) in zip(("nothing", "ingestion", "nothing"), pairwise(marks_s), strict=True):
+            seconds[side] += end_s - start_s
             for stream in streams:
-                gaps_s[beside] += stream.gaps_between(start_s, end_s)
+                gaps_s[side] += stream.gaps_between(start_s, end_s)
         notify(f"round {number + 1} of {repeats}: {counts[-1]['num_new_kv']} entries, {marks_s[2] - marks_s[1]:.1f} s")
     return [
         IngestionStall(
-            beside,
+            side,
             len(gaps),
             median(gaps),
             _quantile(gaps, 0.95),
             _quantile(gaps, 0.99),
             max(gaps),
-            seconds[beside],
+            seconds[side],
         )
-        for beside, gaps in gaps_s.items()
+        for side, gaps in gaps_s.items()
     ], counts
 
 
@@ -254,7 +254,7 @@ def serve_and_measure(
     questions = Questions(model, num_documents * repeats, NUM_PASSAGES)
     with tempfile.TemporaryDirectory() as folder, served(server_python, model, Path(folder)) as url:
         runs, counts = measure_ingestion(url, questions, repeats, num_streams, alone_s, print_notice)
-    alone, beside = runs
+    alone, during = runs
     return {
         "command": "benchmarks.stall",
         "config": {
@@ -262,8 +262,8 @@ def serve_and_measure(
             "streams": num_streams, "alone_s": alone_s,
         },
         "runs": [asdict(run) for run in runs],
-        "p95_over_alone": beside.p95_s / alone.p95_s,
-        "median_over_alone": beside.median_s / alone.median_s,
+        "p95_over_alone": during.p95_s / alone.p95_s,
+        "median_over_alone": during.median_s / alone.median_s,
         "ingestions": counts,
     }  # fmt: skip
 
@@ -310,7 +310,7 @@ def main(
     }  # fmt: skip
     for run in runs:
         print_notice(
-            f"beside {run.beside:<11} median {run.median_s:.4f} s, p99 {run.p99_s:.4f} s, longest {run.max_s:.3f} s",
+            f"{run.beside:<11} median {run.median_s:.4f} s, p99 {run.p99_s:.4f} s, longest {run.max_s:.3f} s",
         )
     write_both(facts, out)
 

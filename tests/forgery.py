@@ -145,7 +145,7 @@ def moved(table: dict[str, Any], name: str, **facts: Any) -> None:
 
 
 def _swapped(victim: Victim) -> bytes:
-    """A signed header over other tensors."""
+    """Return an entry with the true, signed header and the tensors of the lie."""
     facts, table, _ = parts(victim.signed)
     return whole(facts, table, parts(encode_chunk(victim.lie))[2])
 

@@ -94,7 +94,7 @@ def child(order, moments, out, err):
         os._exit(code)
 
 
-def said(pipe):
+def read_all(pipe):
     os.set_blocking(pipe, False)
     data = os.read(pipe, SAID_BYTES)
     os.close(pipe)
@@ -144,7 +144,7 @@ for line in sys.stdin:
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     facts = {"code": code, "count": count, "killed": killed}
-    print(json.dumps({**facts, "out": said(outs[0]), "err": said(errs[0])}), flush=True)
+    print(json.dumps({**facts, "out": read_all(outs[0]), "err": read_all(errs[0])}), flush=True)
 """
 
 
