@@ -1,7 +1,7 @@
 """Comparison of both engines on real prompts over one store: tokens selected for recompute, and answers.
 
     make real-model test-vllm
-    .venv-vllm/bin/python -m benchmarks.both_engines --model models/smollm2 --questions 50 \
+    .venv-vllm/bin/python -m benchmarks.both_engines --model models/smollm2 --questions 50 \\
         --out data/results/both-engines.json
 
 transformers and vLLM both run in this process, in float32. The transformers engine stores the chunks; vLLM finds them
@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--data", default="musique", help="Data set. Default: musique.")
     parser.add_argument("--split", default="all", help="Part of the data set. Default: all.")
     parser.add_argument("--questions", type=int, default=50, help="Number of questions. Default: 50.")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15], help="Default: 0.05 0.15.")
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.05, 0.15], help="Recompute ratios. Default: 0.05 0.15."
+    )
     parser.add_argument("--out", type=Path, help="JSON file of the result. Default: none.")
     given = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that `watch_selections` can patch it

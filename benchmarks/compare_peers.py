@@ -1,7 +1,7 @@
 """Prompts for a comparison with other projects, and ragblend's own figures on them (docs/faq.md).
 
     make real-model
-    python -m benchmarks.compare_peers --model models/smollm2 --prompts build/peers.json \
+    python -m benchmarks.compare_peers --model models/smollm2 --prompts build/peers.json \\
         --out data/results/compare-ragblend.json
 
 The prompts are those of `ragblend bench quality --data musique`: six retrieved chunks of at most 256 tokens. In

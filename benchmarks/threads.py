@@ -1,7 +1,7 @@
 """One ChatBlend under thousands of requests: memory growth, then concurrent threads and randomly cancelled streams.
 
     python -m benchmarks.threads --out data/results/threads.json
-    .venv-vllm/bin/python -m benchmarks.threads --backend vllm --model models/smollm2 --kv-tokens 1024 --asks 0 \
+    .venv-vllm/bin/python -m benchmarks.threads --backend vllm --model models/smollm2 --kv-tokens 1024 --asks 0 \\
         --requests 100000 --minutes 8 --threads 8 --max-tokens 40 --mode full --out data/results/threads-vllm.json
 
 Prompts are questions over three stored passages of the embedded corpus. First they are asked one at a time while
