@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, WINDOWED, make_multimodal_gemma3, make_multimodal_gemma4, make_model
+from tiny_models import FAMILIES, WINDOWED, make_model, make_multimodal_gemma3, make_multimodal_gemma4
 
 from ragblend.engine.fusion.self_check import TOLERANCE, self_check
 from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
