@@ -1,1 +1,1 @@
-"""Frozen studies: each settled a question of the design, with its JSON in `data/results`. Not part of the wheel."""
+"""Measurements behind the design and the figures of RESULTS.md; results are in `data/results`. Not in the wheel."""

@@ -1,9 +1,8 @@
 """Baselines that fuse no KV: map-reduce and map-rerank, as in CacheBlend's figures, and reordered chunks.
 
-All of them prefill in full. They are exact for the prompts that they send, but these are not the prompt that was asked.
-Their distance from full prefill is computed over the KV of the last prompt that they send: it is the cost of sending
-another prompt, not a numerical error. Depends on engines, prompts and texts; prints nothing. Read `ask_baseline` first;
-`benchmarks.figures` measures them beside blending.
+All of them use full prefill, which is exact, but their prompts differ from the original prompt. Their distance from
+full prefill is computed over the KV of the last prompt that they send. It is the cost of another prompt, not a
+numerical error. Read `ask_baseline` first; `benchmarks.figures` compares them with blending.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ragblend.prompt.types import Chunk, MatchedPrompt, Part, Prompt
 
 Baseline = Literal["map_reduce", "map_rerank", "reorder"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-SUMMARY_TOKENS = 48  # of a chunk's summary, at most
+SUMMARY_TOKENS = 48  # limit of a chunk's summary
 INSTRUCTION = "Summarise in one or two sentences what the passage says that helps to answer this question: {question}"
 
 
@@ -34,7 +33,7 @@ class Asked(NamedTuple):
 
 
 Ask = Callable[[Sequence[Part], str, str | None, int], Asked]
-"""Chunks, question, system text and most tokens of an answer, after full prefill of a prompt of these."""
+"""Function of chunks, question, system text and maximal answer tokens. Answers their prompt after full prefill."""
 
 
 def ask_baseline(name: Baseline, engine: TransformersEngine, prompt: Prompt, case: QaCase, answer_tokens: int) -> Asked:
@@ -70,10 +69,10 @@ def map_reduce(ask: Ask, chunks: Sequence[Part], case: QaCase, answer_tokens: in
     """Ask the question over summaries of single chunks, each made for this question (LangChain's map-reduce chain).
 
     A fact that needs two chunks is in no summary. A chunk with an empty summary is left out."""
-    said = [ask([chunk], INSTRUCTION.format(question=case.question), None, SUMMARY_TOKENS) for chunk in chunks]
-    summaries = [text for each in said if (text := each.answer.text.strip())]
+    asked = [ask([chunk], INSTRUCTION.format(question=case.question), None, SUMMARY_TOKENS) for chunk in chunks]
+    summaries = [text for each in asked if (text := each.answer.text.strip())]
     last = ask(summaries, case.question, case.system, answer_tokens)
-    return _after(last, sum(each.total_s for each in said) + last.answer.ttft_s)
+    return _after(last, sum(each.total_s for each in asked) + last.answer.ttft_s)
 
 
 def map_rerank(

@@ -1,4 +1,4 @@
-"""Answers decoded together compared with the same answers decoded in turn: requests and tokens per second.
+"""Throughput of batched decoding compared with decoding one answer at a time: requests and tokens per second.
 
     python -m benchmarks.batch_decode --threads 1 --out data/results/batch-decode.json
 
@@ -35,12 +35,12 @@ from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
 
 NUM_ALONE = 8
-"""Requests that are answered one after another in each round."""
+"""Requests that are answered one at a time in each round."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRun:
-    """One batch size. All values are medians over the rounds; those named `alone` are of requests in turn, same rounds.
+    """Result of one batch size: medians over the rounds. Fields with `alone` are of requests answered one at a time.
 
     `cpu_speedup` and `decode_cpu_speedup` are the ratios of CPU seconds, which other processes of a shared machine
     change less. With one thread on a quiet machine both ratios are equal.
@@ -50,7 +50,7 @@ class BatchRun:
     max_num_seqs: int
     requests_per_s: float
     requests_per_s_alone: float
-    step_s: float  # one decode step of all
+    step_s: float  # one decode step of the batch
     step_s_alone: float
     speedup: float  # requests per second divided by those in turn
     decode_speedup: float  # tokens per second of decoding, prefilling left out
@@ -79,7 +79,7 @@ def measure(
     repeats: int,
     notify: Callable[[str], None],
 ) -> list[BatchRun]:
-    """Measure every batch size in alternation with requests in turn. `prompts` are as many as the largest size."""
+    """Measure every batch size, alternating with requests one at a time. `prompts`: as many as the largest batch."""
 
     def alone(max_tokens: int) -> list[Generation]:
         return [engine.generate(prompt, max_tokens=max_tokens) for prompt in prompts[:NUM_ALONE]]
@@ -129,7 +129,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def opened(subject: str, dtype: str, seed: int) -> TransformersEngine:
-    """Open an engine over a shape with random weights, or over a checkpoint, whose answers have the full length."""
+    """Open an engine over a shape with random weights or over a checkpoint. It ignores the end token."""
     store = MemoryStore(1 << 33)
     if subject in SHAPES:
         engine = engine_for(subject, store, seed=seed)

@@ -1,7 +1,7 @@
-"""Whether both engines choose the same tokens and give the same answers, on real prompts over one store.
+"""Comparison of both engines on real prompts over one store: tokens selected for recompute, and answers.
 
     make real-model test-vllm
-    .venv-vllm/bin/python -m benchmarks.both_engines --model models/smollm2 --questions 50 \
+    .venv-vllm/bin/python -m benchmarks.both_engines --model models/smollm2 --questions 50 \\
         --out data/results/both-engines.json
 
 transformers and vLLM both run in this process, in float32. The transformers engine stores the chunks; vLLM finds them
@@ -43,36 +43,36 @@ def watch_selections() -> list[list[int]]:
 
 
 def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dict[str, Any]]:
-    """Return a record per prompt and ratio."""
+    """Run each prompt at each ratio on both engines. Return a record per prompt and ratio."""
     options: dict[str, Any] = {"dtype": "float32", "system": SYSTEM, "on_miss": "inline"}
     serving = {"max_model_len": 4096, "kv_cache_memory_bytes": 1 << 30}
     found = []
     with ExitStack() as stack:
-        theirs: Any = stack.enter_context(load_engine(config.model, store, **options))
-        ours: Any = stack.enter_context(
+        local: Any = stack.enter_context(load_engine(config.model, store, **options))
+        vllm: Any = stack.enter_context(
             load_engine(config.model, store, backend="vllm", vllm_options=serving, **options)
         )
         selections, embedder = watch_selections(), default_embedder()
         for case in load_cases(config):
-            prompt = build_prompt(case, theirs, embedder, config)
+            prompt = build_prompt(case, local, embedder, config)
             for chunk in prompt.chunks:
-                theirs.precompute(chunk)
+                local.precompute(chunk)
             for ratio in ratios:
                 asked = {"rule": "ask", "recompute_ratio": ratio, "max_tokens": config.answer_tokens}
                 selections.clear()
-                mine = ours.generate(prompt, **asked)
-                prefilled = theirs.prefill(theirs.request(prompt, **asked))
-                answer = theirs.generate(prompt, **asked)
+                vllm_answer = vllm.generate(prompt, **asked)
+                prefilled = local.prefill(local.request(prompt, **asked))
+                answer = local.generate(prompt, **asked)
                 (selected,), expected = selections, sorted(prefilled.recomputed.tolist())
                 found.append(
                     {
                         "question": case.question,
                         "ratio": ratio,
-                        "num_hits": mine.report.num_chunk_hits,
+                        "num_hits": vllm_answer.report.num_chunk_hits,
                         "num_selected": len(expected),
                         "num_shared": len({*selected} & {*expected}),
                         "same_selection": selected == expected,
-                        "same_answer": mine.token_ids == answer.token_ids,
+                        "same_answer": vllm_answer.token_ids == answer.token_ids,
                     }
                 )
                 print(len(found), found[-1])
@@ -80,14 +80,16 @@ def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dic
 
 
 def main() -> None:
-    """Compare, print, and write JSON."""
+    """Compare the engines, print the totals, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", default="musique")
-    parser.add_argument("--split", default="all")
-    parser.add_argument("--questions", type=int, default=50)
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
+    parser.add_argument("--data", default="musique", help="Data set. Default: musique.")
+    parser.add_argument("--split", default="all", help="Part of the data set. Default: all.")
+    parser.add_argument("--questions", type=int, default=50, help="Number of questions. Default: 50.")
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[0.05, 0.15], help="Recompute ratios. Default: 0.05 0.15."
+    )
+    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: none.")
     given = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that `watch_selections` can patch it
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -1,14 +1,14 @@
 """Prompts for a comparison with other projects, and ragblend's own figures on them (docs/faq.md).
 
     make real-model
-    python -m benchmarks.compare_peers --model models/smollm2 --prompts build/peers.json \
+    python -m benchmarks.compare_peers --model models/smollm2 --prompts build/peers.json \\
         --out data/results/compare-ragblend.json
 
-The prompts are those of `ragblend bench quality --data musique`: six retrieved chunks of at most 256 tokens. In `moved`
-every question has other chunks, which were stored in no order. In `topics` questions on a few topics recur, each time
-over six of the topic's ten passages in another order, so that sorting them can help. ragblend's own figures are those
-of `moved`; the order in which chunks were stored does not matter to it.
-At commit 19c4dfd, `benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read them in separate environments.
+The prompts are those of `ragblend bench quality --data musique`: six retrieved chunks of at most 256 tokens. In
+`moved` every question has different chunks. In `topics` each of a few questions recurs, each time over six of its ten
+passages in another order, so that projects that sort chunks find longer common prefixes. ragblend's figures are
+measured on `moved`. At commit 19c4dfd, `benchmarks/compare_kvboost.py` and `compare_contextpilot.py` read the prompts
+in separate environments.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ CONFIGURATIONS = (
 )
 TIMES_ASKED = 3  # each topic
 STORE_BYTES = 4 << 30
-EMBEDDER = "hashing"  # words in common: retrieval is no part of this comparison
+EMBEDDER = "hashing"  # similarity by common words; the comparison does not depend on the quality of retrieval
 
 
 def topics(asked: Sequence[tuple[str, Prompt]], passages: int, seed: int = 0) -> list[tuple[int, str, Prompt]]:
-    """Yield each question `TIMES_ASKED` times with a new random selection and order of its chunks, and the numbers of
-    topic and question. The topics take turns.
+    """Return (topic number, question, prompt), `TIMES_ASKED` times for each question, in turn.
+
+    Each prompt has a new random selection and order of the question's chunks.
     """
     rng = random.Random(seed)
     return [
@@ -59,8 +60,9 @@ def topics(asked: Sequence[tuple[str, Prompt]], passages: int, seed: int = 0) ->
 
 
 def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: Prompt) -> dict[str, Any]:
-    """Return what another project needs of a prompt: the token ids of its parts, which together are all of its tokens,
-    and the texts.
+    """Return a prompt as JSON for another project: topic, question, chunk texts, and token ids split by chunk.
+
+    The concatenated `segments` are all token ids of the prompt.
     """
     parts: list[list[int]] = []
     matched, number = engine.match(prompt), None
@@ -82,7 +84,7 @@ def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: 
 def measure_ragblend(
     base: TransformersEngine, prompts: Sequence[Prompt], similar: Mapping[str, tuple[str, ...]]
 ) -> list[dict[str, Any]]:
-    """Return a run per configuration: first-token KL from full prefill in nats, TTFT as a share of full prefill's."""
+    """Return a run per configuration: mean first-token KL from full prefill in nats, and median speedup of TTFT."""
     seen: dict[Configuration, list[tuple[float, float, float, bool]]] = {each: [] for each in CONFIGURATIONS}
     full_s: list[float] = []
     for prompt in prompts:
@@ -126,15 +128,15 @@ def measure_ragblend(
 def main() -> None:
     """Write the prompts, measure ragblend on them, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", default="musique")
-    parser.add_argument("--questions", type=int, default=10)
-    parser.add_argument("--topics", type=int, default=2)
-    parser.add_argument("--passages", type=int, default=6, help="of a topic's, in each of its prompts")
-    parser.add_argument("--chunk-tokens", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompts", type=Path, required=True, help="where the others find them")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
+    parser.add_argument("--data", default="musique", help="Data set. Default: musique.")
+    parser.add_argument("--questions", type=int, default=10, help="Number of questions in `moved`. Default: 10.")
+    parser.add_argument("--topics", type=int, default=2, help="Number of questions in `topics`. Default: 2.")
+    parser.add_argument("--passages", type=int, default=6, help="Passages per prompt of `topics`. Default: 6.")
+    parser.add_argument("--chunk-tokens", type=int, default=256, help="Tokens of a chunk, at most. Default: 256.")
+    parser.add_argument("--threads", type=int, default=1, help="Compute threads. Default: 1.")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON file to write the prompts to.")
+    parser.add_argument("--out", type=Path, help="JSON file of ragblend's figures. Default: none.")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     common = {"model": given.model, "data": given.data, "part": "reported", "chunk_tokens": given.chunk_tokens}
@@ -150,7 +152,7 @@ def main() -> None:
         moved = [build_prompt(case, base, embedder, config) for case in cases]
         asked = topics(
             [(case.question, build_prompt(case, base, embedder, wide)) for case in cases[: given.topics]],
-            config.num_chunks,
+            given.passages,
         )
         given.prompts.parent.mkdir(parents=True, exist_ok=True)
         kept = {

@@ -56,7 +56,7 @@ class FigureConfig(QualityConfig):
     rules: Annotated[tuple[str, ...], Option("--rules", help="Comma-separated.")] = ("ask", "cacheblend")
     baselines: Annotated[
         tuple[Baseline, ...],
-        Option("--baselines", help="That fuse nothing, comma-separated: map_reduce, map_rerank, reorder."),
+        Option("--baselines", help="Baselines without KV fusion, comma-separated: map_reduce, map_rerank, reorder."),
     ] = BASELINES
 
     def resolve_options(self) -> None:
@@ -79,9 +79,7 @@ def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) ->
 def measure_baselines(
     base: TransformersEngine, prompt: Prompt, case: QaCase, names: Sequence[Baseline], answer_tokens: int
 ) -> dict[Configuration, QualityRecord]:
-    """Measure one prompt by each baseline. Their ratio is that of full prefill, because they prefill their own prompts
-    in full.
-    """
+    """Measure one prompt by each baseline. Their ratio is 1, because they prefill all of their prompts' tokens."""
     engine = engine_for(base, case, "none")
     expected = answer_in_full(engine, prompt, case, answer_tokens)
     records = {}

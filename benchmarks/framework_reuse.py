@@ -85,13 +85,13 @@ _SENTENCE = re.compile(r"(?<=[.!?]) ")
 
 @dataclass
 class Row:
-    """One construct, over all questions."""
+    """Result of one construct over all questions."""
 
     framework: str
     construct: str
     note: str = ""
     num_calls: int = 0
-    num_given_tokens: int = 0  # tokens of the texts that it put into prompts
+    num_given_tokens: int = 0  # tokens of the texts that the construct put into prompts
     num_placed_tokens: int = 0
 
     @property
@@ -150,7 +150,7 @@ class Passages:
 
     @property
     def retriever(self) -> BaseRetriever:
-        """The store's own retriever."""
+        """Return the retriever of the vector store."""
         return self.store.as_retriever(search_kwargs={"k": K})
 
     def stuff(self, retriever: Any) -> Texts:
@@ -194,7 +194,7 @@ class SentenceExtractor(BaseDocumentCompressor):
 
 
 def split_documents(case: QaCase, size: int) -> list[Document]:
-    """The question's passages in pieces of at most `size` characters."""
+    """Return the question's passages, split into documents of at most `size` characters."""
     splitter = RecursiveCharacterTextSplitter(chunk_size=size, chunk_overlap=0)
     return splitter.split_documents(
         [Document(text, metadata={"source": f"{n}"}) for n, text in enumerate(case.passages)]
@@ -202,25 +202,25 @@ def split_documents(case: QaCase, size: int) -> list[Document]:
 
 
 def retrieval_chain(given: Passages) -> Texts:
-    """create_retrieval_chain over create_stuff_documents_chain."""
+    """Run create_retrieval_chain over create_stuff_documents_chain. Return the retrieved texts."""
     chain = create_retrieval_chain(given.retriever, create_stuff_documents_chain(given.llm, CHAT))
     return texts_of(chain.invoke({"input": given.case.question})["context"])
 
 
 def retrieval_qa(given: Passages) -> Texts:
-    """RetrievalQA."""
+    """Run RetrievalQA. Return the retrieved texts."""
     chain = RetrievalQA.from_chain_type(given.llm, retriever=given.retriever, return_source_documents=True)
     return texts_of(chain.invoke(given.case.question)["source_documents"])
 
 
 def blend_chain(given: Passages) -> Texts:
-    """create_blend_chain."""
+    """Run create_blend_chain. Return the retrieved texts."""
     create_blend_chain(given.retriever, given.llm).invoke(given.case.question)
     return texts_of(given.retriever.invoke(given.case.question))
 
 
 def qa_chain(kind: str, given: Passages) -> Texts:
-    """A chain over documents of the types map_reduce and refine, in which each document is in one prompt."""
+    """Run a chain of type map_reduce or refine, whose prompts have one document each. Return the retrieved texts."""
     found = given.retriever.invoke(given.case.question)
     asked = {"input_documents": found, "question": given.case.question}
     load_qa_chain(given.llm, chain_type=kind).invoke(asked)
@@ -228,12 +228,12 @@ def qa_chain(kind: str, given: Passages) -> Texts:
 
 
 def multi_query(given: Passages) -> Texts:
-    """MultiQueryRetriever."""
+    """Run a stuff chain over MultiQueryRetriever. Return the retrieved texts."""
     return given.stuff(MultiQueryRetriever.from_llm(given.store.as_retriever(search_kwargs={"k": 3}), given.llm))
 
 
 def parent_documents(given: Passages) -> Texts:
-    """ParentDocumentRetriever: children are embedded and precomputed, the prompt has their parents."""
+    """Run a stuff chain over ParentDocumentRetriever: children are precomputed, but the prompt has their parents."""
     retriever = ParentDocumentRetriever(
         vectorstore=new_store(given.llm),
         docstore=InMemoryStore(),
@@ -246,14 +246,14 @@ def parent_documents(given: Passages) -> Texts:
 
 
 def sentences(given: Passages) -> Texts:
-    """ContextualCompressionRetriever with an extractor that keeps sentences."""
+    """Run a stuff chain over ContextualCompressionRetriever with an extractor of sentences."""
     return given.stuff(
         ContextualCompressionRetriever(base_compressor=SentenceExtractor(), base_retriever=given.retriever)
     )
 
 
 def reordered(given: Passages) -> Texts:
-    """The order of LongContextReorder: the best documents first and last."""
+    """Run a stuff chain over documents in the order of LongContextReorder: the best ones first and last."""
 
     def reorder(found: list[Document]) -> list[Document]:
         return [*found[::2], *found[1::2][::-1]]
@@ -262,13 +262,13 @@ def reordered(given: Passages) -> Texts:
 
 
 def ensemble(given: Passages) -> Texts:
-    """EnsembleRetriever of the vector store and of keywords."""
+    """Run a stuff chain over EnsembleRetriever, which combines the vector store and keywords."""
     words = WordRetriever(documents=split_documents(given.case, CHUNK_CHARACTERS))
     return given.stuff(EnsembleRetriever(retrievers=[given.retriever, words], weights=[0.5, 0.5]))
 
 
 def with_history(given: Passages) -> Texts:
-    """create_history_aware_retriever and a stuff chain with the earlier turns."""
+    """Run create_history_aware_retriever and a stuff chain with the earlier turns. Return the retrieved texts."""
     history = [HumanMessage("Who wrote it?"), AIMessage("The passages name two authors.")]
     rephrase = ChatPromptTemplate.from_messages(
         [MessagesPlaceholder("chat_history"), ("human", "{input}\nRephrase this question.")]
@@ -282,7 +282,7 @@ def with_history(given: Passages) -> Texts:
 
 
 def tool_message(write: Callable[[Texts], str], given: Passages) -> Texts:
-    """An agent's second call, in which the passages are the result of a tool."""
+    """Call the LLM as an agent's second step, in which the passages are the result of a tool. Return the passages."""
     found = texts_of(given.retriever.invoke(given.case.question))
     call = {"name": "search", "args": {"query": given.case.question}, "id": "1"}
     given.llm.invoke(
@@ -314,7 +314,7 @@ LANGCHAIN: dict[str, Callable[[Passages], Texts]] = {
 
 
 def new_store(llm: ChatBlend) -> BlendVectorStore:
-    """An empty vector store of LangChain's with KV."""
+    """Return an empty LangChain vector store that precomputes the KV of its documents."""
     return BlendVectorStore(InMemoryVectorStore(BlendEmbeddings(_EMBEDDER)), llm=llm)
 
 
@@ -330,7 +330,7 @@ class Nodes:
 
     @property
     def documents(self) -> list[LlamaDocument]:
-        """The passages."""
+        """Return the passages as LlamaIndex documents."""
         return [LlamaDocument(text=text, id_=str(n)) for n, text in enumerate(self.case.passages)]
 
     def index(self, nodes: Sequence[Any]) -> VectorStoreIndex:
@@ -338,7 +338,7 @@ class Nodes:
         return VectorStoreIndex(list(BlendIngestion(llm=self.llm)(nodes)), embed_model=_LlamaEmbedding(embed_dim=256))
 
     def chunks(self) -> VectorStoreIndex:
-        """The documents cut by SentenceSplitter."""
+        """Return an index of the documents, split by SentenceSplitter."""
         splitter = SentenceSplitter(chunk_size=CHUNK_TOKENS, chunk_overlap=0)
         return self.index(splitter.get_nodes_from_documents(self.documents))
 
@@ -367,17 +367,20 @@ class _LlamaEmbedding(MockEmbedding):
 
 
 def response_mode(mode: str, given: Nodes) -> Texts:
-    """A query engine of this response mode."""
+    """Ask a query engine of this response mode. Return the texts of its nodes."""
     return given.ask(given.chunks().as_retriever(similarity_top_k=K), mode)
 
 
 def postprocessed(postprocessor: Any, given: Nodes) -> Texts:
-    """A query engine with a node postprocessor."""
+    """Ask a query engine with a node postprocessor. Return the texts of its nodes."""
     return given.ask(given.chunks().as_retriever(similarity_top_k=K), postprocessors=[postprocessor])
 
 
 def sentence_window(given: Nodes, *, with_documents: bool) -> Texts:
-    """SentenceWindowNodeParser: sentences are embedded, the prompt has them with three more on both sides."""
+    """Ask over SentenceWindowNodeParser: sentences are embedded; the prompt has each with three more on both sides.
+
+    with_documents: also precompute the documents' chunks.
+    """
     nodes = SentenceWindowNodeParser.from_defaults(window_size=3).get_nodes_from_documents(given.documents)
     if with_documents:
         given.chunks()
@@ -389,7 +392,7 @@ def sentence_window(given: Nodes, *, with_documents: bool) -> Texts:
 
 
 def hierarchy(given: Nodes) -> tuple[SimpleDocumentStore, VectorStoreIndex]:
-    """All nodes of HierarchicalNodeParser, and an index of the leaves, which alone are precomputed."""
+    """Return all nodes of HierarchicalNodeParser, and an index of its leaves. Only the leaves are precomputed."""
     nodes = HierarchicalNodeParser.from_defaults(HIERARCHY, chunk_overlap=0).get_nodes_from_documents(given.documents)
     docstore = SimpleDocumentStore()
     docstore.add_documents(nodes)
@@ -397,7 +400,7 @@ def hierarchy(given: Nodes) -> tuple[SimpleDocumentStore, VectorStoreIndex]:
 
 
 def auto_merging(given: Nodes) -> Texts:
-    """AutoMergingRetriever: leaves are embedded and precomputed, many leaves of one parent are replaced by it."""
+    """Ask over AutoMergingRetriever: leaves are precomputed, but several leaves of a parent are replaced by it."""
     docstore, index = hierarchy(given)
     base: Any = index.as_retriever(similarity_top_k=3 * K)
     return given.ask(
@@ -406,7 +409,7 @@ def auto_merging(given: Nodes) -> Texts:
 
 
 class ParentRetriever(LlamaRetriever):
-    """The parents of the leaves that are found, each once."""
+    """Retriever of the parents of the found leaves, without duplicates."""
 
     def __init__(self, base: LlamaRetriever, docstore: SimpleDocumentStore) -> None:
         super().__init__()
@@ -423,7 +426,7 @@ class ParentRetriever(LlamaRetriever):
 
 
 def llama_parents(given: Nodes) -> Texts:
-    """Small to big: leaves are embedded and precomputed, the prompt has their parents."""
+    """Ask over ParentRetriever: leaves are precomputed, but the prompt has their parents."""
     docstore, index = hierarchy(given)
     return given.ask(ParentRetriever(index.as_retriever(similarity_top_k=K), docstore))
 
@@ -459,7 +462,7 @@ NOTES = {
 
 
 def measure(framework: str, construct: str, tokenizer: str, cases: Sequence[QaCase]) -> Row:
-    """Ask all questions by one construct, each over a store that has the passages of its question alone."""
+    """Ask all questions by one construct, each over a store with only the passages of its question."""
     row = Row(framework, construct, NOTES.get(construct, ""))
     for case in cases:
         with random_engine(tokenizer) as engine:
@@ -485,9 +488,9 @@ def main(
         "models/smollm2"
     ),
     questions: Annotated[int, typer.Option("--questions", help="Number of MuSiQue questions.")] = 10,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: stdout.")] = None,
 ) -> None:
-    """Print the table, and write it as JSON."""
+    """Measure every construct, print a table, and write the result as JSON."""
     quiet_libraries()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     cases = read_cases(find_data("musique"))[:questions]

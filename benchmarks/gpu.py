@@ -1,7 +1,7 @@
 """Exactness, time to first token, loading, decoding and kernel launches on a GPU, in one command of 8 minutes at most.
 
     python -m benchmarks.gpu --out data/results/gpu-h100.json           # on the first GPU, models of random weights
-    python -m benchmarks.gpu --device cpu                               # tiny shapes, to see that all of it runs
+    python -m benchmarks.gpu --device cpu                               # tiny shapes, to test the command itself
     python -m benchmarks.gpu --parts ttft --tokens 4096,8192
 
 Each part runs in a separate process, within its own time. A part that fails or takes too long does not stop the
@@ -51,7 +51,7 @@ from ragblend.options import Mode
 from ragblend.prompt.types import Chunk, Prompt
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
-"""Attention of one kind each: plain, with biases or norms, soft caps, windows, sinks."""
+"""Model families, each with another kind of attention: plain, biases, norms, soft caps, windows, sinks."""
 DTYPES = ("float32", "bfloat16", "float16")
 RATIOS = {"ask": 0.05, "cacheblend": 0.15}
 """Each rule at its default ratio."""
@@ -62,7 +62,7 @@ _NO_LIMIT_BYTES = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the parts run on, apart from `exactness`, whose models are small everywhere."""
+    """Device, model shape and lengths of all parts except `exactness`, whose models are always small."""
 
     device: str
     shape: str
@@ -105,7 +105,7 @@ def exactness(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _exactness_of(family: str, dtype: str, device: str) -> dict[str, Any]:
-    """Errors are the largest difference of a logit over the largest logit of full prefill."""
+    """Compare one family in one dtype. An error is the largest difference of a logit, relative to the largest logit."""
     shape = replace(SHAPES["llama-1m"], family=family)
     model = random_model(shape, find_dtype(dtype))
     chunks, prompts = make_prompts(6, 64, 16, 2, shape.vocab_size)
@@ -209,7 +209,7 @@ def _figures(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predicted(run: dict[str, Any], tokens: int, sizes: Sizes) -> float | None:
-    """Return the speedup that the hardware model expects of the GPU alone, None where it does not know GPU or model."""
+    """Return the speedup that the hardware model predicts without the host; None if it has no data of GPU or model."""
     if run["mode"] != "blend" or sizes.device == "cpu" or sizes.shape != "llama-8b":
         return None
     name = torch.cuda.get_device_name(sizes.device)
@@ -224,7 +224,7 @@ def _predicted(run: dict[str, Any], tokens: int, sizes: Sizes) -> float | None:
 
 
 def copies(sizes: Sizes) -> dict[str, float]:
-    """Measure bytes a second of a layer's KV into pinned memory, from pinned and from pageable memory to the device."""
+    """Measure copies in bytes per second: into pinned memory, and from pinned and pageable memory to the device."""
     pageable = torch.randn(32 << 20, dtype=torch.float32)  # 128 MiB
     if sizes.device == "cpu":
         return {"copy_bytes_per_s": _bytes_per_s(pageable, lambda: pageable.clone(), sizes.device)}
@@ -262,7 +262,7 @@ def _synchronize(device: str) -> None:
 
 
 def decode(sizes: Sizes) -> list[dict[str, Any]]:
-    """Measure answers decoded together against the same answers one after another, all of blended prompts."""
+    """Measure decoding in a batch and one answer at a time, over blended prompts."""
     with sizes.engine(sizes.tokens[0], count=8) as (engine, prompts):
         engine.layers.model.generation_config.eos_token_id = None
         runs = batch_decode.measure(engine, prompts, (8,), sizes.answer_tokens, 1, print_line)
@@ -273,7 +273,7 @@ def decode(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 class Case(NamedTuple):
-    """A way to prefill a prompt."""
+    """Mode, rule and ratio of a prefill."""
 
     mode: Mode
     rule: str
@@ -287,7 +287,7 @@ CASES = (Case("full", "auto", 0.0), Case("reuse", "auto", 0.0), *(Case("blend", 
 
 
 def launches(sizes: Sizes) -> list[dict[str, Any]]:
-    """Count what a prefill starts on the device: kernels and copies on a GPU, operations that are no views on a CPU."""
+    """Count the launches of a prefill: kernels and copies on a GPU, operations other than views on a CPU."""
     lines = []
     for tokens in sizes.tokens[:1] if sizes.device == "cpu" else sizes.tokens[:2]:
         gc.collect()
@@ -304,13 +304,13 @@ def launches(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _prepared(engine: TransformersEngine, prompt: Prompt, case: Case) -> Callable[[], Any]:
-    """Return a prefill that runs on the caller's thread, where it can be watched."""
+    """Return a prefill that runs on the caller's thread, where it can be profiled."""
     request = engine.request(prompt, mode=case.mode, rule=case.rule, recompute_ratio=case.ratio)
     return lambda: engine.prepare_prefill(request)()
 
 
 class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations of this thread that are no views."""
+    """Counter of this thread's operations, views excluded."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -329,7 +329,7 @@ def _count_operations(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _profile(run: Callable[[], Any]) -> dict[str, Any]:
-    """Return launches of all threads, seconds in which kernels ran, and the kernels and operations that took most."""
+    """Return the launches of all threads, the seconds of all kernels, and the slowest kernels and host operations."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
@@ -360,9 +360,9 @@ def _profile(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def vllm(sizes: Sizes) -> list[dict[str, Any]]:
-    """Measure the four modes inside vLLM, where it is installed. Nothing is compiled: that alone takes a minute."""
+    """Measure the four modes inside vLLM. Compilation is disabled, because it takes a minute."""
     if importlib.util.find_spec("vllm") is None:
-        raise UsageError("vllm is not installed here; `pip install 'ragblend[vllm]'` to measure it, too")
+        raise UsageError("vllm is not installed; to measure it, run: pip install 'ragblend[vllm]'")
     shape = "llama-1b" if sizes.device != "cpu" else "llama-1m"
     config = TtftConfig(
         shape=shape,
@@ -376,7 +376,7 @@ def vllm(sizes: Sizes) -> list[dict[str, Any]]:
 
 
 class Part(NamedTuple):
-    """A function, and the seconds after which its process is ended."""
+    """Function of a part, and the time limit of its process in seconds."""
 
     measure: Callable[[Sizes], Any]
     limit_s: float
@@ -394,7 +394,7 @@ PARTS: Mapping[str, Part] = {
 
 
 def _run_part(name: str, sizes: Sizes, path: Path) -> None:
-    """Run one part in this process and write what it found, or why it failed, to `path`."""
+    """Run one part in this process. Write its result or its error to `path`."""
     quiet_libraries()
     try:
         found = {"found": PARTS[name].measure(sizes)}
@@ -406,7 +406,7 @@ def _run_part(name: str, sizes: Sizes, path: Path) -> None:
 
 
 def run_part(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Return what the part found, or its `error`, and its seconds. Ends it at its limit."""
+    """Run a part in a separate process, killed at its time limit. Return its result or `error`, and its seconds."""
     with tempfile.TemporaryDirectory() as directory:
         path, start_s = Path(directory) / "found.json", perf_counter()
         process = multiprocessing.get_context("forkserver").Process(target=_run_part, args=(name, sizes, path))
@@ -416,13 +416,13 @@ def run_part(name: str, sizes: Sizes) -> dict[str, Any]:
         if process.is_alive():
             process.kill()
             process.join()
-        error = f"ended without a result: {limit_s:g} s are allowed, exit code {process.exitcode}"
+        error = f"ended without a result: exit code {process.exitcode}, time limit {limit_s:g} s"
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"error": error}
         return {**found, "seconds": round(perf_counter() - start_s, 1)}
 
 
 def table_lines(results: Mapping[str, Any]) -> list[str]:
-    """Return the times to first token beside what was predicted, launches, and what failed."""
+    """Return the lines of a summary: errors, measured and predicted times to first token, launches, exactness."""
     lines = [
         f"{name}: {part['seconds']} s{', FAILED: ' + part['error'] if 'error' in part else ''}"
         for name, part in results.items()
@@ -451,10 +451,10 @@ def table_lines(results: Mapping[str, Any]) -> list[str]:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="auto, cuda, cuda:1, or cpu for tiny shapes.")] = "auto",
-    parts: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PARTS),
-    tokens: Annotated[str | None, typer.Option(help="Of prompts, comma-separated.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON object.")] = None,
+    device: Annotated[str, typer.Option(help="Device: auto, cuda, cuda:1, or cpu for tiny shapes.")] = "auto",
+    parts: Annotated[str, typer.Option(help="Parts to run, comma-separated. Default: all.")] = ",".join(PARTS),
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the prompts, comma-separated.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the result. Default: stdout.")] = None,
 ) -> None:
     """Run the parts, print a table and write the result."""
     quiet_libraries()

@@ -25,7 +25,7 @@ import typer
 
 from ragblend.engine.vllm.attention_calls import cut_runs
 
-BYTES = 2  # of a bfloat16
+BYTES = 2  # size of a bfloat16
 ASKED_SHARE = 0.8  # share of the layers that the question runs through first
 ATTENTION_TILE = 128  # queries that share one reading of the keys in a full prefill
 TILE_ROWS = 64  # recomputed rows that share one reading of the keys, by runs and together
@@ -36,7 +36,7 @@ LAUNCHES_PER_LAYER, LAUNCH_S, LOADED_PER_S = 190, 21e-6, 54e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks: bfloat16 operations (dense), bytes of its memory and of the bus to the host, a second."""
+    """Peak rates per second: dense bfloat16 operations, bytes of GPU memory, and bytes of the bus to the host."""
 
     flops: float
     memory: float
@@ -49,7 +49,7 @@ GPUS = {"A100": Gpu(312e12, 2.039e12, 32e9), "H100": Gpu(989e12, 3.35e12, 64e9)}
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder. `weights` is the number of weights of one layer."""
+    """Sizes of a decoder. `weights`: the number of weights of one layer."""
 
     layers: int
     heads: int
@@ -76,13 +76,13 @@ LLAMA_8B = Model(32, 32, 8, 128, 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 40
 
 
 class Cost(NamedTuple):
-    """Operations, and bytes read or written in the GPU's memory."""
+    """Number of operations, and of bytes read or written in the GPU's memory."""
 
     flops: float
     memory_bytes: float
 
     def seconds(self, gpu: Gpu, efficiency: float) -> float:
-        """Return the seconds of the slower of both."""
+        """Return the larger of the seconds for the operations and for the memory traffic."""
         return max(self.flops / gpu.flops, self.memory_bytes / gpu.memory) / efficiency
 
 
@@ -145,8 +145,10 @@ def seconds(costs: list[Cost], gpu: Gpu, efficiency: float) -> float:
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt on one GPU: seconds to the first token, of the bus and of the host, and the GB of cache that attention
-    reads in one layer."""
+    """Estimate of one prompt on one GPU.
+
+    Seconds to the first token, of the bus and of the host, and GB of KV that attention reads in one layer.
+    """
 
     gpu: str
     tokens: int
@@ -162,9 +164,7 @@ class Line:
 def estimate(
     gpu: str, tokens: int, ratio: float, question: int, efficiency: float, model: Model = LLAMA_8B, seed: int = 0
 ) -> Line:
-    """Estimate full prefill, and blending with KV from the bus that recomputes `ratio` of all tokens but the
-    question's.
-    """
+    """Estimate full prefill, and blending that recomputes the share `ratio` of all tokens except the question's."""
     device, chunk_tokens = GPUS[gpu], tokens - question
     rows = sorted(random.Random(seed).sample(range(chunk_tokens), round(ratio * chunk_tokens)))
     placed = Cost(0.0, 2.0 * chunk_tokens * model.kv_bytes)  # read and written again
@@ -183,13 +183,15 @@ def estimate(
 
 
 def main(
-    tokens: Annotated[str, typer.Option(help="Of prompts, comma-separated.")] = "1024,3072,8192,32768,131072",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens of the prompts, comma-separated.")
+    ] = "1024,3072,8192,32768,131072",
     ratio: Annotated[float, typer.Option(help="Share of the chunks' tokens that is recomputed.")] = 0.05,
     question: Annotated[int, typer.Option(help="Tokens of the question.")] = 32,
-    efficiency: Annotated[float, typer.Option(help="Share of the peaks that is reached, everywhere.")] = 0.6,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON object.")] = None,
+    efficiency: Annotated[float, typer.Option(help="Share of the peak rates that is reached.")] = 0.6,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the result. Default: none.")] = None,
 ) -> None:
-    """Print a table, and write it."""
+    """Print a table of the estimates, and write them as JSON."""
     lines = [estimate(gpu, int(count), ratio, question, efficiency) for gpu in GPUS for count in tokens.split(",")]
     print("gpu    tokens   full s   by runs  together   bus s  host s   as run   GB by runs  GB together")
     for line in lines:

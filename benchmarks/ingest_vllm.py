@@ -1,8 +1,10 @@
-"""Ingestion inside vLLM compared with vLLM's own prefill of the same chunks: `python -m benchmarks.ingest_vllm`.
+"""Throughput of ingestion inside vLLM, compared with vLLM's own prefill of the same chunks.
+
+    python -m benchmarks.ingest_vllm
 
 Both process the requests of `ragblend ingest --backend vllm`: each chunk after the same prefix, several at a time.
 "prefill" is vLLM's own, with its own batching, and stores nothing; "ingest" also copies the KV and stores it on disk.
-Read `_timed`.
+Read `bench_ingest_vllm` first.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class IngestRun:
-    """One mode: the median of the rounds. `tokens` are those of the chunks; the prefix is computed as well."""
+    """Result of one mode: the median of the rounds. `tokens`: those of the chunks, without the prefix."""
 
     mode: str
     chunks: int
@@ -59,7 +61,7 @@ def bench_ingest_vllm(
     seed: int = 0,
     echo: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Return the tokens per second of both as one JSON object. `ingest_over_prefill` is the median ratio.
+    """Measure both modes. Return a JSON object, in which `ingest_over_prefill` is the median ratio of their speeds.
 
     The rounds alternate, after one uncounted round of each. vLLM runs in this process, so `ingest_over_prefill_cpu`
     compares the CPU time of all work, storing included. `shape` is llama-50m unless a `model` is given.
@@ -110,7 +112,7 @@ def bench_ingest_vllm(
 
 
 class _Taken(NamedTuple):
-    """Time of one pass over the chunks. `cpu_s`, of all threads, is comparable on a machine that others use as well."""
+    """Seconds and CPU seconds, of all threads, of one pass over the chunks."""
 
     s: float
     cpu_s: float
@@ -124,7 +126,7 @@ def _timed(work: Callable[[], Iterator[Any]]) -> _Taken:
 
 
 def _prefill(engine: VllmEngine, chunks: Sequence[Chunk]) -> Iterator[Any]:
-    """Prefill every chunk with vLLM itself, as many at a time as ingestion does, without its prefix cache."""
+    """Prefill every chunk by vLLM without its prefix cache, with as many concurrent requests as ingestion has."""
 
     def one(chunk: Chunk) -> None:
         with closing(engine.run_request(engine.request(Prompt([chunk], "0"), mode="full", max_tokens=1))) as deltas:
@@ -144,10 +146,10 @@ def main(
     threads: int = 1,
     repeats: int = 3,
     store: Path | None = None,
-    vllm_options: Annotated[str | None, typer.Option(help="A JSON object for vLLM.")] = None,
+    vllm_options: Annotated[str | None, typer.Option(help="JSON object of vLLM's engine options.")] = None,
     seed: int = 0,
 ) -> None:
-    """Print tables to stderr and one line of JSON to stdout."""
+    """Measure both modes. Print each round to stderr and one line of JSON to stdout."""
     set_num_threads(threads)
     quiet_libraries()
     facts = bench_ingest_vllm(

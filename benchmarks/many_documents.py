@@ -1,12 +1,12 @@
-"""Cost of adding, replacing, removing and finding one document when many are stored.
+"""Time to add, replace, remove and match one document in a store of many documents.
 
     python -m benchmarks.many_documents --out data/results/many-documents.json
 
 A store and a LangChain vector store over it grow to each of the counts. At each count documents are added as LangChain
 and LlamaIndex users do, one per call. The model is a random one of two small layers and a document has 24 tokens, so
-that a store of a million fits on a disk and the catalogue's work is timed, not the copying of bytes; the entries that
-fill the store hold zeros. Timed are whole calls, prefill included, and the matching of a prompt's chunks. `open` is the
-time until a new process's engine has matched its first prompt.
+that a store of a million documents fits on a disk, and the time is that of the catalogue, not of copying bytes. The
+entries that fill the store contain zeros. The times are of whole calls, prefill included, and of matching a prompt's
+chunks. `open` is the time until the engine of a new process has matched its first prompt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FILL_AT_ONCE = 1_000
 
 
 def text_of(number: int) -> str:
-    """Return the text of a document: TOKENS words that the model's tokenizer knows, in an order that no other has."""
+    """Return the text of a document: TOKENS random words of the tokenizer's vocabulary, unique to `number`."""
     return " ".join(map(str, Random(number).choices(range(SHAPE.vocab_size), k=TOKENS)))
 
 
@@ -104,7 +104,7 @@ class ManyDocuments:
 
     def measure(self) -> dict[str, Any]:
         """Return the median milliseconds of each step at the count that the store has."""
-        sleep(3)  # a folder that has just changed is listed again
+        sleep(3)  # the disk store lists a folder again if it has just changed
         new = iter(range(self.count, self.count + 10 * REPEATS))
         ids = [str(number) for number in range(0, self.count, self.count // REPEATS)]
         self.store.delete([ids[0]])  # a process's first removal and prompt fill caches
@@ -128,7 +128,7 @@ class ManyDocuments:
 
     def _match(self, number: int) -> None:
         if not self._engine.match(Prompt([text_of(number)], "1 2 3")).runs:
-            raise SystemExit(f"document {number} is not found")
+            raise SystemExit(f"document {number} was not matched in its prompt")
 
     def _open_in_a_new_process(self) -> float:
         program = (
@@ -148,11 +148,11 @@ def _seconds(step: Callable[[int], object], at: int) -> float:
 
 
 def main(
-    counts: Annotated[list[int], typer.Option("--count", min=100, help="Documents; again for more.")] = list(COUNTS),  # noqa: B006
-    home: Annotated[Path | None, typer.Option("--dir", help="Where the store is; a temporary folder.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON there.")] = None,
+    counts: Annotated[list[int], typer.Option("--count", min=100, help="Documents; repeat for more.")] = list(COUNTS),  # noqa: B006
+    home: Annotated[Path | None, typer.Option("--dir", help="Folder for a temporary folder with the store.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: stdout.")] = None,
 ) -> None:
-    """Measure each step at each count."""
+    """Measure each step at each number of documents."""
     torch.set_num_threads(1)
     runs = []
     with tempfile.TemporaryDirectory(dir=home) as folder:

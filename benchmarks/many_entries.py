@@ -1,4 +1,4 @@
-"""Cost per entry of a store with a million entries, compared with ten thousand: disk and Redis.
+"""Time per entry of each store operation with ten thousand to a million entries, on disk and in Redis.
 
     python -m benchmarks.many_entries --place disk --out data/results/many-entries-disk.json
 
@@ -35,38 +35,40 @@ from ragblend.lab.bench.common.hardware import hardware_card, hardware_lines, pe
 COUNTS = (10_000, 100_000, 1_000_000)
 LAYERS, HEADS, TOKENS, DIM = 2, 1, 8, 16
 SAMPLE = 2_000
-"""Entries that are read, asked for and written one by one at every count."""
+"""Number of entries that are read and looked up one at a time at every count; a quarter as many are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One place with a number of entries. `us_each` is in microseconds per entry, the median where entries are handled
-    singly.
+    """Result of one place at one number of entries.
+
+    us_each: microseconds per entry by operation; the median for operations on single entries. peak_rss_mib: growth of
+    peak memory by operation over all entries.
     """
 
     place: Literal["disk", "redis"]
     num_entries: int
     nbytes: int
     us_each: dict[str, float] = field(default_factory=dict)
-    peak_rss_mib: dict[str, float] = field(default_factory=dict)  # seconds of operations over all entries
+    peak_rss_mib: dict[str, float] = field(default_factory=dict)
 
 
 def entry(number: int, values: Sequence[LayerKV]) -> MemoryKV:
-    """Return the entry of a number: its token ids are unique, its values the same for all."""
+    """Return an entry with token ids that are unique to `number`, and with `values` as KV."""
     ids = (number >> 16, number & 0xFFFF, *range(TOKENS - 2))
     return MemoryKV(KVHeader(chunk_key("model", (1,), ids), "model", (1,), ids, LAYERS, "bfloat16"), tuple(values))
 
 
 class Place:
-    """A store, how it is filled, and the operations that are timed."""
+    """A store, and the timed operations. `filler`: a faster writer to the same store, or None."""
 
     def __init__(
         self, name: Literal["disk", "redis"], store: DiskStore | RemoteStore, filler: DiskStore | None
     ) -> None:
         self.name, self.store, self._filler = name, store, filler
         self._values = [LayerKV(*(torch.randn(HEADS, TOKENS, DIM).bfloat16() for _ in range(2))) for _ in range(LAYERS)]
-        self._keys: list[str] = []  # all that are stored
-        self._number = 0  # of the next entry: deleted ones are not added again
+        self._keys: list[str] = []  # of all stored entries
+        self._number = 0  # of the next entry: numbers of deleted entries are not used again
         self._draw = random.Random(0)
 
     def grow(self, count: int) -> float:
@@ -85,7 +87,7 @@ class Place:
         run.us_each["miss"] = 1e6 * median(self._seconds(lambda key=key: self.store.get(key)) for key in absent)  # type: ignore[misc]
         start_s = perf_counter()
         if self.store.contains_many([*known, *absent]) != [True] * SAMPLE + [False] * SAMPLE:
-            raise SystemExit("it does not know what it has")
+            raise SystemExit("contains_many returned a wrong result")
         run.us_each["contains_many"] = 1e6 * (perf_counter() - start_s) / (2 * SAMPLE)
         walks: dict[str, Callable[[], Any]] = {
             "keys": self._count_keys,
@@ -112,22 +114,22 @@ class Place:
     def _read(self, key: str) -> None:
         found = self.store.get(key)
         if found is None:
-            raise SystemExit(f"{key} is lost")
+            raise SystemExit(f"entry {key} is missing")
         load_into_memory(found)
 
     def _count_keys(self) -> None:
         if (found := len(list(self.store.keys()))) != len(self._keys):
-            raise SystemExit(f"{found} keys of {len(self._keys)}")
+            raise SystemExit(f"the store lists {found} keys, but has {len(self._keys)} entries")
 
     def _verify(self) -> None:
         if bad := [each for each in self.store.verify() if not each.ok]:
-            raise SystemExit(f"{len(bad)} are damaged, {bad[0]}")
+            raise SystemExit(f"{len(bad)} entries are damaged; the first: {bad[0]}")
 
     def _gc(self) -> None:
         """Evict one entry in a hundred."""
         assert isinstance(self.store, DiskStore)
-        gone = set(self.store.gc(max_bytes=self.store.nbytes() * 99 // 100).evicted)
-        self._keys = [key for key in self._keys if key not in gone]
+        evicted = set(self.store.gc(max_bytes=self.store.nbytes() * 99 // 100).evicted)
+        self._keys = [key for key in self._keys if key not in evicted]
 
     @staticmethod
     def _seconds(work: Callable[[], Any]) -> float:
@@ -148,12 +150,12 @@ def redis_server(home: Path) -> Iterator[str]:
 
 
 def main(
-    counts: Annotated[list[int], typer.Option("--count", min=SAMPLE, help="Entries; again for more.")] = list(COUNTS),  # noqa: B006
-    places: Annotated[list[str], typer.Option("--place", help="disk or redis; again for both.")] = ["disk", "redis"],  # noqa: B006
-    home: Annotated[Path | None, typer.Option("--dir", help="Where the store on disk is; a temporary folder.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON there.")] = None,
+    counts: Annotated[list[int], typer.Option("--count", min=SAMPLE, help="Entries; repeat for more.")] = list(COUNTS),  # noqa: B006
+    places: Annotated[list[str], typer.Option("--place", help="disk or redis; repeat for both.")] = ["disk", "redis"],  # noqa: B006
+    home: Annotated[Path | None, typer.Option("--dir", help="Folder for a temporary folder with the store.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: none.")] = None,
 ) -> None:
-    """Measure each place at each count."""
+    """Measure each place at each number of entries. Print JSON to stdout, and write it to `out`."""
     torch.set_num_threads(1)
     runs = list[dict[str, Any]]()
     card = hardware_card()
@@ -174,7 +176,7 @@ def main(
                 numbers = "  ".join(f"{what} {each:.0f}" for what, each in run.us_each.items())
                 print_notice(f"{run.place} {run.num_entries:>9,}: {numbers} us each; {run.nbytes / 2**20:.0f} MiB")
                 runs.append(asdict(run))
-                if out is not None:  # after each: the next may take half an hour
+                if out is not None:  # after each count, because the next one may take half an hour
                     write_result(facts, out)
             if isinstance(place.store, RemoteStore):
                 place.store.close()

@@ -1,12 +1,11 @@
-"""Matching stored chunks in prompts: the share that is found in everyday templates, the time, and the size of the
-index.
+"""Matching of stored chunks in prompts: share of matched tokens in common templates, time, and size of the index.
 
     python -m benchmarks.matching recall --tokenizer models/smollm2 --tokenizer tekken.json --out FILE.json
     python -m benchmarks.matching index --chunks 1000 --chunks 100000 --chunks 1000000 --out FILE.json
 
-`recall` puts the passages of MuSiQue questions, and texts in other scripts, into prompts by TEMPLATES and prints the
-share of the chunks' tokens that is found; a tokenizer is a folder, a `tekken.json` or a SentencePiece `.model`, such as
-the package mistral-common ships. `index` times TokenIndex on random chunks, and on prompts that are hard to match. Read
+`recall` formats the passages of MuSiQue questions, and texts in other scripts, by TEMPLATES. It prints the share of the
+chunks' tokens that is matched. A tokenizer is a folder, a `tekken.json`, or a SentencePiece `.model` such as those in
+the package mistral-common. `index` times TokenIndex on random chunks, and on prompts that are hard to match. Read
 `measure_recall` first.
 """
 
@@ -41,7 +40,7 @@ INSTRUCT = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
     "{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"
 )
-"""For tokenizers that come without a chat template."""
+"""Chat template for tokenizers that have none."""
 
 TEMPLATES = {
     "plain": "{text}",
@@ -89,7 +88,7 @@ TEMPLATES = {
     "Chinese": "文档{n}：{text}",
     "Japanese": "文書{n}「{text}」",
 }
-"""What applications put around a passage; {n} is its number."""
+"""Formats in which applications write a passage into a prompt; {n} is its number."""
 
 REWRITTEN: dict[str, Callable[[str], str]] = {
     "indented by four": lambda text: "    " + text.replace("\n", "\n    "),
@@ -99,7 +98,7 @@ REWRITTEN: dict[str, Callable[[str], str]] = {
     "whitespace normalised": lambda text: " ".join(text.split()),
     "CRLF": lambda text: text.replace("\n", "\r\n"),
 }
-"""Ways in which applications change the text itself: what is left between two changes can be found."""
+"""Changes that applications make to the text of a passage. Only the parts between two changes can be matched."""
 
 _CODE = '''def reuse(prompt, store, ratio=0.05):
     """Place what is stored, then recompute a share of it."""
@@ -168,16 +167,16 @@ TEXTS = {
     "Korean": _KOREAN,
     "Japanese": _JAPANESE,
 }
-"""Chunks that are no English prose."""
+"""Chunks other than English prose."""
 LABELS = {"plain": "{text}", "label": "Document {n}: {text}"}
 
 app = typer.Typer(add_completion=False)
 
 
 def measure_recall(renderer: Renderer, questions: Sequence[tuple[str, Sequence[str]]]) -> dict[str, Any]:
-    """Return the share of the chunks' tokens that is found: by template, by script, and of rewritten text.
+    """Return the share of the chunks' tokens that is matched: by template, by script, and of rewritten texts.
 
-    questions: each with its passages.
+    questions: (question, passages).
     """
     templates = {
         name: _share(
@@ -209,8 +208,9 @@ def measure_recall(renderer: Renderer, questions: Sequence[tuple[str, Sequence[s
 
 
 def _share(renderer: Renderer, prompts: Iterable[tuple[Sequence[str], Sequence[str], str]]) -> float:
-    """Return the share of the chunks' tokens that is found. Each case: chunks, their texts in the prompt, and a
-    question.
+    """Return the share of the chunks' tokens that is matched.
+
+    prompts: (chunks, their texts in the prompt, question).
     """
     found = total = 0
     for chunks, written, question in prompts:
@@ -246,10 +246,12 @@ def load_renderer(place: str) -> Renderer:
 
 @app.command()
 def recall(
-    tokenizer: Annotated[list[str], typer.Option("--tokenizer", help="A folder, a tekken.json or a .model file.")],
+    tokenizer: Annotated[
+        list[str], typer.Option("--tokenizer", help="Folder, tekken.json or .model file; repeat for more.")
+    ],
     out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
 ) -> None:
-    """Measure how much of the stored chunks is found in prompts of many templates."""
+    """Measure the share of the stored chunks' tokens that is matched in prompts of many templates."""
     quiet_libraries()
     cases = read_cases(find_data("musique"))[:NUM_QUESTIONS]
     questions = [(case.question, [" ".join(text.split()) for text in case.passages[:NUM_CHUNKS]]) for case in cases]
@@ -266,7 +268,7 @@ def recall(
 @app.command()
 def index(
     chunks: Annotated[list[int], typer.Option("--chunks", help="Number of chunks in the index.")],
-    repeats: Annotated[int, typer.Option("--repeats", help="Runs of which the median counts.")] = 9,
+    repeats: Annotated[int, typer.Option("--repeats", help="Number of runs; the result is their median.")] = 9,
     out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
 ) -> None:
     """Time the index at several sizes, and on prompts that are hard to match."""
@@ -280,8 +282,9 @@ def index(
 
 
 def _measure_size(count: int, repeats: int) -> dict[str, float]:
-    """Return milliseconds to match a prompt, and bytes and microseconds to add a chunk, of an index of `count` random
-    chunks.
+    """Measure an index of `count` random chunks.
+
+    Return the milliseconds to match a prompt, the bytes per chunk, and the microseconds to add a chunk.
     """
     random = np.random.default_rng(0)
     stored = random.integers(0, VOCABULARY, (count, CHUNK_TOKENS), np.uint32)

@@ -1,14 +1,13 @@
-"""Ingestion and closeness over HTTP beside the local engine's: the same documents, the same questions.
+"""Ingestion time and closeness to full prefill of a server, compared with the local engine on the same documents.
 
     python -m benchmarks.over_http --model models/smollm2 --server-python .venv-vllm/bin/python \\
         --out data/results/over-http.json
 
-The passages of MuSiQue questions are stored by `ragblend serve`, sent to its documents API, and by the transformers
-engine in this process, each in its store and with the defaults of both; the vectors by which similar chunks
-are found are the same. They take turns, some documents at a time, so that what else the machine does meets both; CPU
-seconds stay true on a busy one.
+The passages of MuSiQue questions are ingested by `ragblend serve`, through its documents API, and by the transformers
+engine in this process. Both use their defaults, and the same vectors for similar chunks. They take turns after every
+few documents, so that other load on the machine affects both. CPU seconds are comparable even on a busy machine.
 
-Each question is then asked over its passages, on both sides by default and in mode full. Closeness is the
+Each question is then asked over its passages, on both sides, in the default mode and in mode full. Closeness is the
 Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats, over the whole vocabulary:
 the server is started with `--max-logprobs -1`, and its log-probabilities come through the OpenAI API. Read
 `measure_closeness` first.
@@ -38,11 +37,12 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.report import Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
+from ragblend.lab.quality.measures import kl
 from ragblend.precompute import precompute_documents
 
 EMBEDDER = HashingEmbedder()
-_SESSIONS: set[int] = set()  # of the processes that this one has started
-_NAMED_ID = "token_id:"  # how vLLM names a token of `return_tokens_as_token_ids`
+_SESSIONS: set[int] = set()  # session ids of the processes that this one has started
+_NAMED_ID = "token_id:"  # prefix of vLLM's tokens with `return_tokens_as_token_ids`
 
 
 def measure_ingestion(
@@ -85,7 +85,7 @@ def _cpu_s(side: str) -> float:
         return process_time()
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             # state ppid pgrp session ... utime stime
             fields = path.read_text().rpartition(")")[2].split()
             session, parent = int(fields[3]), int(fields[1])
@@ -115,14 +115,14 @@ def measure_closeness(
                     logprobs[mode] = prefilled.logits.double().log_softmax(-1)
                     hits = max(hits, prefilled.report.num_chunk_hits)
             record[side] = {
-                "kl": float((logprobs["full"].exp() * (logprobs["full"] - logprobs["blend"])).sum()),
+                "kl": kl(logprobs["full"], logprobs["blend"]),
                 "is_first_token_equal": int(logprobs["full"].argmax()) == int(logprobs["blend"].argmax()),
                 "hits": hits,
             }
             record[f"{side}_full"] = logprobs["full"]
-        # What differs between the engines without any reuse, in the same unit.
+        # Difference of the two engines without reuse, in nats.
         full, other = record.pop("local_full"), record.pop("served_full")
-        record["full_kl"] = float((full.exp() * (full - other)).sum())
+        record["full_kl"] = kl(full, other)
         found.append(record)
         print(len(found), record, flush=True)
     return found
@@ -147,19 +147,19 @@ def _ask_server(url: str, text: str, mode: Mode, vocab_size: int) -> tuple[Tenso
     for each in token["top_logprobs"]:
         logprobs[int(each["token"].removeprefix(_NAMED_ID))] = each["logprob"]
     if not logprobs.isfinite().all():
-        raise RagblendError(f"the server gave {int(logprobs.isfinite().sum())} of {vocab_size} log-probabilities")
+        raise RagblendError(f"the server returned {int(logprobs.isfinite().sum())} of {vocab_size} log-probabilities")
     return logprobs.log_softmax(-1), answer["kv_transfer_params"]["ragblend"]
 
 
 def main() -> None:
-    """Serve, store, ask, compare, and write JSON."""
+    """Measure ingestion and closeness of a server and of the local engine, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--questions", type=int, default=40)
-    parser.add_argument("--num-chunks", type=int, default=3, help="Passages of a question.")
-    parser.add_argument("--num-together", type=int, default=4, help="Documents that are stored before the other side.")
-    parser.add_argument("--server-python", required=True, help="The Python of an environment with vLLM and ragblend.")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
+    parser.add_argument("--questions", type=int, default=40, help="Number of MuSiQue questions. Default: 40.")
+    parser.add_argument("--num-chunks", type=int, default=3, help="Passages per question. Default: 3.")
+    parser.add_argument("--num-together", type=int, default=4, help="Documents per turn of a side. Default: 4.")
+    parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
+    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
     given = parser.parse_args()
     torch.set_num_threads(1)
     questions = Questions(given.model, given.questions, given.num_chunks)
@@ -176,7 +176,7 @@ def main() -> None:
             asked = measure_closeness(url, engine, questions, given.questions)
     seconds = {side: sum(record[f"{side}_s"] for record in ingestion) for side in ("served", "local")}
     cpu_s = {side: sum(record[f"{side}_cpu_s"] for record in ingestion) for side in ("served", "local")}
-    kl = {side: mean(record[side]["kl"] for record in asked) for side in ("served", "local")}
+    mean_kl = {side: mean(record[side]["kl"] for record in asked) for side in ("served", "local")}
     facts = {
         "command": "benchmarks.over_http",
         "model": Path(given.model).name,
@@ -186,8 +186,8 @@ def main() -> None:
         "ingestion_ratio": seconds["served"] / seconds["local"],
         "ingestion_median_ratio": median(record["served_s"] / record["local_s"] for record in ingestion),
         "ingestion_cpu_ratio": cpu_s["served"] / cpu_s["local"],
-        "mean_kl": kl,
-        "kl_difference": kl["served"] - kl["local"],
+        "mean_kl": mean_kl,
+        "kl_difference": mean_kl["served"] - mean_kl["local"],
         "largest_kl_difference": max(abs(record["served"]["kl"] - record["local"]["kl"]) for record in asked),
         "equal_hits": sum(record["served"]["hits"] == record["local"]["hits"] for record in asked),
         "ingestion": ingestion,

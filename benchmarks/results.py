@@ -1,4 +1,4 @@
-"""Numbers in a benchmark's options, and its result as JSON."""
+"""Helpers of the benchmarks: parse lists of numbers, and write results as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ SCHEMA_VERSION = 1
 
 
 def write_result(result: Mapping[str, Any], out: Path | None, device: torch.device | str = "cpu") -> None:
-    """Write `result` to the file `out`, or print it if that is None; with this machine's card unless it has one."""
+    """Write `result` as JSON to the file `out`, or to stdout if `out` is None.
+
+    Adds the schema version, and this machine's hardware card if `result` has none.
+    """
     body = {"schema_version": SCHEMA_VERSION, "hardware": result.get("hardware") or hardware_card(device), **result}
     if out is None:
         print_json(body)

@@ -1,9 +1,10 @@
-"""Rules for what counts as a run: least length, middles of chunks, edges. Measured on questions that are not reported.
+"""Selection study of the rules for runs: least length, middles of chunks, and edges.
 
     python -m benchmarks.run_rules --model models/smollm2 --out data/results/run-rules.json
 
-A prompt repeats stored chunks whole or in part. Each study changes which parts are placed from the store, and compares
-the first token with full prefill of the same ids, by KL(full || blended) in nats:
+It uses questions that no reported figure uses. A prompt repeats stored chunks whole or in part. Each study changes the
+parts that are placed from the store. It compares the first token with full prefill of the same ids, by
+KL(full || blended) in nats:
 
 - `edges`: whole chunks; some tokens at both ends of each run are computed instead of placed.
 - `middles`: each chunk without its first third; placed whole, placed without its first tokens, or computed.
@@ -80,7 +81,10 @@ STUDIES: dict[str, tuple[Callable[[str], str], dict[str, Callable[[ChunkRun], Ch
         {f"from {count} tokens": at_least(count) for count in (8, 12, 16, 24, 32, 64)} | {"none": lambda run: None},
     ),
 }
-"""Per study: what a prompt has of a stored chunk, and the variants of its runs; None: computed."""
+"""{study: (function from a stored chunk to its text in the prompt, {variant: function that changes a run})}.
+
+The second function returns None for runs that are computed instead of placed.
+"""
 
 
 class Variant(NamedTuple):
@@ -95,7 +99,7 @@ class Variant(NamedTuple):
 
 
 def run_study(engine: TransformersEngine, name: str, cases: Sequence[QaCase]) -> list[Variant]:
-    """Ask every case in every variant of a study."""
+    """Prefill the prompt of every case in every variant of a study. Return the variants' results."""
     shown, variants = STUDIES[name]
     found: dict[str, list[tuple[float, bool, float]]] = {variant: [] for variant in variants}
     for case in cases:
@@ -134,11 +138,11 @@ def _summary(study: str, variant: str, rows: Sequence[tuple[float, bool, float]]
 
 def main(
     model: Annotated[str, typer.Option("--model", help="A folder or a Hugging Face id.")],
-    questions: Annotated[int, typer.Option("--questions", help="Of each data set at most.")] = 30,
+    questions: Annotated[int, typer.Option("--questions", help="Questions per data set, at most.")] = 30,
     threads: Annotated[int | None, typer.Option("--threads", help="Compute threads.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
 ) -> None:
-    """Compare which parts of repeated chunks are placed from the store."""
+    """Run all studies, print a line per variant, and write the result as JSON."""
     quiet_libraries()
     set_num_threads(threads)
     cases = [

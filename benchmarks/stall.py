@@ -1,31 +1,32 @@
-"""Pauses of another client's stream: while a request beside it is blended, and while a server stores documents.
+"""Pauses of a token stream while another request is blended, or while the server ingests documents.
 
     python -m benchmarks.stall --threads 1 --out data/results/stall.json
     python -m benchmarks.stall --model models/smollm2 --server-python .venv-vllm/bin/python \\
         --out data/results/stall-ingestion.json
 
-One vLLM in this process. A plain request streams all the while; its gaps are the seconds between one token and the
-next, as its client sees them. They are taken with nothing beside it, beside blends from the memory tier, and beside
-blends from a store that takes `read_s` for each layer of each chunk. All three in every round. Read `measure` first.
+The first command runs vLLM in this process. A plain request streams tokens, and its gaps are the seconds between
+consecutive tokens. Every round measures them on three sides: without another request, during a blend from the memory
+tier, and during a blend from a store that takes `read_s` for each layer of each chunk. Read `measure` first.
 
-With `--server-python` it is `ragblend serve`, and OpenAI clients that stream, while the server's documents API is sent
-passages of MuSiQue questions: before, during and after that. Read `measure_ingestion`.
+The second command starts `ragblend serve`, and several clients stream from its OpenAI API. Every round measures their
+gaps before, during and after the ingestion of MuSiQue passages through the documents API. Read `measure_ingestion`.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import typer
@@ -39,6 +40,7 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import load_into_memory
 from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.vllm.client import sse_events
 from ragblend.engine.vllm.worker import worker_of_this_process
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
@@ -47,64 +49,68 @@ from ragblend.lab.bench.load import ThrottledStore
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 from ragblend.prompt.types import Prompt
 
-if TYPE_CHECKING:
-    from ragblend.engine.vllm.engine import VllmEngine
-
 QUESTION_TOKENS, STREAM_TOKENS = 8, 3072
 NUM_PASSAGES = 3  # of a question, each a chunk
-SIDES = ("nothing", "memory", "slow store")
+SIDES = ("nothing", "memory", "slow store")  # store of the concurrent blend; "nothing": there is none
 
 
 @dataclass(frozen=True, slots=True)
 class StallRun:
-    """Gaps of the stream in seconds, over all rounds, and what the blends beside it took."""
+    """Gaps of the stream on one side, in seconds, over all rounds, and the medians of the concurrent blends.
+
+    beside: name of the side. The blends' values are None on the side without another request.
+    """
 
     beside: str
     num_gaps: int
     median_s: float
     p99_s: float
     max_s: float
-    over_alone: float  # the longest gap over the longest with nothing beside the stream
-    blend_ttft_s: float | None  # medians of the blends
+    over_alone: float  # the longest gap divided by the longest without another request
+    blend_ttft_s: float | None
     blend_stall_s: float | None
 
 
 class _Stream:
-    """When a plain request's tokens came, from the moment it has its first until it is left."""
+    """Background thread that reads a stream and records when each token arrives.
 
-    def __init__(self, engine: VllmEngine, prompt: Prompt) -> None:
+    Entering the context waits for the first token. Leaving it closes the stream.
+    """
+
+    def __init__(self, open_stream: Callable[[], Generator[object]]) -> None:
         self.times_s: list[float] = []
-        self._flows, self._ends = Event(), Event()
-        request = engine.request(prompt, mode="full", max_tokens=STREAM_TOKENS)
-        self._thread = Thread(target=self._follow, args=(engine, request))
+        self._is_flowing, self._is_over = Event(), Event()
+        self._thread = Thread(target=self._read, args=(open_stream,))
 
-    def _follow(self, engine: VllmEngine, request: Any) -> None:
-        with closing(engine.run_request(request)) as deltas:
-            for _ in deltas:
+    def _read(self, open_stream: Callable[[], Generator[object]]) -> None:
+        with closing(open_stream()) as tokens:
+            for _ in tokens:
                 self.times_s.append(perf_counter())
-                self._flows.set()
-                if self._ends.is_set():
+                self._is_flowing.set()
+                if self._is_over.is_set():
                     return
 
     def __enter__(self) -> _Stream:
         self._thread.start()
-        self._flows.wait()
+        self._is_flowing.wait()
         return self
 
     def __exit__(self, *_error: object) -> None:
         if not self._thread.is_alive():
-            raise RagblendError("the stream ended too early; choose fewer chunks, or a smaller read_s")
-        self._ends.set()
+            raise RagblendError(
+                f"the stream ended after {len(self.times_s)} tokens, before the measurement did; choose fewer chunks "
+                "or documents, or a smaller read_s"
+            )
+        self._is_over.set()
         self._thread.join()
 
-    @property
-    def gaps_s(self) -> list[float]:
-        """Seconds from each token to the next."""
-        return [later - earlier for earlier, later in pairwise(self.times_s)]
+    def gaps_between(self, start_s: float = 0.0, end_s: float = inf) -> list[float]:
+        """Return the seconds between consecutive tokens, of the gaps that ended between these times."""
+        return [later - earlier for earlier, later in pairwise(self.times_s) if start_s <= later < end_s]
 
 
 class Side:
-    """What stands beside the stream, over all rounds: the stream's gaps, and the blends' reports."""
+    """Results of one side over all rounds: the gaps of the stream, and the reports of the concurrent blends."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -112,13 +118,13 @@ class Side:
         self.reports: list[BlendReport] = []
 
     def run(self, longest_alone_s: float) -> StallRun:
-        """All of it in figures."""
+        """Return the statistics. `longest_alone_s`: the longest gap without another request."""
         gaps_s = sorted(self.gaps_s)
         return StallRun(
             self.name,
             len(gaps_s),
             median(gaps_s),
-            gaps_s[min(len(gaps_s) - 1, int(0.99 * len(gaps_s)))],
+            _quantile(gaps_s, 0.99),
             gaps_s[-1],
             gaps_s[-1] / longest_alone_s,
             median(each.ttft_s for each in self.reports) if self.reports else None,
@@ -129,7 +135,10 @@ class Side:
 def measure(
     config: ThroughputConfig, read_s: float, rule: str, repeats: int, alone_s: float, notify: Callable[[str], None]
 ) -> list[StallRun]:
-    """`repeats` rounds of the three sides, each with a new stream: `alone_s` seconds with nothing beside it."""
+    """Measure the three sides in `repeats` rounds, each side with a new stream. Return a run per side.
+
+    alone_s: seconds of the side without another request.
+    """
     sides = {name: Side(name) for name in SIDES}
     length = PREFIX_TOKENS + config.num_chunks * config.chunk_tokens + QUESTION_TOKENS + STREAM_TOKENS
     with (
@@ -152,62 +161,34 @@ def measure(
         for number, prompt in enumerate(prompts):
             notify(f"round {number} of {repeats}" if number else "warm-up")
             for name, side in sides.items() if number else [(SIDES[1], Side("warm-up"))]:
-                with _Stream(engine, streamed) as stream:
+                request = engine.request(streamed, mode="full", max_tokens=STREAM_TOKENS)
+                with _Stream(partial(engine.run_request, request)) as stream:
                     if name in stores:
                         worker.set_read_store(stores[name])
                         answer = engine.generate(prompt, rule=rule, recompute_ratio=0.15, max_tokens=1)
                         side.reports.append(answer.report)
                         if answer.report.num_chunk_hits != config.num_chunks:
                             raise RagblendError(
-                                f"{answer.report.num_chunk_hits} chunks were found; they are all stored"
+                                f"only {answer.report.num_chunk_hits} of {config.num_chunks} stored chunks were hits"
                             )
                     else:
                         time.sleep(alone_s)
-                side.gaps_s += stream.gaps_s
+                side.gaps_s += stream.gaps_between()
     longest_s = max(sides["nothing"].gaps_s)
     return [side.run(longest_s) for side in sides.values()]
 
 
-class _ServedStream:
-    """When an OpenAI client's tokens came, from the moment it has its first until it is left."""
-
-    def __init__(self, url: str, question: str) -> None:
-        self.times_s: list[float] = []
-        self._url, self._question = url, question
-        self._flows, self._ends = Event(), Event()
-        self._thread = Thread(target=self._follow)
-
-    def _follow(self) -> None:
-        body = {"model": "model", "messages": [{"role": "user", "content": self._question}], "stream": True}
-        body |= {"max_tokens": STREAM_TOKENS, "ignore_eos": True, "temperature": 0}
-        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=body, timeout=600) as response:
-            for line in response.iter_lines():
-                if not line.startswith("data: {") or not json.loads(line.removeprefix("data: "))["choices"]:
-                    continue
-                self.times_s.append(perf_counter())
-                self._flows.set()
-                if self._ends.is_set():
-                    return
-
-    def __enter__(self) -> _ServedStream:
-        self._thread.start()
-        self._flows.wait()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if not self._thread.is_alive():
-            raise RagblendError("a stream ended too early; choose fewer documents")
-        self._ends.set()
-        self._thread.join()
-
-    def gaps_between(self, start_s: float, end_s: float) -> list[float]:
-        """Return the seconds from each token to the next, of those that ended in this time."""
-        return [later - earlier for earlier, later in pairwise(self.times_s) if start_s <= later < end_s]
+def _stream_answer(url: str, question: str) -> Generator[object]:
+    """Yield the events with tokens of a server's answer to a question."""
+    body = {"model": "model", "messages": [{"role": "user", "content": question}], "stream": True}
+    body |= {"max_tokens": STREAM_TOKENS, "ignore_eos": True, "temperature": 0}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as response:
+        yield from (event for event in sse_events(response.iter_lines()) if event["choices"])
 
 
 @dataclass(frozen=True, slots=True)
 class IngestionStall:
-    """Gaps of the streams in seconds, over all rounds, without ingestion and during it."""
+    """Gaps of the streams in seconds, over all rounds. beside: "nothing", or "ingestion" for those during ingestion."""
 
     beside: str
     num_gaps: int
@@ -215,15 +196,15 @@ class IngestionStall:
     p95_s: float
     p99_s: float
     max_s: float
-    seconds: float  # how long that went on
+    seconds: float  # total length of the measured periods
 
 
 def measure_ingestion(
     url: str, questions: Questions, repeats: int, num_streams: int, alone_s: float, notify: Callable[[str], None]
 ) -> tuple[list[IngestionStall], list[dict[str, Any]]]:
-    """`repeats` rounds: streams alone, beside the ingestion of new documents, alone again.
+    """Measure streams in `repeats` rounds: for `alone_s` seconds, during an ingestion of documents, and again alone.
 
-    Return the gaps of both, and the server's counts of each ingestion.
+    Return the gaps without and during ingestion, and the server's counts of each ingestion.
     """
     gaps_s: dict[str, list[float]] = {"nothing": [], "ingestion": []}
     seconds, counts = dict.fromkeys(gaps_s, 0.0), []
@@ -232,7 +213,8 @@ def measure_ingestion(
         documents = questions.documents[number * size : (number + 1) * size]
         with ExitStack() as stack:
             streams = [
-                stack.enter_context(_ServedStream(url, questions.asked[place][1])) for place in range(num_streams)
+                stack.enter_context(_Stream(partial(_stream_answer, url, question)))
+                for _, question in questions.asked[:num_streams]
             ]
             marks_s = [perf_counter()]
             time.sleep(alone_s)
@@ -241,27 +223,27 @@ def measure_ingestion(
             marks_s.append(perf_counter())
             time.sleep(alone_s)
             marks_s.append(perf_counter())
-        for beside, (start_s, end_s) in zip(("nothing", "ingestion", "nothing"), pairwise(marks_s), strict=True):
-            seconds[beside] += end_s - start_s
+        for side, (start_s, end_s) in zip(("nothing", "ingestion", "nothing"), pairwise(marks_s), strict=True):
+            seconds[side] += end_s - start_s
             for stream in streams:
-                gaps_s[beside] += stream.gaps_between(start_s, end_s)
+                gaps_s[side] += stream.gaps_between(start_s, end_s)
         notify(f"round {number + 1} of {repeats}: {counts[-1]['num_new_kv']} entries, {marks_s[2] - marks_s[1]:.1f} s")
     return [
         IngestionStall(
-            beside,
+            side,
             len(gaps),
             median(gaps),
             _quantile(gaps, 0.95),
             _quantile(gaps, 0.99),
             max(gaps),
-            seconds[beside],
+            seconds[side],
         )
-        for beside, gaps in gaps_s.items()
+        for side, gaps in gaps_s.items()
     ], counts
 
 
 def _quantile(values: list[float], share: float) -> float:
-    """Return the smallest value that at least `share` of the others do not exceed."""
+    """Return the value at the position `share` of the sorted values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
@@ -272,7 +254,7 @@ def serve_and_measure(
     questions = Questions(model, num_documents * repeats, NUM_PASSAGES)
     with tempfile.TemporaryDirectory() as folder, served(server_python, model, Path(folder)) as url:
         runs, counts = measure_ingestion(url, questions, repeats, num_streams, alone_s, print_notice)
-    alone, beside = runs
+    alone, during = runs
     return {
         "command": "benchmarks.stall",
         "config": {
@@ -280,8 +262,8 @@ def serve_and_measure(
             "streams": num_streams, "alone_s": alone_s,
         },
         "runs": [asdict(run) for run in runs],
-        "p95_over_alone": beside.p95_s / alone.p95_s,
-        "median_over_alone": beside.median_s / alone.median_s,
+        "p95_over_alone": during.p95_s / alone.p95_s,
+        "median_over_alone": during.median_s / alone.median_s,
         "ingestions": counts,
     }  # fmt: skip
 
@@ -301,9 +283,10 @@ def main(
     num_streams: int = 2,
     out: Path | None = None,
 ) -> None:
-    """A table on stderr, one line of JSON on stdout, and in `out`.
+    """Print a table to stderr and one line of JSON to stdout; write the JSON to `out`.
 
-    server_python: an environment with vLLM, whose server is sent `num_documents` in each round.
+    server_python: interpreter of an environment with vLLM. If given, measures a server that ingests `num_documents`
+    documents in each round, instead of an engine in this process.
     """
     set_num_threads(threads)
     quiet_libraries()
@@ -327,7 +310,7 @@ def main(
     }  # fmt: skip
     for run in runs:
         print_notice(
-            f"beside {run.beside:<11} median {run.median_s:.4f} s, p99 {run.p99_s:.4f} s, longest {run.max_s:.3f} s",
+            f"{run.beside:<11} median {run.median_s:.4f} s, p99 {run.p99_s:.4f} s, longest {run.max_s:.3f} s",
         )
     write_both(facts, out)
 

@@ -1,4 +1,4 @@
-"""Three stock OpenAI clients against `ragblend serve`: whether each gets the local engine's answers and hits.
+"""Answers and hits of three stock OpenAI clients of `ragblend serve`, compared with those of the local engine.
 
     pip install langchain-openai llama-index-llms-openai-like
     python -m benchmarks.stock_clients --model models/smollm2 --server-python .venv-vllm/bin/python \\
@@ -7,8 +7,8 @@
 The passages of MuSiQue questions go to the server's documents API. Each question is then asked over its passages at
 temperature 0 by the openai package, by `ChatOpenAI` in a LangChain chain and by LlamaIndex' `OpenAILike`; these
 clients do not use ragblend. The reference is ragblend's engine in this process over a copy of the server's store, with
-the defaults of both. Before each request vLLM's prefix cache is emptied, so that all of them find the same. Read
-`compare` first.
+the defaults of both. vLLM's prefix cache is emptied before each request, so that all clients start from the same state.
+Read `compare` first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -32,6 +31,7 @@ import httpx
 import torch
 
 from benchmarks.results import write_result
+from benchmarks.soak.deployment import free_port
 from ragblend import Prompt, load_engine
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
@@ -43,7 +43,7 @@ ANSWER_TOKENS = 16
 TEMPLATE = "{context}\n\n" + SYSTEM + "\n\n{question}"
 START_S, STOP_S = 600.0, 60.0
 Ask = Callable[[str, str], str]
-"""Returns the answer to a question over a context."""
+"""Function from a context and a question to the answer."""
 
 
 def openai_package(url: str, model: str, http: httpx.Client) -> Ask:
@@ -119,19 +119,17 @@ class Questions:
 
     @property
     def documents(self) -> list[dict[str, Any]]:
-        """The passages as documents of the server's API, one for each question."""
+        """Return the passages as documents of the server's API, one document per question."""
         return [{"id": f"question-{number}", "chunks": chunks} for number, (chunks, _) in enumerate(self.asked)]
 
 
 @contextmanager
 def served(python: str, model: str, home: Path, *flags: str) -> Iterator[str]:
-    """`ragblend serve` over an empty store in `home`/kv, by the interpreter of an environment with vLLM.
+    """Run `ragblend serve` over an empty store in `home`/kv. Yield its URL. Raises RagblendError if it does not start.
 
-    `flags` are more of the server's.
+    python: interpreter of an environment with vLLM. flags: further options of the server.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [python, "-m", "ragblend", "serve", str(Path(model).absolute()), "--store", str(home / "kv")]
     command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
     command += ["--kv-cache-memory-bytes", str(1 << 30), "--served-model-name", "model", *flags]
@@ -164,7 +162,10 @@ def _is_healthy(url: str) -> bool:
 
 
 def ingest(url: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Send the documents, wait until they are stored, and return the server's counts. Raises RagblendError."""
+    """Send the documents, wait until they are stored, and return the server's counts.
+
+    Raises RagblendError if the server could not store all of them.
+    """
     path = f"{url}/v1/ragblend/documents"
     sent = httpx.post(path, json={"collection": "musique", "documents": documents}, timeout=60).raise_for_status()
     while True:
@@ -215,13 +216,13 @@ def compare(url: str, model: str, store: Path, questions: Questions) -> list[dic
 
 
 def main() -> None:
-    """Serve, ingest, ask, compare, and write JSON."""
+    """Ingest passages into a server, compare the clients' answers with the local engine's, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--questions", type=int, default=50)
-    parser.add_argument("--num-chunks", type=int, default=6, help="Passages of a question.")
-    parser.add_argument("--server-python", required=True, help="The Python of an environment with vLLM and ragblend.")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
+    parser.add_argument("--questions", type=int, default=50, help="Number of MuSiQue questions. Default: 50.")
+    parser.add_argument("--num-chunks", type=int, default=6, help="Passages per question. Default: 6.")
+    parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
+    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
     given = parser.parse_args()
     torch.set_num_threads(1)
     questions = Questions(given.model, given.questions, given.num_chunks)

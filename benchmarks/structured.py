@@ -1,11 +1,11 @@
-"""Whether every answer that has to follow a schema is valid, and the cost of the masks.
+"""Structured outputs: number of answers that follow their schema, and the cost of the token masks.
 
     python -m benchmarks.structured --model demo --model models/smollm2 --answers 200 --out FILE.json
 
 Prompts are questions over three stored passages of the embedded corpus, blended with the defaults; every second answer
-is sampled at temperature 1. The schema has nested objects, enums and arrays, and limits strings, numbers and lists,
-which a small model may otherwise never end. The package jsonschema, which shares no code with the generation, checks
-the answers.
+is sampled at temperature 1. The schema has nested objects, enums and arrays. It limits the length of strings and lists,
+because a small model might never end them. The package jsonschema, which shares no code with the generation, checks the
+answers.
 
 The cost is measured on `--compared` answers: the tokens of each are decoded again, one by one, alternately with and
 without masks. `mask_share` is the share of the masked decode that is spent on masks and grammar, `masked_to_free` the
@@ -84,7 +84,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def measure(model: str, num_answers: int, num_compared: int) -> dict[str, Any]:
-    """Return one row: the answers of one model, the number of valid ones, and the cost."""
+    """Generate the answers of one model. Return the number of valid answers, and the cost of the masks."""
     answers, costs = list[Generation](), list[dict[str, float]]()
     with load_engine(model, on_miss="inline") as engine:
         asked = prompts(num_answers)
@@ -126,7 +126,7 @@ def compared(engine: TransformersEngine, request: EngineRequest, answer: Generat
     free_s, masked_s, guide_s = list[float](), list[float](), list[float]()
     for _ in range(ROUNDS):
         for guide in (None, request.grammar.new_guide()):
-            prefilled.fused.length = num_prompt_tokens  # later tokens overwrite it
+            prefilled.fused.length = num_prompt_tokens  # drops the tokens of the previous decode
             taken_s, in_guide_s = decoded(engine, request, prefilled, tokens, guide)
             (free_s if guide is None else masked_s).append(taken_s)
             guide_s += [] if guide is None else [in_guide_s]
@@ -170,12 +170,12 @@ def is_valid(text: str) -> bool:
 
 
 def main(
-    model: Annotated[list[str], typer.Option(help="Models, each a row.")],
-    answers: Annotated[int, typer.Option(min=1, help="Answers of each.")] = 200,
-    compared: Annotated[int, typer.Option(min=1, help="Answers of which the masks' cost is measured.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="Where the JSON goes; else to stdout.")] = None,
+    model: Annotated[list[str], typer.Option(help="Model, folder or 'demo'; repeat for more.")],
+    answers: Annotated[int, typer.Option(min=1, help="Number of answers per model.")] = 200,
+    compared: Annotated[int, typer.Option(min=1, help="Number of answers whose cost is measured.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the result. Default: stdout.")] = None,
 ) -> None:
-    """Measure, print a card, a table and the JSON."""
+    """Measure each model. Print the hardware card and a table to stderr, and write the result as JSON."""
     card = hardware_card()
     typer.echo("\n".join(hardware_lines(card)), err=True)
     typer.echo(f"{'model':<12}{'valid':>10}{'tokens':>8}{'free ms':>9}{'masks':>8}{'held':>8}", err=True)

@@ -1,14 +1,14 @@
-"""One ChatBlend in one process: memory over thousands of asks, then threads and streams that are cancelled at random.
+"""One ChatBlend under thousands of requests: memory growth, then concurrent threads and randomly cancelled streams.
 
     python -m benchmarks.threads --out data/results/threads.json
-    .venv-vllm/bin/python -m benchmarks.threads --backend vllm --model models/smollm2 --kv-tokens 1024 --asks 0 \
+    .venv-vllm/bin/python -m benchmarks.threads --backend vllm --model models/smollm2 --kv-tokens 1024 --asks 0 \\
         --requests 100000 --minutes 8 --threads 8 --max-tokens 40 --mode full --out data/results/threads-vllm.json
 
-Prompts are questions over three stored passages of the embedded corpus. First they are asked in turn, and resident
-memory is sampled. Then threads ask them all at once: half of the threads invoke, half stream, and half of the streams
-are closed after a random number of chunks. Every complete answer is compared with the one that the same prompt had
-before; a part of an answer has to be its beginning. With `--backend vllm` and few `--kv-tokens`, vLLM preempts
-requests. Read `run_threads` first.
+Prompts are questions over three stored passages of the embedded corpus. First they are asked one at a time while
+resident memory is sampled. Then threads ask them concurrently: half of the threads invoke, half stream, and half of the
+streams are closed after a random number of chunks. Every complete answer must equal the earlier answer to the same
+prompt; a closed stream must be its beginning. With `--backend vllm` and few `--kv-tokens`, vLLM preempts requests. Read
+`run_threads` first.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def run_threads(
 
 
 def vllm_options(kv_tokens: int, num_seqs: int) -> dict[str, Any]:
-    """Return vLLM's options for `num_seqs` requests at once and the size of its KV cache, which vLLM chooses for 0."""
+    """Return vLLM's options for `num_seqs` concurrent requests. kv_tokens: size of the KV cache; 0: vLLM chooses."""
     options: dict[str, Any] = {"block_size": BLOCK_TOKENS, "max_num_seqs": num_seqs, "gpu_memory_utilization": 0.3}
     options["disable_log_stats"] = False  # preemptions are counted there
     if kv_tokens:
@@ -108,8 +108,8 @@ def vllm_options(kv_tokens: int, num_seqs: int) -> dict[str, Any]:
 
 
 def num_preemptions() -> int:
-    """Return how often the vLLM of this process has preempted a request."""
-    from prometheus_client import REGISTRY  # which vLLM brings
+    """Return the number of preemptions of the vLLM in this process."""
+    from prometheus_client import REGISTRY  # a dependency of vLLM
 
     metrics = (metric for metric in REGISTRY.collect() if metric.name == "vllm:num_preemptions")
     return int(sum(sample.value for metric in metrics for sample in metric.samples if sample.name.endswith("_total")))
@@ -137,17 +137,17 @@ def _compare(text: str, expected: Sequence[str], place: int) -> str:
 
 def main(
     model: Annotated[str, typer.Option(help="'demo', a Hugging Face id or a folder.")] = "demo",
-    asks: Annotated[int, typer.Option(help="Asks in turn.")] = 2000,
-    requests: Annotated[int, typer.Option(help="Requests by threads.")] = 1000,
+    asks: Annotated[int, typer.Option(help="Requests that are sent one at a time.")] = 2000,
+    requests: Annotated[int, typer.Option(help="Requests that threads send.")] = 1000,
     threads: Annotated[int, typer.Option(help="Threads, half of them streaming.")] = 16,
-    minutes: Annotated[float, typer.Option(help="No request begins later.")] = float("inf"),
+    minutes: Annotated[float, typer.Option(help="Minutes after which no request begins.")] = float("inf"),
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
     mode: Annotated[Mode, typer.Option(help="Mode of every request.")] = "blend",
     backend: Annotated[str, typer.Option(help="'transformers' or 'vllm'.")] = "transformers",
     kv_tokens: Annotated[int, typer.Option(help="Tokens of vLLM's KV cache; 0 leaves the size to vLLM.")] = 0,
     out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
 ) -> None:
-    """Measure memory, then ask by threads. Exit code 1 if a request failed or had another answer."""
+    """Measure memory, then send requests by threads. Exit code 1 if a request failed or had another answer."""
     quiet_libraries()
     set_num_threads(1)
     corpus = sample_corpus()

@@ -1,11 +1,11 @@
-"""Execute the notebooks: sources in src/ -> NN_name.ipynb with outputs and plots. `--check` executes and saves nothing.
+"""Execute the notebooks in src/, and save each with its outputs and plots as NN_name.ipynb.
 
-    python notebooks/run.py              all of them
-    python notebooks/run.py 01 04        those whose name starts so
-    python notebooks/run.py --check      what CI wants to know
-    python notebooks/run.py --part real  those on the model of `make real-model`; `embedded`: the others
+    python notebooks/run.py              executes all notebooks
+    python notebooks/run.py 01 04        executes those whose names begin with 01 or 04
+    python notebooks/run.py --check      executes without saving, as in CI
+    python notebooks/run.py --part real  executes those on the model of `make real-model`; `embedded`: the others
 
-Saved outputs hold no times, paths or warnings, so a second run changes only what really changed.
+Saved outputs contain no times, paths or warnings, so that a second run without changes writes the same files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 300  # for one cell
 REAL_MODEL = HERE.parent / "models" / "smollm2"
-NAMES_REAL_MODEL = "RAGBLEND_REAL_MODEL"  # a notebook that reads it is shown on that model
+NAMES_REAL_MODEL = "RAGBLEND_REAL_MODEL"  # notebooks that read this variable run on the real model
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -38,9 +38,11 @@ MACHINE_PATH = re.compile(r"(?<![\w.<])/(?:home|root|tmp|work|usr|var|opt|Users|
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="beginnings of notebook names; all when none is given")
-    parser.add_argument("--check", action="store_true", help="execute, but save nothing")
-    parser.add_argument("--part", choices=("all", "embedded", "real"), default="all", help="those on which model")
+    parser.add_argument("names", nargs="*", help="beginnings of notebook names; default: all")
+    parser.add_argument("--check", action="store_true", help="execute without saving")
+    parser.add_argument(
+        "--part", choices=("all", "embedded", "real"), default="all", help="by their model; default: all"
+    )
     options = parser.parse_args(arguments)
     wanted = {"all": (False, True), "embedded": (False,), "real": (True,)}[options.part]
     named = [path for path in sorted((HERE / "src").glob("*.py")) if chosen(path, options.names)]
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not sources:
         parser.error(f"no notebook begins with {' or '.join(options.names)}; see {HERE / 'src'}")
     if any(map(is_real, sources)) and not (REAL_MODEL / "config.json").exists():
-        parser.error(f"{REAL_MODEL} is not there: make real-model, or --part embedded")
+        parser.error(f"{REAL_MODEL} does not exist; run: make real-model, or add --part embedded")
     os.environ[NAMES_REAL_MODEL] = str(REAL_MODEL)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -67,7 +69,7 @@ def is_real(path: Path) -> bool:
 
 
 def run(source: Path, *, save: bool) -> bool:
-    """Execute one source; whether it ran to its end and its outputs are fit to save."""
+    """Execute one source. Return False if it failed, or if its outputs have paths of this machine."""
     notebook = build(source)
     start_s = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +79,7 @@ def run(source: Path, *, save: bool) -> bool:
             kernel_name="python3",
             record_timing=False,
             coalesce_streams=True,
-            extra_arguments=["--IPKernelApp.log_level=40"],  # it warns of its own loopback sockets
+            extra_arguments=["--IPKernelApp.log_level=40"],  # lower levels warn of the kernel's loopback sockets
             resources={"metadata": {"path": folder}},
         )
         try:
@@ -88,7 +90,7 @@ def run(source: Path, *, save: bool) -> bool:
     tidy(notebook)
     paths = machine_paths(notebook)
     if paths:
-        print(f"{source.stem}: outputs hold paths of this machine: {', '.join(paths)}", file=sys.stderr)
+        print(f"{source.stem}: outputs contain paths of this machine: {', '.join(paths)}", file=sys.stderr)
         return False
     if save:
         nbformat.write(notebook, HERE / f"{source.stem}.ipynb")
@@ -97,7 +99,7 @@ def run(source: Path, *, save: bool) -> bool:
 
 
 def build(source: Path) -> nbformat.NotebookNode:
-    """The notebook of a py:percent source, without outputs; the same source gives the same notebook."""
+    """Return the notebook of a py:percent source, without outputs. Equal sources give equal notebooks."""
     notebook = jupytext.read(source, fmt="py:percent")
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for number, cell in enumerate(notebook.cells):
@@ -107,7 +109,7 @@ def build(source: Path) -> nbformat.NotebookNode:
 
 
 def tidy(notebook: nbformat.NotebookNode) -> None:
-    """Keep what a reader wants to see: no warnings on stderr, which go to the console, no Python version."""
+    """Remove stderr outputs, which are printed instead, and metadata that depends on the Python version."""
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             if output.get("name") == "stderr":
@@ -122,7 +124,7 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
 
 
 def machine_paths(notebook: nbformat.NotebookNode) -> list[str]:
-    """Absolute paths in the text of the outputs."""
+    """Return the absolute paths in the text of the outputs."""
     texts = [str(output) for cell in notebook.cells for output in _without_images(cell.get("outputs", ()))]
     return sorted({path for text in texts for path in MACHINE_PATH.findall(text)})
 

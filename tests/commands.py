@@ -1,4 +1,4 @@
-"""The command line in the tests' own process, and a small corpus for it."""
+"""Helpers that run `ragblend` commands in the test's process, and ingest a small corpus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INGEST = ("ingest", "docs", "--model", "demo", "--glob", "*.md", "--chunk-size",
 
 
 def run_command(*arguments: str) -> int:
-    """The exit code of `ragblend ARGUMENTS`."""
+    """Run `ragblend ARGUMENTS` in this process. Return the exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["ragblend", *arguments])
         try:
@@ -28,7 +28,7 @@ def run_command(*arguments: str) -> int:
 
 
 class CommandRunner:
-    """`run(*arguments)`: exit code, stdout and stderr of a command in the working folder."""
+    """Function `run(*arguments)` that runs a command in the working folder. Returns exit code, stdout and stderr."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -39,7 +39,7 @@ class CommandRunner:
         return code, captured.out, captured.err
 
     def facts(self, *arguments: str, code: int = 0) -> dict[str, Any]:
-        """What the command prints with `--json`, once its exit code is checked."""
+        """Run a command with `--json` and check its exit code. Return the printed object."""
         ended, out, err = self(*arguments, "--json")
         assert ended == code, err
         facts: dict[str, Any] = json.loads(out)
@@ -47,7 +47,7 @@ class CommandRunner:
 
 
 def ingest_sample(folder: Path) -> Path:
-    """`folder` with four documents in `docs`, ingested into `s`."""
+    """Write four documents to `folder`/docs and ingest them into the store `folder`/s. Return `folder`."""
     sample_corpus().first_records(4).write(folder / "docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -1,7 +1,6 @@
-"""Shared fixtures: the models of `tiny_models`, tokenizers, and engines made of them.
+"""Shared fixtures: the models of `tiny_models`, tokenizers, and their engines. None of them uses the network.
 
-Models are built once per session; `tiny_model` and `stock_model` hand out copies and originals, see there. Nothing
-here touches the network.
+Models are built once per session. `stock_model` returns the originals, `tiny_model` copies.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# The user who runs the tests may have own settings and a store key.
+# Tests must not read the settings and the store key of the user who runs them.
 os.environ.update(XDG_CONFIG_HOME="/nonexistent")
 os.environ.pop("RAGBLEND_STORE_KEY", None)
 os.environ.pop("RAGBLEND_STORE_KEY_FILE", None)
@@ -35,7 +34,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.render import Renderer
 
-# A million objects of the libraries stay to the end: each full collection would look through them, for a second or two.
+# The libraries keep a million objects, which each full collection would scan for a second or two.
 gc.disable()
 torch.set_num_threads(1)
 transformers_logging.set_verbosity_error()
@@ -44,7 +43,7 @@ transformers_logging.disable_progress_bar()
 settings.register_profile("ragblend", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ragblend")
 
-# Files and folders of `make test-all`. Single tests are marked where they are.
+# Files and folders whose tests only `make test-all` runs. Single slow tests have the marker `slow` in their files.
 SLOW = (
     "benchmarks", "lab", "tools",
     "cli/test_analyze.py", "cli/test_cli_explain.py",
@@ -59,7 +58,7 @@ SLOW = (
     "engine/transformers/test_quantised.py",
 )  # fmt: skip
 FAST = ("lab/ui/test_ui_browser.py", "tools/test_identifiers.py")
-"""Files in the folders of SLOW that `make test` runs, but for tests of theirs that are marked themselves."""
+"""Files in the folders of SLOW that `make test` runs nevertheless, except their tests with the marker `slow`."""
 
 FIRST = (
     "ingestion/test_ray_workers.py",
@@ -67,14 +66,14 @@ FIRST = (
     "faults/test_kills.py",
     "faults/test_full_disk.py",
 )
-"""Files that take minutes: `make test-all` gives a file to a worker, and these last would leave the others idle."""
+"""Files that take minutes and run first. A worker of `make test-all` runs whole files; the others would idle."""
 
 COUNTED = "counted"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Mark the tests of the files and folders in SLOW; put those of FIRST first, after pytest-randomly's work."""
+    """Mark the tests of SLOW as slow. After pytest-randomly has set the order, move the tests of FIRST to the front."""
     here = Path(__file__).parent
     slow, fast, first = ({here / name for name in names} for names in (SLOW, FAST, FIRST))
     missing = [str(path) for path in slow | fast | first if not path.exists()]
@@ -88,14 +87,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Enable garbage collection, for objects that the tests make."""
+    """Exclude the objects that exist now from garbage collection, and enable it for those of the tests."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture
 def counted(record_property):
-    """`counted(text)`: what a fault test did and how often, for the list at the end of the run."""
+    """Function `counted(text)` that adds a line to the list of survived faults at the end of the run."""
     return lambda text: record_property(COUNTED, text)
 
 
@@ -103,7 +102,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the seed of the random order, and the faults that passed tests survived."""
     seed = terminalreporter.config.getoption("randomly_seed", None)
     if seed is not None:
-        terminalreporter.line(f"the order was random; to repeat it: --randomly-seed={seed}")
+        terminalreporter.line(f"the order was random; repeat it with --randomly-seed={seed}")
     passed = terminalreporter.stats.get("passed", [])
     lines = [text for report in passed for name, text in report.user_properties if name == COUNTED]
     if lines:
@@ -114,33 +113,33 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(params=list(FAMILIES))
 def family(request):
-    """Every supported family in turn; `pytest.mark.parametrize("family", ...)` narrows it."""
+    """Name of every supported family in turn; `pytest.mark.parametrize("family", ...)` selects some of them."""
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
 def stock_model():
-    """`stock_model(family)`: the model as transformers made it, eager attention, never touched by ragblend. Shared."""
+    """Function `stock_model(family)`: the unmodified transformers model with eager attention. Shared."""
     return stock_models()
 
 
 @pytest.fixture(scope="session")
 def tiny_model(stock_model):
-    """`tiny_model(family)`: a new copy, which a test may wrap or change."""
+    """Function `tiny_model(family)`: a new copy of the model, which a test may change."""
     return lambda family: copy.deepcopy(stock_model(family))
 
 
 @pytest.fixture(scope="session")
 def tiny_layers(tiny_model):
-    """`tiny_layers(family)`: TransformersLayers over a copy. Shared: they keep no state between calls."""
+    """Function `tiny_layers(family)`: TransformersLayers over a copy. Shared, because they keep no state."""
     return cache(lambda family: TransformersLayers(tiny_model(family)))
 
 
 @pytest.fixture(scope="session")
 def make_tokenizer():
-    """`make_tokenizer(chat_template=None, specials=(), added=())`: byte-level BPE with merges, at most 300 ids.
+    """Function `make_tokenizer(chat_template=None, specials=(), added=())`: byte-level BPE with at most 300 ids.
 
-    `specials` are more control tokens, `added` ordinary added tokens. BOS comes first when special tokens are added.
+    specials: further control tokens. added: added tokens that are not special. With special tokens, BOS is first.
     """
     text = "the theory of the other chunk and the question: what is that? answer the question with the chunk. "
 
@@ -177,8 +176,10 @@ def make_tokenizer():
 
 @pytest.fixture(scope="session")
 def make_spaced_tokenizer():
-    """`make_spaced_tokenizer(chat_template=None, specials=())`: Llama 2's and Mistral's kind, which puts a space
-    in front of every text and spells unknown letters in bytes."""
+    """Function `make_spaced_tokenizer(chat_template=None, specials=())`: a tokenizer like Llama 2's and Mistral's.
+
+    It adds a space before every text and encodes unknown letters as bytes.
+    """
 
     def build(chat_template: str | None = None, specials: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
         words = ["<pad>", "<s>", "</s>", "<unk>", *specials, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aehtosn"]
@@ -219,14 +220,14 @@ def renderer(tokenizer):
 
 @pytest.fixture(scope="session")
 def chat_renderer(make_tokenizer):
-    """The tiny tokenizer's renderer with a chat template, as the models have that people chat with."""
+    """The tiny tokenizer's renderer with a chat template, like that of a chat model."""
     tokenizer = make_tokenizer(CHATML, specials=("<|im|>", "<|end|>"))
     return Renderer(tokenizer)
 
 
 @pytest.fixture
 def tiny_engine(tiny_layers, renderer):
-    """`tiny_engine(family="llama", store=None, **options)`: an engine; a fresh MemoryStore unless one is given."""
+    """Function `tiny_engine(family="llama", store=None, **options)`: an engine; store None: a new MemoryStore."""
     made: list[TransformersEngine] = []
 
     def build(family: str = "llama", store: Any = None, **options: Any) -> TransformersEngine:
@@ -244,19 +245,19 @@ def tiny_engine(tiny_layers, renderer):
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory):
-    """A Redis of the tests of one file."""
+    """A Redis server, shared by the tests of a file."""
     yield from running_redis(tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture(scope="module")
 def s3_port():
-    """The port of an S3 of the tests of one file."""
+    """Port of an S3 server, shared by the tests of a file."""
     with running_s3() as port:
         yield port
 
 
 @pytest.fixture(scope="session")
 def postgres():
-    """The URL of a PostgreSQL server."""
+    """URL of a PostgreSQL server, shared by all tests."""
     with running_postgres() as url:
         yield url

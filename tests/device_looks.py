@@ -1,4 +1,4 @@
-"""Counts operations that make the host wait for a GPU: reads of a tensor's values on the host."""
+"""Counter of host reads: operations that make the host wait for the GPU, because they read a tensor's values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CASTS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"}
 
 
 class DeviceLooks(TorchFunctionMode):
-    """Inside, `places` counts this thread's host reads of tensors, by file and line of the package.
+    """Context in which `places` counts this thread's host reads of tensors, by file and line of the package.
 
-    Models' own code is left out; so are copies to the device, which do not wait for what is computed there.
+    Reads by a model's code do not count, nor do copies to the device, which do not wait for its computation.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def _has_mask(index: Any) -> bool:
 
 
 def _caller() -> str:
-    """Return the line of the package that called torch; "" for a call of other code."""
+    """Return file and line of the package's call of torch; "" if other code called torch."""
     frame = sys._getframe(2)
     while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back

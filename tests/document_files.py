@@ -1,4 +1,4 @@
-"""A small whole file of each kind that is read, made of a few sentences and rows. Read `WHOLE` first."""
+"""Small complete files of every supported format, with a few sentences and rows. Read `WHOLE` first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SENTENCES = "".join(f"Paragraph {number}: the lease ends in May and rent is due 
 
 
 def bomb(data: bytes, name: str, size_mib: int) -> bytes:
-    """The zip archive `data` with a further member that unpacks to `size_mib`."""
+    """Return the zip archive `data` with a further member whose decompressed size is `size_mib`."""
     buffer = io.BytesIO(data)
     with zipfile.ZipFile(buffer, "a", zipfile.ZIP_DEFLATED) as archive, archive.open(name, "w") as member:
         for _ in range(size_mib):
@@ -30,7 +30,7 @@ def html() -> bytes:
 
 
 def pdf(*extra: bytes, catalog: bytes = b"", kids: bytes = b"3 0 R 5 0 R 7 0 R") -> bytes:
-    """Three pages of text. `extra` objects are numbered from 9; `catalog` is put into the catalogue."""
+    """Return a PDF of three pages of text. extra: objects, numbered from 9. catalog: entries of its catalog."""
     objects = [
         b"<</Type/Catalog/Pages 2 0 R%s>>" % catalog,
         b"<</Type/Pages/Count %d/Kids[%s]>>" % (kids.count(b"R"), kids),
@@ -55,7 +55,7 @@ def pdf(*extra: bytes, catalog: bytes = b"", kids: bytes = b"3 0 R 5 0 R 7 0 R")
 
 
 def packed_stream(size_mib: int) -> bytes:
-    """A compressed content stream of that size, which shows a character again and again."""
+    """Return a compressed content stream with `size_mib` of repeated text operators."""
     data = zlib.compress(b"BT /F1 12 Tf 20 380 Td " + b"(a) Tj " * (size_mib * (1 << 20) // 7) + b"ET")
     return b"<</Filter/FlateDecode/Length %d>>stream\n%s\nendstream" % (len(data), data)
 
@@ -73,7 +73,7 @@ def xlsx(far_row: str = "") -> bytes:
 
 
 def opendocument(kind: str, body: str = "") -> bytes:
-    """An OpenDocument file of a kind: text, spreadsheet or presentation."""
+    """Return an OpenDocument file. kind: text, spreadsheet or presentation."""
     lines = "".join(f"<text:p>{line}</text:p>" for line in SENTENCES.split("\n\n"))
     table = "<table:table table:name='T'><table:table-row><table:table-cell office:value-type='string'>{}"
     bodies = {
@@ -85,7 +85,7 @@ def opendocument(kind: str, body: str = "") -> bytes:
 
 
 def epub(chapter: str = "", num_readings: int = 1) -> bytes:
-    """A book of one chapter, which its spine names `num_readings` times."""
+    """Return a book of one chapter, which its spine lists `num_readings` times."""
     return make_epub({"c": chapter or f"<h1>Lease</h1><p>{SENTENCES}</p>"}, '<itemref idref="c"/>' * num_readings)
 
 
@@ -136,4 +136,4 @@ WHOLE: dict[str, Callable[[], bytes]] = {
     "xml": lambda: b'<?xml version="1.0"?><a>' + SENTENCES.encode() + b"</a>",
     "yaml": lambda: b"lease:\n  ends: May\n" + b"".join(b"  rent_%d: due\n" % at for at in range(40)),
 }
-"""A file of each kind that can be read."""
+"""{file name extension: function that returns a file of this format}."""

@@ -1,7 +1,7 @@
-"""Forged entries: files that a writer with access to a store, and with its format, may put under a requested key.
+"""Forged entries: files that an attacker with write access to a store may put under a requested key.
 
-`FORGERIES` are bytes, for every tier; `PLANTS` are other things in place of a file. A forger computes
-every checksum that needs no key again.
+`FORGERIES` are the bytes of entries, for every tier. `PLANTS` are objects of the file system in place of an entry. The
+attacker knows the format, and recomputes every checksum that does not depend on a key.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Victim(NamedTuple):
     """The requested entry, the forged one in its place, another entry, and the keys."""
 
     true: MemoryKV
-    lie: MemoryKV  # true's header, the KV of another text
+    lie: MemoryKV  # the header of `true`, with the KV of another text
     other: MemoryKV  # of another chunk
     own: StoreKey
     other_key: StoreKey
 
     @property
     def signed(self) -> bytes:
-        """The true entry, signed with the own key."""
+        """Return the true entry, signed with the own key."""
         return encode_chunk(self.true, self.own)
 
     @property
@@ -44,11 +44,11 @@ class Victim(NamedTuple):
         return self.true.header.key
 
     def in_namespace(self, namespace: str) -> MemoryKV:
-        """The lie as another tenant would have stored it."""
+        """Return the lie with another namespace, and with the key of an entry there."""
         return self._rekeyed(replace(self.true.header, namespace=namespace))
 
     def of_model(self, fingerprint: str) -> MemoryKV:
-        """The lie as another model's."""
+        """Return the lie with another model's fingerprint, and with the key of an entry of that model."""
         return self._rekeyed(replace(self.true.header, fingerprint=fingerprint))
 
     def _rekeyed(self, header: KVHeader) -> MemoryKV:
@@ -57,14 +57,14 @@ class Victim(NamedTuple):
 
 
 def parts(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """Facts, tensor table and payload of an entry."""
+    """Split an entry into header fields, tensor table and payload."""
     length = int.from_bytes(data[:8], "little")
     table = json.loads(data[8 : 8 + length])
     return json.loads(table.pop("__metadata__")["ragblend"]), table, data[8 + length :]
 
 
 def whole(facts: Mapping[str, Any], table: Mapping[str, Any], payload: bytes) -> bytes:
-    """An entry of these parts with the right checksum of its header."""
+    """Return an entry with these parts and a valid header checksum."""
     facts = {"header_xxh3_128": "0" * 32, **{name: value for name, value in facts.items() if name != "header_xxh3_128"}}
     text = json.dumps(
         {"__metadata__": {"ragblend": json.dumps(facts, separators=(",", ":"))}, **table}, separators=(",", ":")
@@ -81,13 +81,13 @@ def sealed_header(text: bytes) -> bytes:
 
 
 def edited(data: bytes, **changes: Any) -> bytes:
-    """An entry with another header."""
+    """Return the entry with changed header fields."""
     facts, table, payload = parts(data)
     return whole({**facts, **changes}, table, payload)
 
 
 def retold(data: bytes, change: Callable[[dict[str, Any], bytearray], None]) -> bytes:
-    """An entry whose tensors or table are changed, with new checksums of the layers."""
+    """Return the entry after `change` of its table and payload, with recomputed checksums of the layers."""
     facts, table, old = parts(data)
     payload = bytearray(old)
     change(table, payload)
@@ -145,13 +145,13 @@ def moved(table: dict[str, Any], name: str, **facts: Any) -> None:
 
 
 def _swapped(victim: Victim) -> bytes:
-    """A signed header over other tensors."""
+    """Return an entry with the true, signed header and the tensors of the lie."""
     facts, table, _ = parts(victim.signed)
     return whole(facts, table, parts(encode_chunk(victim.lie))[2])
 
 
 def _resummed(data: bytes, *dropped: str, **changes: Any) -> bytes:
-    """An entry with fewer or other header fields, and new digests of its layers."""
+    """Return the entry without the fields `dropped`, with changed fields, and with recomputed digests of its layers."""
     facts, table, payload = parts(data)
     facts = {name: value for name, value in facts.items() if name not in dropped} | changes
     return whole({**facts, **digests(facts, table, payload)}, table, payload)
@@ -231,7 +231,7 @@ FORGERIES: dict[str, Callable[[Victim], bytes]] = {
 
 
 def _sparse(path: Path, victim: Victim) -> None:
-    """1.7 KB of header that announces gigabytes, and a hole as long."""
+    """Write a sparse file: a header of 1.7 KB that declares gigabytes of tensors, and a hole of that size."""
     facts, table, _ = parts(encode_chunk(victim.lie))
     end = 0
     for name, tensor in table.items():

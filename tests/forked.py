@@ -1,10 +1,11 @@
-"""Hundreds of `ragblend` commands: one process imports everything and forks a child for each, so that a kill, a full
-disk or a mutated file costs a fraction of a second and not an import.
+"""Fast runs of `ragblend` commands: one process imports all modules and forks a child per command.
+
+A run with a kill, a full disk or a mutated file therefore takes a fraction of a second instead of an import.
 
     with Commands() as commands:
         done = commands.run("verify", "--store", "kv", cwd=place, kill=Kill(after=3, delay_s=0.002))
 
-A child's moments are its changes of files (Python's audit events), counted from 1; a kill comes so long after one.
+The child's changes of files are counted from 1 by Python's audit events. `Kill` names the change that triggers SIGKILL.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.
 
 
 def watch(root, report):
-    # Every change of a file below `root`.
+    # Call `report` at every change of a file below `root`.
     root = os.path.realpath(root)
 
     def hook(event, args):
@@ -93,7 +94,7 @@ def child(order, moments, out, err):
         os._exit(code)
 
 
-def said(pipe):
+def read_all(pipe):
     os.set_blocking(pipe, False)
     data = os.read(pipe, SAID_BYTES)
     os.close(pipe)
@@ -101,14 +102,14 @@ def said(pipe):
 
 
 def pipe():
-    # A pipe, not a file: output must arrive under a file-size limit of 0, too.
+    # A pipe instead of a file, because output must also arrive under a file-size limit of 0.
     ends = os.pipe()
     fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, SAID_BYTES)
     return ends
 
 
 SAID_BYTES = 1 << 20
-gc.freeze()  # no child looks through what was imported, or copies its pages
+gc.freeze()  # children must not scan the imported objects, which would also copy their memory pages
 gc.enable()
 print("ready", flush=True)
 for line in sys.stdin:
@@ -143,19 +144,19 @@ for line in sys.stdin:
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     facts = {"code": code, "count": count, "killed": killed}
-    print(json.dumps({**facts, "out": said(outs[0]), "err": said(errs[0])}), flush=True)
+    print(json.dumps({**facts, "out": read_all(outs[0]), "err": read_all(errs[0])}), flush=True)
 """
 
 
 class Kill(NamedTuple):
-    """SIGKILL, `delay_s` after the change of a file with that number (0: after the start)."""
+    """SIGKILL `delay_s` after the change of a file with the number `after`; 0: after the start."""
 
     after: int
     delay_s: float = 0.0
 
 
 class Done(NamedTuple):
-    """How a command ended. `code` is negative for a signal; `count`: the changes of files that were seen."""
+    """Result of a command. code: exit code, negative for a signal. count: number of changes of files."""
 
     code: int
     out: str
@@ -164,7 +165,7 @@ class Done(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `--json` printed."""
+        """Return the JSON object in the last line of stdout."""
         facts: dict[str, Any] = json.loads(self.out.splitlines()[-1])
         return facts
 
@@ -174,7 +175,7 @@ class Done(NamedTuple):
 
 
 class Commands:
-    """See the module."""
+    """Process that runs commands in forked children."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -194,7 +195,10 @@ class Commands:
         limit_bytes: int | None = None,
         timeout_s: float = 120.0,
     ) -> Done:
-        """`ragblend ARGV` in the folder `cwd`, until it ends or is killed."""
+        """Run `ragblend ARGV` in the folder `cwd` until it ends or is killed.
+
+        limit_bytes: file-size limit of the child; None: no limit. Fails if the command takes longer than `timeout_s`.
+        """
         order = {
             "argv": [os.fspath(each) for each in argv],
             "cwd": str(cwd),
@@ -215,6 +219,6 @@ class Commands:
 
     def __exit__(self, *error: object) -> None:
         assert self._process.stdin is not None
-        self._process.kill()  # there is nothing left to do, and a dozen libraries would take seconds for their end
+        self._process.kill()  # a normal exit would take seconds, because of a dozen imported libraries
         self._process.wait()
         self._process.stdin.close()

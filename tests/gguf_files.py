@@ -1,4 +1,4 @@
-"""Tiny GGUF files, written by the package that llama.cpp's own converter uses."""
+"""Tiny GGUF files, written by the `gguf` package that llama.cpp's converter uses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _LAYER = {
 
 
 def write_gguf(path: Path, model: Any, tokenizer: Any, *, quantise: bool = True, rope_freqs: bool = False) -> Path:
-    """A Llama as GGUF: matrices in Q8_0, unless not `quantise`, norms in float32, the tokenizer with its template.
+    """Write a Llama model and its tokenizer as GGUF. Return `path`.
 
-    `rope_freqs`: with the tensor by which llama.cpp's converter says that Llama 3's RoPE is scaled.
+    quantise: store matrices in Q8_0; all other tensors are float32. rope_freqs: add the tensor that marks Llama 3's
+    scaled RoPE.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -80,6 +81,6 @@ def _add_tokenizer(writer: Any, tokenizer: Any, config: Any) -> None:
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows in the order in which llama.cpp rotates them."""
+    """Return the weight with its rows in the order of llama.cpp's RoPE: rotated pairs are adjacent."""
     rows, columns = weight.shape
     return torch.reshape(weight, (heads, 2, rows // heads // 2, columns)).swapaxes(1, 2).reshape(rows, columns)

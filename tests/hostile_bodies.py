@@ -109,7 +109,7 @@ DELETED: dict[str, bytes] = {
 
 
 class Hostile(NamedTuple):
-    """A request that is refused, and what the reason names: a field, a limit or a position."""
+    """A rejected request. named: text that the error must contain, such as a field, a limit or a position."""
 
     method: str
     body: bytes
@@ -162,7 +162,7 @@ _TEXTS = {**_LIST, "numbers": "[7]", "nulls": '["a", null]', "lists": '[["a"]]',
 _METADATA = {name: value for name, value in _TYPES.items() if name != "an object"}
 _METADATA |= {"no number inside": '{"a": [NaN]}', "half a surrogate": r'{"a": "\ud800"}', "many digits": "9" * 5000}
 _METADATA |= {"too deep": '{"a":' * 300 + "1" + "}" * 300}
-_FIELDS: dict[str, tuple[dict[str, str], str]] = {  # wrong values, and what stands beside them
+_FIELDS: dict[str, tuple[dict[str, str], str]] = {  # {field: (wrong values, other fields of the document)}
     "id": (_NAMES, '"text": "a"'),
     "text": (_TYPES, '"id": "a"'),
     "chunks": (_TEXTS, '"id": "a"'),
@@ -224,4 +224,4 @@ def _generate() -> Iterator[tuple[str, Hostile]]:
 
 
 GENERATED = dict(_generate())
-"""Some 400 of those, by name: every field with values of other types, and whole bodies that are cut or encoded."""
+"""About 400 generated requests by name: fields with values of wrong types, and truncated or encoded bodies."""

@@ -1,4 +1,4 @@
-"""Office files, books and mails made in tests: the smallest that programs would open."""
+"""Minimal office files and books for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = "http://schemas.openxmlformats.org/package/2006"
 
 
 def make_zip(parts: dict[str, str | bytes]) -> bytes:
-    """A zip file with these parts, the same bytes in every run."""
+    """Return a zip file with these parts. Equal parts give equal bytes."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as container:
         for name, content in parts.items():
@@ -23,7 +23,7 @@ def make_zip(parts: dict[str, str | bytes]) -> bytes:
 
 
 def relationships(**targets: str) -> str:
-    """A part of relationships: id="kind target"."""
+    """Return a relationships part. targets: id="kind target"."""
     rows = (
         f'<Relationship Id="{name}" Type="{REFERENCES}/{target.split()[0]}" Target="{target.split()[1]}"/>'
         for name, target in targets.items()
@@ -32,7 +32,7 @@ def relationships(**targets: str) -> str:
 
 
 def make_docx(body: str, **parts: str) -> bytes:
-    """A Word file; `parts` are contents of word/NAME.xml, without their root element."""
+    """Return a Word file. parts: contents of word/NAME.xml, without the root element."""
     others = {f"word/{name}.xml": f'<w:{name} xmlns:w="{WORD}">{content}</w:{name}>' for name, content in parts.items()}
     return make_zip(
         {
@@ -46,12 +46,12 @@ def make_docx(body: str, **parts: str) -> bytes:
 
 
 def word_paragraph(text: str, properties: str = "") -> str:
-    """A paragraph of a Word file."""
+    """Return the XML of a paragraph of a Word file."""
     return f'<w:p><w:pPr>{properties}</w:pPr><w:r><w:t xml:space="preserve">{text}</w:t></w:r></w:p>'
 
 
 def make_pptx(slides: dict[str, str], order: list[str], **parts: str) -> bytes:
-    """A presentation: shapes of slides by their part's name, and the names in the order of the slides."""
+    """Return a presentation. slides: {part name: XML of its shapes}. order: part names in the order of the slides."""
     names = f'xmlns:a="{DRAWING}" xmlns:p="{SLIDES}" xmlns:r="{REFERENCES}"'
     ids = "".join(f'<p:sldId id="{256 + number}" r:id="{name}"/>' for number, name in enumerate(order))
     return make_zip(
@@ -73,14 +73,14 @@ def make_pptx(slides: dict[str, str], order: list[str], **parts: str) -> bytes:
 
 
 def shape(*paragraphs: str, placeholder: str = "") -> str:
-    """A shape of a slide."""
+    """Return the XML of a shape with these paragraphs."""
     kind = f'<p:nvSpPr><p:nvPr><p:ph type="{placeholder}"/></p:nvPr></p:nvSpPr>' if placeholder else ""
     texts = "".join(f"<a:p><a:r><a:t>{text}</a:t></a:r></a:p>" for text in paragraphs)
     return f"<p:sp>{kind}<p:txBody>{texts}</p:txBody></p:sp>"
 
 
 def make_odf(body: str, kind: str = "text") -> bytes:
-    """An OpenDocument file."""
+    """Return an OpenDocument file. kind: text, spreadsheet or presentation."""
     names = " ".join(
         f'xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"'
         for name in ("office", "text", "table", "draw", "presentation")
@@ -91,7 +91,7 @@ def make_odf(body: str, kind: str = "text") -> bytes:
 
 
 def make_xlsx(sheets: dict[str, str], styles: str = "", shared: list[str] | None = None) -> bytes:
-    """A workbook: rows (XML) of sheets by their names."""
+    """Return a workbook. sheets: {sheet name: XML of its rows}. shared: shared strings."""
     entries = "".join(
         f'<sheet name="{name}" sheetId="{number}" r:id="s{number}"/>' for number, name in enumerate(sheets, 1)
     )
@@ -116,7 +116,7 @@ def make_xlsx(sheets: dict[str, str], styles: str = "", shared: list[str] | None
 
 
 def make_epub(chapters: dict[str, str], spine: str, extra: dict[str, str] | None = None, items: str = "") -> bytes:
-    """A book: pages by their names, and the entries of its spine."""
+    """Return a book. chapters: {name: XHTML of the body}. spine: XML of the spine's entries. items: of the manifest."""
     manifest = "".join(f'<item id="{name}" href="{name}.xhtml"/>' for name in chapters)
     return make_zip(
         {

@@ -1,4 +1,4 @@
-"""What README.md, the pages of docs/ and the list of results print as code, for the tests that run it."""
+"""Code blocks and commands in README.md, docs/ and RESULTS.md, for the tests that run them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REAL_MODEL = pytest.param(
     id="smollm2",
 )
 MODELS = [pytest.param("demo", id="demo"), REAL_MODEL]
-"""Models for the programs of pages, which name others: the embedded one, and the real one for `make test-real`."""
+"""Models that replace those in the pages' programs: the embedded model, and SmolLM2 for `make test-real`."""
 SHOWN = ("*.md", "docs/*.md", "benchmarks/RESULTS.md", "data/*/README.md")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
@@ -30,17 +30,16 @@ PAGES = {
 
 
 class Block(NamedTuple):
-    """A fenced block of one page."""
+    """A fenced code block of a page. line: number of its first line of code, from 1."""
 
     page: str
     line: int
-    """Of its first line of code, counted from 1."""
     language: str
     text: str
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Those of these languages, page by page, from top to bottom."""
+    """Return the code blocks in these languages, in the order of the pages."""
     return [
         Block(page, token.map[0] + 2, token.info.strip(), token.content)
         for page, text in PAGES.items()
@@ -50,19 +49,19 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def run_python(page: str, names: dict[str, object], replaced: dict[str, str]) -> None:
-    """Execute a page's Python in `names`, block after block, with other words for those in `replaced`."""
+    """Execute a page's Python blocks in order, in the namespace `names`. replaced: {word: replacement}."""
     for block in blocks("python"):
         if block.page != page:
             continue
         text = block.text
         for word, other in replaced.items():
             text = text.replace(word, other)
-        placed = "\n" * (block.line - 1) + text  # so that errors name the page's own line
+        placed = "\n" * (block.line - 1) + text  # so that tracebacks have the page's line numbers
         exec(compile(placed, str(ROOT / page), "exec", dont_inherit=True), names)
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """Every command of the shell blocks, pipes split: its page and line, and its words without redirections."""
+    """Return ("page:line", words) of every command in the bash blocks. Splits pipes, and drops redirections."""
     found = []
     for block in blocks("bash"):
         begun, start = "", block.line
@@ -79,7 +78,7 @@ def command_lines() -> list[tuple[str, list[str]]]:
 
 
 def inline_commands() -> list[tuple[str, list[str]]]:
-    """Every `ragblend ...` in a sentence, with its page."""
+    """Return (page, words) of every inline code that begins with `ragblend`."""
     found = []
     for page, text in PAGES.items():
         for token in MarkdownIt().enable("table").parse(text):

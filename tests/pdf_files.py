@@ -1,4 +1,4 @@
-"""PDF files for tests, from content streams; with bookmarks, labels, annotations, form fields and a password."""
+"""PDF files for tests, with optional bookmarks, labels, annotations, form fields and password."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _PADDING = bytes.fromhex("28BF4E5E4E758A4164004E56FFFA01082E2E00B6D0683E802F0CA9
 
 
 def line(text: str, x: int = 20, y: int = 350) -> str:
-    """Operators that print `text`, in which parentheses and backslashes are escaped."""
+    """Return the operators that print `text`, whose parentheses and backslashes must be escaped."""
     return f"BT /F1 12 Tf {x} {y} Td ({text}) Tj ET"
 
 
 def lines(*texts: str) -> str:
-    """Operators that print lines below each other."""
+    """Return the operators that print lines below each other."""
     return "BT /F1 12 Tf 20 350 Td " + " 0 -14 Td ".join(f"({text}) Tj" for text in texts) + " ET"
 
 
@@ -29,10 +29,11 @@ def make_pdf(
     font: str = HELVETICA,
     password: str | None = None,
 ) -> bytes:
-    """A PDF of `pages`, each a content stream of a page of 300 by 400 points.
+    """Return a PDF. pages: the content stream of each page of 300 by 400 points.
 
-    annotations: dictionaries, of page 1; widgets are form fields. bookmarks: (title, page from 0). catalog: entries of
-    the catalog, such as page labels. password: to open it, with RC4 of 40 bits; "" is that of many bought books.
+    annotations: dictionaries of page 1; widgets are form fields. bookmarks: (title, page from 0). catalog: entries of
+    the catalog, such as page labels. password: encrypts with 40-bit RC4; "": encrypted, but opens without a password;
+    None: not encrypted.
     """
     objects: dict[int, bytes] = {}
 
@@ -40,7 +41,7 @@ def make_pdf(
         objects[len(objects) + 1] = content.encode("latin-1") if isinstance(content, str) else content
         return len(objects)
 
-    add(""), add("")  # catalog and page tree, when the rest is known
+    add(""), add("")  # catalog and page tree, which are written last
     font_id = add(font)
     annotation_ids = [add(each) for each in annotations]
     page_ids = []
@@ -65,7 +66,7 @@ def make_pdf(
 
 
 def write_objects(objects: Mapping[int, bytes], trailer: str = "") -> bytes:
-    """A PDF of numbered objects, from 1 without gaps; 1 is the catalog."""
+    """Return a PDF of objects that are numbered from 1 without gaps. Object 1 is the catalog."""
     body, offsets = bytearray(b"%PDF-1.4\n"), []
     for number in range(1, len(objects) + 1):
         offsets.append(len(body))
@@ -97,7 +98,7 @@ def _add_bookmarks(add, objects: dict[int, bytes], bookmarks: Sequence[tuple[str
 
 
 def _encrypt(objects: dict[int, bytes], trailer: str, password: str) -> bytes:
-    """RC4 of 40 bits, for streams alone: the tests' strings stay out of encrypted files (PDF 32000-1, 7.6.3)."""
+    """Return a PDF encrypted with 40-bit RC4 (PDF 32000-1, 7.6.3). Only streams are encrypted, no strings."""
     identifier, permissions = b"0123456789abcdef", (-4 & 0xFFFFFFFF).to_bytes(4, "little")
     owner = _rc4(hashlib.md5((b"owner" + _PADDING)[:32]).digest()[:5], (password.encode() + _PADDING)[:32])
     key = hashlib.md5((password.encode() + _PADDING)[:32] + owner + permissions + identifier).digest()[:5]

@@ -1,4 +1,4 @@
-"""A small corpus with an index and a store in a separate folder, which is restored between commands."""
+"""Working folder with a small corpus, an index and a store, which tests restore between commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INGEST = (
 
 
 def text_about(name: str, version: int = 0) -> str:
-    """Several chunks, each with a unique word."""
+    """Return a text of several chunks, each with a unique word."""
     return "\n\n".join(
         f"The {name} of room {number} has the secret {secret(name, version)}{number} and {number + 3} windows. "
         f"Anna, who paints {name} walls, gave it {number * 7} chairs, a lamp, a long table and a red door in May."
@@ -42,7 +42,7 @@ def secret(name: str, version: int = 0) -> str:
 
 
 class Place(NamedTuple):
-    """A working folder, and what it is put back to before each kill: names in the index are absolute."""
+    """A working folder, and a copy that restores it. Its path must not change, because the index has absolute names."""
 
     work: Path
     kept: Path
@@ -68,7 +68,7 @@ def succeeded(done: Done, *codes: int) -> Done:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of that size at `folder`; skips the test where mounting one is not permitted."""
+    """Mount a file system of this size at `folder`. Skips the test if mounting is not permitted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:

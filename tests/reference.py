@@ -1,11 +1,12 @@
-"""A second CacheBlend, written from the paper (Yao et al., EuroSys 2025, sections 4.2, 4.3); no code of ragblend's.
+"""Reference implementation of CacheBlend from the paper (Yao et al., EuroSys 2025, sections 4.2 and 4.3).
 
-Plain loops over query tokens, with a stock transformers model's own projections, norms, rotary module and MLP (Llama,
-Mistral, Phi-3 with full rotation, Qwen2, Qwen3, all of them with sliding windows too, Gemma 2, 3 and 4, gpt-oss; and
-with latents instead of keys and values DeepSeek V2, V3 and GLM-4 MoE Lite). Slow and obvious on purpose.
+It does not use ragblend. It loops over query tokens, and calls the projections, norms, rotary module and MLP of a
+stock transformers model. It is deliberately simple and slow. Supported are Llama, Mistral, Phi-3 with full rotation,
+Qwen2 and Qwen3, also with sliding windows, Gemma 2, 3 and 4, and gpt-oss, and with latents instead of keys and values
+DeepSeek V2, V3 and GLM-4 MoE Lite.
 
-Of a latent, k is the part of the keys that heads share and v the latent after its norm, both of one head: on them
-tokens are measured and moved. Attention is over the keys and values that `heads` makes of them.
+For latents, k is the part of the keys that all heads share, and v is the latent after its norm. Both have one head.
+Deviations and drift correction use k and v. Attention uses the keys and values that `heads` computes from them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from torch import Tensor
 
 @dataclass
 class Span:
-    """Part of a prompt. `stored`: its KV was computed alone behind `behind`; otherwise it is computed in the prompt."""
+    """Part of a prompt. stored: its KV was computed with only `behind` before it, else it is computed in the prompt."""
 
     ids: list[int]
     stored: bool = False
-    exact: bool = False  # it follows the tokens that it was computed after, so its KV is exact: never a candidate
+    exact: bool = False  # the prompt has the same tokens before it, so its stored KV is exact and never recomputed
     behind: list[int] = field(default_factory=list)
 
 
@@ -42,11 +43,11 @@ class Blended:
 
 Computed = list[tuple[Tensor, Tensor]]
 COMPUTED_ALONE: WeakKeyDictionary[Any, dict[Any, Computed]] = WeakKeyDictionary()
-"""Of every model, what `Reference.alone` returned for windows and ids: many tests blend the same chunks."""
+"""Cached results of `Reference.alone` by model, windows and ids, because many tests blend the same chunks."""
 
 
 class Reference:
-    """CacheBlend over a stock model that ragblend has not touched. The model's weights must not change."""
+    """CacheBlend over an unmodified transformers model, whose weights must not change."""
 
     def __init__(self, model: Any) -> None:
         self.decoder, self.head = model.model, model.lm_head
@@ -54,10 +55,10 @@ class Reference:
         self.config = config = model.config
         self.is_gemma4 = config.model_type == "gemma4_text"
         self.depth = config.num_hidden_layers
-        self.num_layers = self.depth - (getattr(config, "num_kv_shared_layers", None) or 0)  # those that make KV
-        first = config.per_layer_config[0]  # of Gemma 4, where heads differ by layer; else of all
+        self.num_layers = self.depth - (getattr(config, "num_kv_shared_layers", None) or 0)  # layers that compute KV
+        first = config.per_layer_config[0]  # only Gemma 4 has different heads per layer
         self.dim = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.scale = getattr(config, "query_pre_attn_scalar", self.dim) ** -0.5  # Gemma 2 and 3 have their own
+        self.scale = getattr(config, "query_pre_attn_scalar", self.dim) ** -0.5  # Gemma 2 and 3 configure it
         self.scale = 1.0 if self.is_gemma4 else self.scale
         self.is_latent = hasattr(config, "kv_lora_rank")
         if self.is_latent:
@@ -70,7 +71,7 @@ class Reference:
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
     def project(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v before RoPE, [T, heads, D]."""
+        """Return q, k and v before RoPE, [T, heads, D] each."""
         block = self.decoder.layers[layer]
         attention, normed = block.self_attn, block.input_layernorm(hidden)
         if self.is_latent:
@@ -85,7 +86,7 @@ class Reference:
             return q.reshape(len(hidden), -1, self.dim), latent[..., self.config.kv_lora_rank :], v
         if self.is_gemma4:
             return self.project_gemma4(attention, normed)
-        if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix of all three
+        if hasattr(attention, "qkv_proj"):  # Phi-3: one matrix for q, k and v
             config = attention.config
             heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
             projected = attention.qkv_proj(normed).split([count * self.dim for count in heads], -1)
@@ -97,7 +98,7 @@ class Reference:
         return q, k, v
 
     def project_gemma4(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`project`, with heads of the layer's own size; k and v of a layer that makes none are empty."""
+        """Return q, k and v like `project`, with the head size of the layer. k and v are empty if it computes none."""
         q, nothing = attention.q_proj(normed).unflatten(-1, (-1, attention.head_dim)), normed.new_empty(0)
         if attention.is_kv_shared_layer:
             return attention.q_norm(q), nothing, nothing
@@ -107,10 +108,10 @@ class Reference:
         return attention.q_norm(q), attention.k_norm(k), v
 
     def rope(self, layer: int, states: Tensor, positions: list[int]) -> Tensor:
-        """[T, heads, D] at `positions`, by the model's own rotary module and function."""
+        """Return the states [T, heads, D] rotated to `positions`, by the model's rotary module and function."""
         if self.is_latent:
             return self.rope_latent(states, positions)
-        by_type = "full_attention" in self.config.rope_parameters  # Gemma 3: two bases
+        by_type = "full_attention" in self.config.rope_parameters  # Gemma 3 has two RoPE bases
         which = [self.config.layer_types[layer]] if by_type else []
         cos, sin = self.decoder.rotary_emb(states, torch.tensor([positions]), *which)
         turn = sys.modules[type(self.decoder).__module__].apply_rotary_pos_emb
@@ -120,7 +121,7 @@ class Reference:
         return turned[0].transpose(0, 1)
 
     def rope_latent(self, states: Tensor, positions: list[int]) -> Tensor:
-        """`rope` of the last dimensions. Those that turn together come out half the width apart, as of most models."""
+        """Return the states with rotated last dimensions. Rotated pairs in the result are half the width apart."""
         width, module = self.config.qk_rope_head_dim, sys.modules[type(self.decoder).__module__]
         kept, states = states[..., :-width], states[..., -width:].transpose(0, 1)[None]
         angles = self.decoder.rotary_emb(states, torch.tensor([positions]))
@@ -133,7 +134,7 @@ class Reference:
         return torch.cat((kept, turned[0].transpose(0, 1)), -1)
 
     def heads(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention is over, [T, heads, D] each: keys and values themselves, or what the latent expands to."""
+        """Return the keys and values of attention, [T, heads, D] each. Latents are expanded."""
         if not self.is_latent:
             return keys, values
         config, weight = self.config, self.decoder.layers[layer].self_attn.kv_b_proj.weight
@@ -145,14 +146,15 @@ class Reference:
     def finish(
         self, layer: int, hidden: Tensor, q: Tensor, ids: list[int], positions: list[int], keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attention token by token, each over everything up to itself, then the rest of the layer. `ids` of all
-        positions of the prompt.
+        """Run attention, each token over the tokens up to itself, and the rest of the layer. Return the hidden states.
+
+        ids: those of all positions of the prompt.
         """
         block = self.decoder.layers[layer]
         attended = block.self_attn.o_proj(self.output(layer, q, positions, keys, values).flatten(1))
         if self.is_gemma4:
             return self.finish_gemma4(layer, hidden + block.post_attention_layernorm(attended), ids, positions)
-        if hasattr(block, "pre_feedforward_layernorm"):  # Gemma 2 and 3 norm what a block puts out, too
+        if hasattr(block, "pre_feedforward_layernorm"):  # Gemma 2 and 3 also normalise outputs of blocks
             hidden = hidden + block.post_attention_layernorm(attended)
             return hidden + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(hidden)))
         hidden = hidden + attended
@@ -160,7 +162,7 @@ class Reference:
         return hidden + (output[0][0] if isinstance(output, tuple) else output[0])
 
     def finish_gemma4(self, layer: int, hidden: Tensor, ids: list[int], positions: list[int]) -> Tensor:
-        """MLP, and experts next to it; then the per-layer input of each token, which no other token changes."""
+        """Run the MLP and the experts, and add the per-layer input, which depends only on the token itself."""
         block, config, decoder = self.decoder.layers[layer], self.config, self.decoder
         output = block.mlp(block.pre_feedforward_layernorm(hidden))
         if config.enable_moe_block:
@@ -180,13 +182,13 @@ class Reference:
         return hidden * block.layer_scalar
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[vocabulary] of the last of `hidden` [T, hidden size]."""
+        """Return the logits [vocabulary] of the last row of `hidden` [T, hidden size]."""
         logits = self.head(self.decoder.norm(hidden))[-1]
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def alone(self, behind: list[int], ids: list[int]) -> Computed:
-        """Per layer, pre-RoPE k and v of `ids` computed behind `behind` and nothing else."""
+        """Return the pre-RoPE k and v of `ids` per layer, computed with only `behind` before them."""
         key = (*self.windows, tuple(behind), tuple(ids))
         if key not in self.computed_alone:
             self.computed_alone[key] = self.compute_alone(behind, ids)
@@ -205,9 +207,9 @@ class Reference:
     def ask(
         self, ids: list[int], fresh: list[int], queries: list[int], keys: list[Tensor], values: list[Tensor], depth: int
     ) -> list[Tensor]:
-        """Run `fresh` positions through layers 0 .. depth over the KV given, which stays as it is.
+        """Run the `fresh` positions through layers 0 .. depth over the given KV, and write their KV into it.
 
-        Per layer, the `queries`' attention probabilities [Q, heads, T].
+        Return the attention probabilities [Q, heads, T] of the `queries` per layer.
         """
         hidden, seen = self.decoder.embed_tokens(torch.tensor(ids)[fresh]), []
         for layer in range(depth + 1):
@@ -223,9 +225,9 @@ class Reference:
         return seen
 
     def weights(self, layer: int, q: Tensor, position: int, keys: Tensor) -> Tensor:
-        """Attention probabilities [heads, T] of one query [heads, D], zero behind it and before its window."""
+        """Return the attention probabilities [heads, T] of one query [heads, D]; 0 after it and before its window."""
         window, softcap = self.windows[layer], None
-        if self.config.model_type == "gemma2":  # Gemma 3 has the setting and does nothing with it
+        if self.config.model_type == "gemma2":  # Gemma 3 ignores this setting
             softcap = self.config.attn_logit_softcapping
         sinks = getattr(self.decoder.layers[layer].self_attn, "sinks", None)
         seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
@@ -239,7 +241,7 @@ class Reference:
         return weights
 
     def output(self, layer: int, q: Tensor, queries: list[int], keys: Tensor, values: Tensor) -> Tensor:
-        """Attention output [Q, heads, D] before the projection. What a query does not see may be NaN."""
+        """Return the attention output [Q, heads, D] before the projection. Later keys and values may be NaN."""
         keys, values = self.heads(layer, keys, values)
         group, outputs = q.shape[1] // keys.shape[1], []
         for row, position in zip(q, queries, strict=True):
@@ -259,14 +261,16 @@ class Reference:
         carry: float = 0.0,
         deepest: int | None = None,
     ) -> Blended:
-        """`shares`: at each check layer, the share of the stored tokens that stays in the computation.
+        """Blend a prompt of stored and new spans.
 
-        `deviation`: v, k; or ask, which asks the question at the layers `read` and chooses, before layer 0, the first
-        and last token of each stored span, then what it attends to. The question starts at `question`, or behind the
-        last stored token. `recomputed`: the tokens to recompute are these, nothing is measured. `carry`: from layer 1
-        on the others' stored KV moves by this share of the predicted change, keys before RoPE; see
-        `fit_change_predictor`, which compares values at two fifths of the depth, or at layer `deepest` if the probe
-        ended there.
+        shares: {check layer: share of the stored tokens that is still recomputed after it}.
+        deviation: "v" or "k" select by the deviation of values or keys. "ask" selects before layer 0: first the edges
+        of each stored span, then the tokens with the highest attention from the question at the layers `read`.
+        question: position of the question's start; None: after the last stored token.
+        recomputed: positions to recompute, instead of a selection.
+        carry: share of the predicted change that is added to the KV of kept tokens from layer 1 on (keys before
+        RoPE); see `fit_change_predictor`. It compares values at two fifths of the depth, or at layer `deepest` if the
+        probe ended there.
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
@@ -290,7 +294,7 @@ class Reference:
                 keys[layer][place] = self.rope(layer, k, place)
             if not span.exact:
                 candidates.update(place)
-        last = len(ids) - 1  # always computed: its logits are the answer
+        last = len(ids) - 1  # always computed, because its logits are the result
         candidates.discard(last)
         computed.add(last)
         if recomputed is None and not any(shares.values()):
@@ -351,20 +355,20 @@ class Reference:
 
 
 def in_halves(pairs: Tensor) -> Tensor:
-    """[..., D] whose adjacent dimensions turn together: those of even places first."""
+    """Return [..., D] with the even dimensions first, so that adjacent rotated pairs become half the width apart."""
     order = [*range(0, pairs.shape[-1], 2), *range(1, pairs.shape[-1], 2)]
     return pairs[..., order]
 
 
 def as_held(model: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What a stock model's cache has, [..., T, D], as `Reference` has it."""
+    """Convert keys and values of a stock model's cache, [..., T, D], to those of `Reference`."""
     if not hasattr(model.config, "kv_lora_rank"):
         return keys, values
     return (in_halves(values) if model.config.model_type == "deepseek_v2" else values), keys
 
 
 def as_cached(model: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """`as_held`, undone."""
+    """Convert keys and values of `Reference` to those of a stock model's cache, the inverse of `as_held`."""
     if not hasattr(model.config, "kv_lora_rank"):
         return keys, values
     half = keys.shape[-1] // 2
@@ -375,11 +379,11 @@ def as_cached(model: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]
 def fit_change_predictor(
     values: Tensor, chunk_of: dict[int, int], recomputed: list[int], kept: list[int]
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function from the change [R, H, D] of the `recomputed` tokens to that of the `kept` ones, [N, H, D].
+    """Return a function from the change [R, H, D] of the `recomputed` tokens to that of the `kept` tokens, [N, H, D].
 
-    The mean of a Gaussian process with unit noise: .3 for any two tokens, and exp(-d / 4) for similar ones, d the mean
-    square of the difference of their `values` [T, H, D], each dimension standardised; half that between chunks. As a
-    linear model whose 48 features are similarities to some of the recomputed tokens.
+    It is the mean of a Gaussian process with unit noise. The kernel of two tokens is 0.3 + exp(-d / 4), where d is the
+    mean squared difference of their standardised `values` [T, H, D]; the second term is halved between chunks. The
+    process is approximated by a linear model, whose 48 features are the kernels with some recomputed tokens.
     """
     all_positions = sorted({*recomputed, *kept})
     rows = values[all_positions].flatten(1).double()
@@ -396,7 +400,7 @@ def fit_change_predictor(
         torch.tensor([[kernel(one, mark) for mark in marks] for one in tokens], dtype=torch.float64)
         for tokens in (recomputed, kept, marks)
     )
-    # Ridge regression: the weights' prior has the covariance of the marks, inverted.
+    # Ridge regression: the prior covariance of the weights is the inverse kernel matrix of the marks.
     precision = recomputed_kernel.T @ recomputed_kernel + of_marks + 1e-6 * torch.eye(count)
 
     def predict_change(change: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Real servers for tests, on free loopback ports: Redis, any HTTP server, and a TCP proxy that can misbehave.
+"""Servers for tests on free loopback ports: Redis, S3, HTTP servers, and a TCP proxy that injects faults.
 
-A test that needs one which is not installed is skipped with the command that installs it.
+If a server is not installed, the test is skipped, and the reason has the command that installs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def wait_until(claim: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Return as soon as `claim()` holds, and fail with `what` when it does not in time."""
+    """Wait until `claim()` is true. Fails with the text `what` after `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     while not claim():
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
@@ -40,14 +40,14 @@ def wait_until(claim: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 
 class RedisServer:
-    """A redis-server process without persistence; `kill` is kill -9, `start` starts it again, empty."""
+    """A redis-server process without persistence. After `kill` (SIGKILL), `start` starts it again without entries."""
 
     def __init__(self, directory: Path) -> None:
         if REDIS_BINARY is None:
             pytest.skip("no redis-server or valkey-server; install one: apt-get install redis-server")
         pytest.importorskip("redis", reason="redis-py is not installed: pip install 'ragblend[redis]'")
         self.port = free_port()
-        self.cluster_port = 0  # where it talks to other nodes
+        self.cluster_port = 0  # port for the other nodes of a cluster
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._directory = directory
         self.process: subprocess.Popen[bytes] | None = None
@@ -85,7 +85,7 @@ def running_redis(directory: Path, *options: str) -> Iterator[RedisServer]:
 
 @contextmanager
 def running_s3() -> Iterator[int]:
-    """The port of a moto server, an empty S3."""
+    """Run an empty S3 server (moto). Yield its port."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     server = moto.ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
@@ -97,7 +97,7 @@ def running_s3() -> Iterator[int]:
 
 
 def point_s3_at(port: int, patch: pytest.MonkeyPatch) -> None:
-    """Make the environment name `127.0.0.1:port` as S3, with keys that moto takes."""
+    """Set the environment variables of S3 to `127.0.0.1:port`, with keys that moto accepts."""
     patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -105,7 +105,7 @@ def point_s3_at(port: int, patch: pytest.MonkeyPatch) -> None:
 
 
 class RedisNodes:
-    """A Redis Cluster of three nodes, the last of which has a replica. `url` is of the first."""
+    """A Redis Cluster of three nodes. The last node has a replica. `url` is that of the first node."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -114,11 +114,11 @@ class RedisNodes:
 
     @property
     def last(self) -> RedisServer:
-        """The one that has a replica."""
+        """Return the node that has a replica."""
         return self._servers[2]
 
     def start(self) -> None:
-        """Start it empty; return when every node has all slots and the replica follows."""
+        """Start the cluster without entries. Wait until all slots are assigned and the replica is up to date."""
         import redis
 
         for server in self._servers:
@@ -147,11 +147,11 @@ class RedisNodes:
             server.kill()
 
 
-_NUM_SLOTS = 16384  # of any cluster
+_NUM_SLOTS = 16384  # of every Redis Cluster
 
 
 class HttpServer:
-    """An HTTP server and the processes it starts, with one log for them all. Made at once; `wait` before asking it."""
+    """An HTTP server and its child processes, with one log. The constructor starts it; `wait` until it is healthy."""
 
     def __init__(self, command: Sequence[str], url: str, home: Path, environment: Mapping[str, str]) -> None:
         self.url = url
@@ -162,7 +162,7 @@ class HttpServer:
             )
 
     def wait(self, timeout_s: float = 500.0) -> None:
-        """Until it is healthy."""
+        """Wait until the server is healthy. Fails with the log if it ends, or after `timeout_s` seconds."""
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s:
             assert self._process.poll() is None, self.log()
@@ -173,17 +173,17 @@ class HttpServer:
         raise AssertionError(self.log())
 
     def log(self) -> str:
-        """The end of what it said."""
+        """Return the end of the log."""
         return self._log.read_text(errors="replace")[-4000:]
 
     def kill(self) -> None:
-        """Kill -9, to all its processes."""
+        """Send SIGKILL to all processes of the server, and wait for their end."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def stop(self) -> None:
-        """As Ctrl-C does; killed when that takes more than a minute."""
+        """Send SIGINT to all processes of the server. Kill them if they run longer than a minute."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
         try:
@@ -193,7 +193,7 @@ class HttpServer:
 
 
 class LoopbackServer:
-    """Serves every connection to `port` in a separate thread, by `_serve`."""
+    """Server on a loopback port that handles every connection by `_serve` in a separate thread."""
 
     def __init__(self) -> None:
         self.num_connections = 0
@@ -221,11 +221,12 @@ class LoopbackServer:
 
 
 class TcpProxy(LoopbackServer):
-    """Forwards a loopback port to another, unless `mode` says what to do instead.
+    """Proxy that forwards a loopback port to another one, or injects the fault `mode`.
 
-    pass; delay (`delay_s` before each reply); hang (take everything, answer nothing); drip (one byte a time, 20 ms
-    apart); refuse (close at once); error (an HTTP 500 to every request); cut (close after `cut_after` bytes of reply);
-    announce (the length of a Redis value is given as `announced` bytes); corrupt (a bit of every reply is another).
+    Modes: pass (no fault); delay (`delay_s` before each reply); hang (accept requests, send no reply); drip (one byte
+    of the reply per 20 ms); refuse (close each connection at once); error (reply HTTP 500); cut (close after
+    `cut_after` bytes of reply); announce (replace the length of a Redis value by `announced`); corrupt (flip a bit of
+    each reply).
     """
 
     def __init__(self, target_port: int) -> None:
@@ -278,9 +279,9 @@ class TcpProxy(LoopbackServer):
 
 
 class TalkingServer(LoopbackServer):
-    """Says to every request what `reply` yields for its words, until the client goes away.
+    """Server that answers every request with the bytes that `reply(words)` yields, until the client disconnects.
 
-    The words are those of a Redis command, or of the first line of an HTTP request.
+    words: those of a Redis command, or of the first line of an HTTP request.
     """
 
     def __init__(self, reply: Callable[[list[bytes]], Iterable[bytes]], *, is_http: bool = False) -> None:

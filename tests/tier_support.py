@@ -1,4 +1,4 @@
-"""Chunks, their files, a ByteStore in a dict and small checks that the tests of the tiers share."""
+"""Helpers of the tests of the storage tiers: chunks, their files, a ByteStore in a dict, and assertions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_kv(
     dim: int = 4,
     dtype: str = "float32",
 ) -> MemoryKV:
-    """A chunk of two heads whose key, ids and bits follow from `seed` and `namespace`."""
+    """Return the KV of a chunk with two heads. `seed` and `namespace` determine its key, ids and values."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {namespace}".encode()))
     token_ids = tuple(range(10 * seed + 100, 10 * seed + 100 + tokens))
     layers = tuple(
@@ -42,12 +42,12 @@ def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
 
 
 def path_of(root: Path, key: str) -> Path:
-    """The file of an entry on the disk tier at `root`."""
+    """Return the path of an entry's file on the disk tier at `root`."""
     return root / "kv" / key[:2] / f"{key}.safetensors"
 
 
 def flip(path: Path, position: int, by: int = 1) -> None:
-    """Change one byte of the file, in place, also while it is open."""
+    """XOR one byte of the file with `by`, in place, so that open files and mappings change, too."""
     data = bytearray(path.read_bytes())
     data[position] ^= by
     with path.open("r+b") as stream:
@@ -55,7 +55,7 @@ def flip(path: Path, position: int, by: int = 1) -> None:
 
 
 class DictValues:
-    """A ByteStore in a dict, unreachable if `is_down`; records its calls."""
+    """ByteStore in a dict that records its calls. If `is_down`, every call raises BackendUnreachableError."""
 
     url, max_value_bytes = "dict://", 1 << 30
 
@@ -117,7 +117,7 @@ class DictValues:
 
 
 class SlowValues(DictValues):
-    """Takes `wait_s` for a value, and notes how many were on their way at once."""
+    """DictValues whose `get` takes `wait_s`. `num_most`: the largest number of concurrent calls."""
 
     wait_s = 0.05
     num_now = num_most = 0

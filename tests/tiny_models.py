@@ -66,7 +66,7 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     ),
 }
 
-_LATENT_SIZES = {  # every width is different, so that no mix-up stays unnoticed
+_LATENT_SIZES = {  # widths differ, so that a confusion of two of them raises an error
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
     "qk_rope_head_dim": 8,
@@ -82,9 +82,9 @@ _DEEPSEEK_YARN = {
     **_YARN,
     "mscale": 0.9,
     "mscale_all_dim": 0.6,
-}  # of real models both are equal, so tables are not scaled
+}  # the two `mscale` values are equal in released models, whose tables are therefore not scaled
 LATENT: dict[str, tuple[type, dict[str, Any]]] = {
-    "deepseek_v2": (  # V2's; V2-Lite projects queries in one step, and has no groups of experts
+    "deepseek_v2": (  # V2; V2-Lite projects queries in one step, and has no groups of experts
         DeepseekV2ForCausalLM,
         _LATENT_SIZES
         | {"q_lora_rank": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
@@ -100,7 +100,7 @@ LATENT: dict[str, tuple[type, dict[str, Any]]] = {
         | {"q_lora_rank": 32, "first_k_dense_replace": 2, "n_group": 4, "topk_group": 2}
         | {"rope_parameters": _DEEPSEEK_YARN},
     ),
-    "deepseek_v3_halves": (  # weights whose rotary dimensions are not neighbours
+    "deepseek_v3_halves": (  # weights whose rotated pairs are not adjacent
         DeepseekV3ForCausalLM,
         _LATENT_SIZES | {"q_lora_rank": 32, "first_k_dense_replace": 6, "rope_interleave": False},
     ),
@@ -110,7 +110,7 @@ FAMILIES |= LATENT
 
 _GEMMA4_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 WINDOWED: dict[str, tuple[type, dict[str, Any]]] = {
-    # Windows of half the prompts that the tests fuse, and soft caps at which scores bend.
+    # The windows have half the length of the tests' prompts, and the soft caps change the scores.
     "gemma2": (
         Gemma2ForCausalLM,
         {
@@ -162,7 +162,10 @@ FAMILIES |= WINDOWED
 
 
 def make_model(model_class: Any, seed: int = 0, **changes: Any) -> Any:
-    """A random model, 6 layers, hidden 64, 4 heads of 16: weights large enough that attention is far from uniform."""
+    """Return a random model with 6 layers, hidden size 64 and 4 heads of 16, unless `changes` has other sizes.
+
+    The weights are so large that attention is far from uniform.
+    """
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -192,14 +195,14 @@ def make_model(model_class: Any, seed: int = 0, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # Gemma 4: as with norms
                 buffer.mul_(1.2)
-        if model.config.model_type == "gemma4_text":  # it does not scale scores: its norm of queries has learned to
+        if model.config.model_type == "gemma4_text":  # attention has no scale, because trained query norms include it
             for layer in model.model.layers:
                 layer.self_attn.q_norm.weight.mul_(layer.self_attn.head_dim**-0.5)
     return model
 
 
 def stock_models(**sizes: Any) -> Callable[[str], Any]:
-    """`stock_models(**sizes)(family)`: the model with eager attention; the same one in every call."""
+    """Return a function from a family to its model with eager attention. It caches the models."""
 
     @cache
     def build(family: str) -> Any:
@@ -211,8 +214,8 @@ def stock_models(**sizes: Any) -> Callable[[str], Any]:
     return build
 
 
-def make_gemma3_that_sees() -> Any:
-    """The family "gemma3" within the class that reads images too, with an eye of one layer."""
+def make_multimodal_gemma3() -> Any:
+    """Return the model of the family "gemma3" in the multimodal class, with a vision tower of one layer."""
     model_class, changes = FAMILIES["gemma3"]
     text = make_model(model_class, **changes)
     eye = SiglipVisionConfig(
@@ -225,8 +228,8 @@ def make_gemma3_that_sees() -> Any:
     return _with_text_of(text, Gemma3ForConditionalGeneration(config))
 
 
-def make_gemma4_that_sees() -> Any:
-    """The family "gemma4" within the class that reads images too, with an eye of one layer."""
+def make_multimodal_gemma4() -> Any:
+    """Return the model of the family "gemma4" in the multimodal class, with a vision tower of one layer."""
     model_class, changes = FAMILIES["gemma4"]
     text = make_model(model_class, **changes)
     eye = Gemma4VisionConfig(
@@ -238,7 +241,7 @@ def make_gemma4_that_sees() -> Any:
 
 
 def _with_text_of(text: Any, model: Any) -> Any:
-    """`model` with the weights of the decoder `text`."""
+    """Copy the weights of the decoder `text` into the multimodal `model`. Return `model`."""
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     return model.eval()

@@ -1,4 +1,4 @@
-"""Chunks and prompts in the words that the tiny tokenizer has learned, long enough to be found in prompts."""
+"""Chunks and a prompt in words of the tiny tokenizer's vocabulary. The chunks are long enough to be matched."""
 
 from ragblend.prompt.types import Chunk, Prompt
 

@@ -11,7 +11,7 @@ from langchain_core.outputs import ChatGeneration, ChatResult
 
 
 class ToolCaller(BaseChatModel):
-    """Searches for `query` until a tool has returned something, then answers "mine"."""
+    """Model that calls the tool search_documents with `query`, and answers "mine" after the tool's result."""
 
     query: str
 

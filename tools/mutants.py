@@ -110,7 +110,7 @@ deleted-while-fetched           vllm       _fetch_one
 
 
 class Fault(NamedTuple):
-    """A small change of behaviour, as FAULT_TABLE describes it."""
+    """A small change of behaviour, described by an entry of FAULT_TABLE."""
 
     name: str
     folder: str
@@ -120,7 +120,7 @@ class Fault(NamedTuple):
 
 
 class Mutation(NamedTuple):
-    """A fault in one file (relative to the root): its lines there, and the file's text without and with it."""
+    """A fault in one file (relative to the root): its line numbers, and the file's text without and with the fault."""
 
     file: str
     lines: range
@@ -286,7 +286,7 @@ def make_map(copy: TreeCopy, files: Sequence[str], arguments: Sequence[str]) -> 
 
 
 class _Recorder:
-    """The pytest plugin's part in each process: coverage with one context per test, and each test's seconds."""
+    """Recorder of one pytest process: coverage with one context per test, and the seconds of each test."""
 
     def __init__(self, folder: str, files: Sequence[str]) -> None:
         from coverage import Coverage
@@ -327,14 +327,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = read_faults()
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description="Run the tests with small faults.")
     parser.add_argument("--out", type=Path, help="JSON file of the results. Default: none.")
-    parser.add_argument("--only", action="append", choices=[fault.name for fault in faults], help="Fault to judge.")
+    names = [fault.name for fault in faults]
+    parser.add_argument("--only", action="append", choices=names, help="Fault to judge; repeat for more. Default: all.")
     parser.add_argument("--tier", choices=TIERS, default="test-all", help="Last tier to run. Default: test-all.")
-    parser.add_argument("--tests", action="append", default=[], help="Tests to run, instead of the tiers.")
-    parser.add_argument("--workers", type=int, default=2, help="Processes of pytest-xdist. Default: 2. 0: without it.")
+    parser.add_argument("--tests", action="append", default=[], help="Tests to run instead of the tiers.")
+    parser.add_argument("--workers", type=int, default=2, help="Processes of pytest-xdist. 0: without it. Default: 2.")
     options = parser.parse_args(arguments)
     out: Path | None = options.out
     known = json.loads(out.read_text())["faults"] if out and out.exists() else []
-    results = {each["name"]: each for each in known if each["name"] in {fault.name for fault in faults}}
+    results = {each["name"]: each for each in known if each["name"] in names}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = TreeCopy(Path(folder), options.workers)

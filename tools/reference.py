@@ -1,4 +1,4 @@
-"""Write docs/commands.md from the commands themselves: usage, every option, examples.
+"""Generate docs/commands.md from the CLI: usage, options and examples of every command.
 
 python -m tools.reference
 """
@@ -22,11 +22,11 @@ Written from the commands themselves by `python -m tools.reference`. Settings an
 `ragblend --install-completion` completes commands and options in bash, zsh, fish and PowerShell.
 """
 EXAMPLES = re.compile(r"\x08\nExamples:\n((?:  .*\n?)+)")
-SUBCOMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")  # their first words alone; each follows in full
+SUBCOMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")  # summaries, which repeat the commands' own sections
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     root = get_command(app)
     assert isinstance(root, SectionedHelpGroup)
     context = typer.Context(root, info_name="ragblend")

@@ -1,10 +1,10 @@
-"""The documentation site: the repository's pages as HTML in build/site, and no link in them that leads nowhere.
+"""Build the documentation site in build/site, and check all of its links.
 
     python -m tools.site
 
-The pages keep their folders, so a link between them is the same on GitHub, in the site and in a checkout. Zensical
-builds them by `mkdocs.yml` and stops at links and anchors that it cannot follow. What it leaves unchecked (images, HTML
-in Markdown, files that are no pages, what a page loads from elsewhere) is read off the finished HTML.
+The pages keep their folders, so links between them are the same on GitHub, in the site and in a checkout. Zensical
+builds them by `mkdocs.yml` and fails at dead links and anchors between pages. This module checks what Zensical does
+not: images, HTML in Markdown, links to other files, and resources that a page loads from other sites.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pages() -> list[Path]:
 
 
 def lay_out(out: Path = PAGES) -> None:
-    """The pages, and every file that one of them links to, as they stand in the repository."""
+    """Copy the pages, and every file that they link to, to `out` with the folders of the repository."""
     shutil.rmtree(out, ignore_errors=True)
     wanted = set(pages())
     for page in pages():
@@ -45,7 +45,7 @@ def lay_out(out: Path = PAGES) -> None:
 
 
 class Page(HTMLParser):
-    """What one finished page can be linked at, and what it links to and loads."""
+    """Anchors and links of one HTML page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what a tag names, links to or loads."""
+        """Record the anchor and the links of a tag."""
         for name, value in attrs:
             if name in ("id", "name") and value:
                 self.anchors.add(value)
@@ -63,7 +63,7 @@ class Page(HTMLParser):
 
 
 def dead_links(site: Path = SITE) -> Iterator[str]:
-    """A line for every link of the site that leads to no file or anchor in it, and everything loaded from elsewhere."""
+    """Yield a line for each dead link of the site, and for each resource that a page loads from another site."""
     read = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     for path, page in read.items():
         for tag, link in page.links:
@@ -76,24 +76,24 @@ def dead_links(site: Path = SITE) -> Iterator[str]:
             target = site / named.lstrip("/") if named.startswith("/") else path.parent / named if named else path
             target = (target / "index.html" if target.is_dir() else target).resolve()
             if not target.is_file():
-                yield f"{where}: {link} is no file"
+                yield f"{where}: {link} does not exist"
             elif parts.fragment and target in read and unquote(parts.fragment) not in read[target].anchors:
-                yield f"{where}: {link} is no heading"
+                yield f"{where}: {link} has no such heading"
     for path in site.rglob("*.css"):
         for link in re.findall(r"(?:url\(|@import\s+)[\"']?(https?:[^\"')]+)", path.read_text(encoding="utf-8")):
             yield f"{path.relative_to(site)} loads {link}"
 
 
 def main() -> None:
-    """Lay out, build, check; exit code 1 and every dead link by its name if there is one."""
+    """Build the site and check its links. Exit with code 1 and a line per dead link if there is one."""
     lay_out()
     shutil.rmtree(SITE, ignore_errors=True)
     zensical = Path(sys.executable).with_name("zensical")
     if subprocess.run([zensical, "build", "--strict", "--clean"], cwd=ROOT).returncode:
-        sys.exit("the site was not built: correct what is named above, then make docs")
+        sys.exit("the site was not built; correct the errors above and run: make docs")
     if dead := list(dead_links()):
         sys.exit("\n".join(dead))
-    print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}, every link leads somewhere")
+    print(f"{len(list(SITE.rglob('*.html')))} pages in {SITE.relative_to(ROOT)}, no dead links")
 
 
 if __name__ == "__main__":

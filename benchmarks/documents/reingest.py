@@ -1,7 +1,7 @@
-"""Chunks that are prefilled again after a file was touched, renamed or edited.
+"""Number of chunks that are prefilled again after a file was touched, renamed or edited.
 
-An index follows a folder as `ragblend ingest` does; no model runs. A chunk is prefilled where its text was not in the
-index before, because KV is stored by a text's token ids. Read `measure_edits` first.
+An index is synchronised with a folder as by `ragblend ingest`, but no model runs. A chunk counts as prefilled if its
+text was not in the index before, because KV is stored by token ids. Read `measure_edits` first.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ragblend.corpus.folder_scan import scan_folders
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.sync import ChunkerConfig, sync_index
 
-MAX_BYTES = 500_000  # of an edited file
+MAX_BYTES = 500_000  # largest edited file
 NUM_FILES = {"table": 4}
-"""Edited files of a kind, the largest ones; of other kinds one. Tables differ in how far a row shifts later chunks."""
-CHUNK_TOKENS = 256  # small, so that a file has enough chunks for a share to mean something
+"""Number of edited files by kind, the largest first; 1 for other kinds. A row shifts later chunks more or less far."""
+CHUNK_TOKENS = 256  # small, so that files have enough chunks for a meaningful percentage
 
 
 class Edit(NamedTuple):
@@ -37,7 +37,7 @@ class Edit(NamedTuple):
 
 
 def _insert_line(at: float, line: bytes) -> Callable[[bytes], bytes]:
-    """Insert a line before the line at a share of all lines, but never before the first."""
+    """Return a function that inserts a line at the share `at` of all lines, but never before the first line."""
 
     def apply(data: bytes) -> bytes:
         lines = (data if data.endswith(b"\n") else data + b"\n").splitlines(keepends=True)
@@ -48,7 +48,7 @@ def _insert_line(at: float, line: bytes) -> Callable[[bytes], bytes]:
 
 
 def _repeat_row(at: float) -> Callable[[bytes], bytes]:
-    """Insert a row of a table made of another one's cells, with a cell that no row has."""
+    """Return a function that inserts a copy of the last row, with a new first cell, at the share `at` of all rows."""
 
     def apply(data: bytes) -> bytes:
         rows = data.splitlines()
@@ -87,7 +87,7 @@ EDITS = (
 
 
 def measure_edits(files: Sequence[ChosenFile]) -> list[dict[str, Any]]:
-    """For each edit of each kind's largest files: a file's chunks, and how many of them are prefilled again."""
+    """Apply each edit to the largest files of its kind. Return a record per edit and file with both chunk counts."""
     found = []
     for kind in dict.fromkeys(edit.kind for edit in EDITS):
         sizes = {file: size for file in files if file.kind == kind and (size := file.path.stat().st_size) <= MAX_BYTES}
@@ -103,7 +103,7 @@ def measure_edits(files: Sequence[ChosenFile]) -> list[dict[str, Any]]:
 
 
 def measure_edit(path: Path, edit: Edit) -> tuple[int, int]:
-    """(chunks of the file, chunks prefilled again) where an index follows a folder that holds the file."""
+    """Index a copy of the file, edit the copy, and index it again. Return (chunks, chunks prefilled again)."""
     with tempfile.TemporaryDirectory() as folder:
         docs = Path(folder) / "docs"
         docs.mkdir()
@@ -123,7 +123,7 @@ def measure_edit(path: Path, edit: Edit) -> tuple[int, int]:
 
 
 def _follow(index: ChunkIndex, docs: Path) -> set[str]:
-    """Bring the index up to the folder; return the texts of its chunks."""
+    """Synchronise the index with the folder. Return the texts of its chunks."""
     chunker = ChunkerConfig(lambda document: split(document, count_tokens, CHUNK_TOKENS), "estimate")
     result = sync_index(index, scan_folders([docs]), chunker, lambda *_: None)
     if result.failures:

@@ -1,1 +1,1 @@
-"""A served deployment under load and faults, for thousands of requests: answers, foreign hits, memory, counters."""
+"""Soak test of a served deployment: two replicas under load and faults. Checks answers, hits, counters and memory."""

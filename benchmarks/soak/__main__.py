@@ -1,13 +1,18 @@
-"""A served deployment for a long time: two replicas, Redis, API keys; clients that hang up; and things that are killed.
+"""Soak test of a served deployment: two replicas with API keys and a shared Redis, under load and faults.
 
     python -m benchmarks.soak --out data/results/soak.json
 
-Two `ragblend serve demo --api-keys-file` with a store each and one Redis, on this machine's CPU. Clients of three
-namespaces ingest and ask, in every mode, streamed and not; some hang up; some ask about chunks that only another
-namespace has ingested, or nobody has. Redis is killed twice and comes back empty, one replica is killed and started
-again over its store. The run fails unless every answer is right (`work`), no chunk was hit in a namespace that had not
-ingested it, no chunk that a replica stores was missed there (`ledger`), and the counters of both add up to what the
-clients saw. Memory is told, not judged. Read `measure` first.
+Two `ragblend serve demo --api-keys-file` run on this machine's CPU, each with its own store. Clients of three
+namespaces ingest chunks and send prompts in every mode, streamed and not. Some clients disconnect early. Some prompts
+contain chunks that only another namespace has ingested, or none. Redis is killed twice and restarted empty. One replica
+is killed and restarted over its store. The run fails unless:
+
+- every answer is right (`work`);
+- no chunk was a hit in a namespace that had not ingested it (`ledger`);
+- no chunk that a replica had stored was a miss there (`ledger`);
+- the counters of both replicas agree with what the clients observed.
+
+The growth of memory is reported, but does not fail the run. Read `measure` first.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.soak.clients import LEAVES, STREAMS, Client, Turnstile
+from benchmarks.soak.clients import DISCONNECT_SHARE, STREAM_SHARE, Client, RequestGate
 from benchmarks.soak.deployment import MEMORY_GIB, Redis, Replica, flags_of, write_keys
 from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
 from benchmarks.soak.memory import Growth, Sample, Sampler, growth
@@ -39,32 +44,32 @@ from ragblend.lab.bench.ttft_vllm import vllm_hardware_card
 
 SCHEMA_VERSION = 1
 MIN_REQUESTS = 50
-FRESH_KEPT = 50  # of the chunks made up last, that are asked about
-WRONG = (
+NUM_RECENT_TEXTS = 50  # new chunks that prompts are drawn from: the last ones that were ingested
+PROBLEM_KINDS = (
     "wrong_answers", "foreign_hits", "lost_chunks", "wrong_reports", "without_report", "refused", "errors",
     "unanswered", "damaged_entries", "foreign_entries",
 )  # fmt: skip
-"""Everything of which there must be none."""
+"""Counts that must be zero."""
 
-SEEN = (
+REPORTED_COUNTERS = (
     "ragblend_remote_hits_total", "ragblend_remote_failures_total", "ragblend_remote_dropped_writes_total",
     "ragblend_tier_hits_total", "ragblend_tier_evictions_total", "num_preemptions_total", "finished_abort",
 )  # fmt: skip
-"""Counters of which clients see nothing: that what was to happen did happen."""
+"""Counters that clients cannot check. The result lists them as evidence that the faults took effect."""
 
 ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SoakConfig:
-    """What is run."""
+    """Options of a run."""
 
     requests: int = 10_000
     clients: int = 16
     prompts: int = 24
     threads: int = 1  # of each engine
     seed: int = 0
-    minutes: float = 120.0  # after which nobody asks any more
+    minutes: float = 120.0  # no request begins later
 
     def __post_init__(self) -> None:
         if self.requests < MIN_REQUESTS or self.clients < 1 or self.prompts < 2:
@@ -75,7 +80,7 @@ class SoakConfig:
 
 
 class Soak:
-    """One run, from the first server's start to the last look into the stores."""
+    """One run, from the start of the servers to the check of their stores."""
 
     def __init__(self, config: SoakConfig, notify: ProgressCallback) -> None:
         self.config, self._notify = config, notify
@@ -87,7 +92,10 @@ class Soak:
         self.sums: list[Sum] = []
 
     def run(self, home: Path, stack: ExitStack) -> None:
-        """All of it. What `stack` holds is stopped by whoever owns it."""
+        """Start the deployment, send all requests, inject the faults and check the stores.
+
+        The processes are registered in `stack` and end when the caller closes it.
+        """
         config = self.config
         write_keys(home / "keys.json", TENANTS)
         self._redis = redis = Redis(home)
@@ -98,7 +106,7 @@ class Soak:
             Replica(f"replica-{number}", home / f"replica-{number}", config.threads, flags, RAGBLEND_MEMORY_GIB=memory)
             for number in range(2)
         ]
-        for replica in self._replicas:  # both at once: importing vLLM takes long
+        for replica in self._replicas:  # started in parallel, because importing vLLM takes long
             stack.callback(replica.stop)
             replica.start()
         engine = stack.enter_context(load_engine("demo", home / "texts", on_miss="inline"))
@@ -107,19 +115,19 @@ class Soak:
         self.ledger = Ledger(self.references, Stored())
         for replica in self._replicas:
             replica.wait()
-            replica.make_known(work.texts, work.tokenizer)
-        self._turnstile = Turnstile(config.requests, 60 * config.minutes)
-        fresh: deque[Text] = deque(maxlen=FRESH_KEPT)
+            replica.register_texts(work.texts, work.tokenizer)
+        self._gate = RequestGate(config.requests, 60 * config.minutes)
+        fresh: deque[Text] = deque(maxlen=NUM_RECENT_TEXTS)
         clients = [
-            Client(number, config.seed, work, self._replicas, self.ledger, self._turnstile, fresh)
+            Client(number, config.seed, work, self._replicas, self.ledger, self._gate, fresh)
             for number in range(config.clients)
         ]
-        sampler = Sampler(self._rss_bytes, lambda: self._turnstile.num_done)
+        sampler = Sampler(self._rss_bytes, lambda: self._gate.num_done)
         sampler.start()
         self._start_s = time.monotonic()
         for client in clients:
             client.start()
-        self._break_things()
+        self._inject_faults()
         for client in clients:
             client.join()
         self.requests_s = time.monotonic() - self._start_s
@@ -128,13 +136,13 @@ class Soak:
             if client.error is not None:
                 raise client.error
         for replica in self._replicas:
-            self._read(replica)
+            self._read_counters(replica)
         self.series = sampler.series
         self.growths = [growth(process, samples) for process, samples in sampler.series.items()]
         for replica in self._replicas:
             replica.stop()
             self.tracebacks += replica.tracebacks()
-        self._look_into_stores(work)
+        self._check_stores(work)
 
     def _rss_bytes(self) -> dict[str, int]:
         found = self._redis.rss_bytes()
@@ -142,58 +150,61 @@ class Soak:
             found |= replica.rss_bytes()
         return found
 
-    # -- what is broken, and when
+    # -- faults
 
-    def _break_things(self) -> None:
-        self._redis_dies(0.15, 0.22)
-        back = self._replica_dies(0.40)
-        self._redis_dies(0.55, 0.62)
-        # The last part is asked of both, whether they have been there all the while or not.
-        self._turnstile.wait_for(self._at(0.75))
+    def _inject_faults(self) -> None:
+        self._restart_redis(0.15, 0.22)
+        back = self._restart_replica(0.40)
+        self._restart_redis(0.55, 0.62)
+        # The last quarter of the requests is sent when both replicas are up.
+        self._gate.wait_for(self._num_requests_at(0.75))
         back.join()
-        self._note("replica-1 is back")
-        self._turnstile.open(self.config.requests)
+        self._record_fault("replica-1 is back")
+        self._gate.open(self.config.requests)
 
-    def _at(self, share: float) -> int:
+    def _num_requests_at(self, share: float) -> int:
         return int(share * self.config.requests)
 
-    def _note(self, what: str) -> None:
+    def _record_fault(self, what: str) -> None:
         seconds = round(time.monotonic() - self._start_s, 1)
-        self.faults.append({"num_requests": self._turnstile.num_done, "seconds": seconds, "what": what})
-        self._notify(f"{self._turnstile.num_done} requests: {what}")
+        self.faults.append({"num_requests": self._gate.num_done, "seconds": seconds, "what": what})
+        self._notify(f"{self._gate.num_done} requests: {what}")
 
-    def _redis_dies(self, share: float, until: float) -> None:
-        self._turnstile.wait_for(self._at(share))
+    def _restart_redis(self, share: float, until: float) -> None:
+        self._gate.wait_for(self._num_requests_at(share))
         self._redis.kill()
-        self._note("redis is killed")
-        self._turnstile.wait_for(self._at(until))
+        self._record_fault("redis is killed")
+        self._gate.wait_for(self._num_requests_at(until))
         self._redis.start()
-        self._note("redis is back, empty")
+        self._record_fault("redis is back, empty")
 
-    def _replica_dies(self, share: float) -> threading.Thread:
-        """Killed with requests under way, a little after its counters were read, and started again at once."""
-        self._turnstile.wait_for(self._at(share))
+    def _restart_replica(self, share: float) -> threading.Thread:
+        """Read the counters of replica-1, kill it with requests in progress, and start it again at once.
+
+        Returns a thread that ends when the replica is healthy.
+        """
+        self._gate.wait_for(self._num_requests_at(share))
         replica = self._replicas[1]
-        self._turnstile.shut()
-        self._read(replica)
-        self._turnstile.open(self._at(0.75) + 1)
-        self._turnstile.wait_for(self._turnstile.num_done + self.config.clients)
+        self._gate.close()
+        self._read_counters(replica)
+        self._gate.open(self._num_requests_at(0.75) + 1)
+        self._gate.wait_for(self._gate.num_done + self.config.clients)
         replica.kill()
-        self._note("replica-1 is killed")
+        self._record_fault("replica-1 is killed")
         replica.start()
         back = threading.Thread(target=replica.wait, daemon=True)
         back.start()
         return back
 
-    # -- what is looked at
+    # -- checks
 
-    def _read(self, replica: Replica) -> None:
+    def _read_counters(self, replica: Replica) -> None:
         replica.read_counters()
-        self.sums += sums(replica.lives[-1], self.ledger.of(replica.name))
+        self.sums += sums(replica.runs[-1], self.ledger.attempts_at(replica.name))
 
-    def _look_into_stores(self, work: Work) -> None:
-        """Every entry is whole, and was ingested in its namespace."""
-        numbers = {text.token_ids: text.number for text in work.made}
+    def _check_stores(self, work: Work) -> None:
+        """Record a problem for each entry that is damaged or was not ingested in its namespace."""
+        numbers = {text.token_ids: text.number for text in work.all_texts}
         ingested = self.ledger.stored.namespaces()
         for replica in self._replicas:
             store = DiskStore(replica.store)
@@ -206,7 +217,7 @@ class Soak:
 
     @property
     def problems(self) -> list[str]:
-        """Everything that must not be, in words."""
+        """Return a sentence for each problem."""
         off = [each for each in self.sums if not each.is_right]
         return self.ledger.problems + [
             f"counters: {each.replica} counted {each.counted:g} {each.counter}, clients {each.smallest:g} to "
@@ -215,33 +226,38 @@ class Soak:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the result as a JSON object."""
         counts = self.ledger.counts
         unread = [
             each
             for replica in self._replicas
-            for life in replica.lives
-            for each in self.ledger.of(replica.name)
-            if life.end_s is not None and (life.read_s or life.start_s) < each.start_s < life.end_s
+            for run in replica.runs
+            for each in self.ledger.attempts_at(replica.name)
+            if run.end_s is not None and (run.read_s or run.start_s) < each.start_s < run.end_s
         ]
         return {
             "schema_version": SCHEMA_VERSION,
             "command": "benchmarks.soak",
             "hardware": vllm_hardware_card(),
-            "config": {**asdict(self.config), "namespaces": len(TENANTS), "leaves": LEAVES, "streams": STREAMS},
-            "num_requests": self._turnstile.num_done,
+            "config": {
+                **asdict(self.config),
+                "namespaces": len(TENANTS),
+                "leaves": DISCONNECT_SHARE,
+                "streams": STREAM_SHARE,
+            },
+            "num_requests": self._gate.num_done,
             "seconds": round(self.requests_s, 1),
-            "requests_per_s": round(self._turnstile.num_done / self.requests_s, 2),
+            "requests_per_s": round(self._gate.num_done / self.requests_s, 2),
             "num_references": len(self.references),
             "certain_tokens": round(self.references.num_certain, 2),
             "faults": self.faults,
-            "counts": {name: counts[name] for name in sorted(counts) if name not in WRONG},
-            "wrong": {name: counts[name] for name in WRONG},
+            "counts": {name: counts[name] for name in sorted(counts) if name not in PROBLEM_KINDS},
+            "wrong": {name: counts[name] for name in PROBLEM_KINDS},
             "counters": [{**each._asdict(), "is_right": each.is_right} for each in self.sums],
             "seen": [
-                {"replica": life.name, **{name: life.counters.get(name, 0.0) for name in SEEN}}
+                {"replica": run.name, **{name: run.counters.get(name, 0.0) for name in REPORTED_COUNTERS}}
                 for replica in self._replicas
-                for life in replica.lives
+                for run in replica.runs
             ],
             "tracebacks": self.tracebacks,
             "attempts_after_the_last_reading": len(unread),
@@ -252,12 +268,12 @@ class Soak:
 
 
 def _thinned(samples: Sequence[Sample], count: int = 60) -> list[tuple[int, float]]:
-    """About `count` of them: requests and MiB."""
+    """Return about `count` of the samples, evenly spaced, as (requests, MiB)."""
     return [(each.num_requests, round(each.rss_bytes / 2**20, 1)) for each in samples[:: 1 + len(samples) // count]]
 
 
 def measure(config: SoakConfig, notify: ProgressCallback) -> dict[str, Any]:
-    """Run the deployment and its clients; the JSON object. Its `problems` are empty where everything held."""
+    """Run the soak test. Return the result as a JSON object, whose `problems` are empty if all checks passed."""
     soak = Soak(config, notify)
     with tempfile.TemporaryDirectory(prefix="ragblend-soak-") as home, ExitStack() as stack:
         soak.run(Path(home), stack)
@@ -265,7 +281,7 @@ def measure(config: SoakConfig, notify: ProgressCallback) -> dict[str, Any]:
 
 
 def table(facts: dict[str, Any]) -> list[str]:
-    """What people read."""
+    """Return the lines of a summary."""
     lines = [f"{facts['num_requests']} requests in {facts['seconds']:.0f} s, {facts['requests_per_s']:.1f} a second"]
     lines += [f"{name:<28}{count:>8}" for part in ("counts", "wrong") for name, count in facts[part].items()]
     off = sum(not each["is_right"] for each in facts["counters"])
@@ -287,7 +303,10 @@ def main(
     minutes: float = 120.0,
     out: Path | None = None,
 ) -> None:
-    """A table on stderr, one line of JSON on stdout, and in `out`. Exit code 1 if anything was wrong."""
+    """Run the soak test. Print a table to stderr and JSON to stdout, and write the JSON to `out`.
+
+    The exit code is 1 if a check failed.
+    """
     config = SoakConfig(requests, clients, prompts, threads, seed, minutes)
     set_num_threads(1)
     quiet_libraries()

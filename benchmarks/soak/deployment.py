@@ -1,6 +1,6 @@
-"""Two `ragblend serve` replicas, a Redis between them and a file of API keys, as processes of this machine.
+"""Deployment under test: `ragblend serve` replicas, a Redis and a file of API keys, as processes of this machine.
 
-Everything can be killed (kill -9) and started again at its old address. Knows texts; knows nothing of prompts.
+Each process can be killed (SIGKILL) and restarted at the same address.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ from ragblend.files.store_folder import CATALOG_FILE
 ADMIN_KEY = "soak-key-of-the-admin"
 ON_CPU = ("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16", "--block-size", "32")
 PAGED_KV_BYTES = 8 << 20
-"""Room for about seven prompts at once: requests wait for blocks, as they would behind long prompts."""
-MEMORY_GIB = 0.01  # about thirty chunks, so that the memory tier evicts all the while
+"""Size of the KV cache, about seven prompts, so that requests wait for blocks as they would with long prompts."""
+MEMORY_GIB = 0.01  # about thirty chunks, so that the memory tier evicts throughout the run
 WITHOUT_PERSISTENCE = ("--save", "", "--appendonly", "no")
 REDIS_OPTIONS = (*WITHOUT_PERSISTENCE, "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
 START_S, STOP_S = 600.0, 60.0
 READING_BODY = {"model": "demo", "prompt": [1, 7], "max_tokens": 2, "ignore_eos": True}
-"""Sent when counters are read: the engine tells what it has counted at its next step."""
+"""Request that is sent before counters are read, because the engine updates its counters in the next step."""
 OF_READING = {"finished_length": 1, "generation_tokens_total": 2}
-"""What that adds to the counters."""
+"""Contribution of that request to the counters."""
 
 
 def flags_of(remote: str, keys: Path) -> list[str]:
-    """What the soak's replicas are served with."""
+    """Return the `ragblend serve` flags of the replicas."""
     paged = ["--kv-cache-memory-bytes", str(PAGED_KV_BYTES)]
     return ["--api-keys-file", str(keys), "--remote", remote, *ON_CPU, *paged]
 
 
 def key_of(tenant: str) -> str:
-    """The API key that is bound to the namespace `tenant`."""
+    """Return the API key of the namespace `tenant`."""
     return f"soak-key-of-{tenant}"
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on."""
+    """Return a loopback port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Redis:
-    """A redis-server with `options`. Without persistence it loses its entries when it is killed."""
+    """A redis-server process with `options`. Without persistence its entries are lost when it is killed."""
 
     def __init__(self, home: Path, options: Sequence[str] = REDIS_OPTIONS) -> None:
         found = shutil.which("redis-server") or shutil.which("valkey-server")
         if found is None:
-            raise NotFoundError("there is no redis-server here; install one: apt-get install redis-server")
+            raise NotFoundError("redis-server is not installed; run: apt-get install redis-server")
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._command = [found, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(home), *options]
@@ -74,7 +74,7 @@ class Redis:
         self.num_starts = 0
 
     def start(self) -> None:
-        """Empty. Returns once it answers."""
+        """Start the process and wait until it answers. Raises BackendUnreachableError after STOP_S seconds."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, start_new_session=True)
         self.num_starts += 1
         end_s = time.monotonic() + STOP_S
@@ -92,14 +92,14 @@ class Redis:
             return False
 
     def kill(self) -> None:
-        """Kill -9."""
+        """Send SIGKILL to the process, if it runs, and wait for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def rss_bytes(self) -> dict[str, int]:
-        """Resident memory, by process."""
+        """Return {process name: resident bytes}; empty if the process does not run."""
         process = self._process
         rss = rss_bytes(process.pid) if process is not None else None
         return {} if rss is None else {f"redis {self.num_starts}": rss}
@@ -107,50 +107,24 @@ class Redis:
 
 @dataclass(slots=True)
 class ReplicaRun:
-    """A replica from one start to its end, in seconds of `time.monotonic`."""
+    """A replica from one start to its end. Times are in seconds of `time.monotonic`."""
 
     name: str
     start_s: float
-    read_s: float | None = None  # when its counters were last read, with no request under way
+    read_s: float | None = None  # when its counters were last read, with no request in progress
     end_s: float | None = None
-    counters: dict[str, float] = field(default_factory=dict)  # then
+    counters: dict[str, float] = field(default_factory=dict)  # values at `read_s`
 
 
-class ServedReplica:
-    """A server that runs, as clients see it: where it is, and its lives with their counters."""
-
-    def __init__(self, name: str, url: str) -> None:
-        self.name, self.url = name, url
-        self.lives: list[ReplicaRun] = []
-        self._before: dict[str, float] = {}
-
-    def begin(self) -> None:
-        """Clients begin now; what was counted before is not theirs."""
-        self._before = self._counters()
-        self.lives.append(ReplicaRun(f"{self.name} {len(self.lives) + 1}", time.monotonic()))
-
-    def read_counters(self) -> None:
-        """Note what `/metrics` says. Nothing may be under way; what was counted last is brought out by a step more."""
-        life, now = self.lives[-1], self._counters()
-        life.counters = {name: value - self._before.get(name, 0.0) for name, value in now.items()}
-        life.read_s = time.monotonic()
-
-    def _counters(self) -> dict[str, float]:
-        with httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=60) as http:
-            time.sleep(2.0)  # those who hung up last are still being aborted
-            http.post("/v1/completions", json=READING_BODY).raise_for_status()
-            time.sleep(1.0)
-            return counters_in(http.get("/metrics").raise_for_status().text)
-
-
-class Replica(ServedReplica):
-    """One `ragblend serve` with a store of its own, and all the processes it starts. `flags` are those of `serve`."""
+class Replica:
+    """One `ragblend serve` with its own store, and the processes it starts. `runs` has an element per start."""
 
     def __init__(
         self, name: str, home: Path, threads: int, flags: Sequence[str], model: str = "demo", **environment: str
     ) -> None:
-        self.home, self.port = home, free_port()
-        super().__init__(name, f"http://127.0.0.1:{self.port}")
+        self.name, self.home, self.port = name, home, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.runs: list[ReplicaRun] = []
         home.mkdir()
         self.store = home / "kv"
         self._process: subprocess.Popen[bytes] | None = None
@@ -165,15 +139,15 @@ class Replica(ServedReplica):
         }
 
     def start(self) -> None:
-        """Begin another life, with the store of the one before. Returns at once: `wait` before asking it."""
+        """Start the server over its store, and add an element to `runs`. Does not wait until it is healthy."""
         with (self.home / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=self.home, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
-        self.lives.append(ReplicaRun(f"{self.name} {len(self.lives) + 1}", time.monotonic()))
+        self.runs.append(ReplicaRun(f"{self.name} {len(self.runs) + 1}", time.monotonic()))
 
     def wait(self) -> None:
-        """Until it is healthy."""
+        """Wait until the server is healthy. Raises BackendUnreachableError if it ends, or after START_S seconds."""
         assert self._process is not None
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s and self._process.poll() is None:
@@ -181,29 +155,38 @@ class Replica(ServedReplica):
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             time.sleep(0.5)
-        said = (self.home / "log").read_text(errors="replace")[-2000:]
-        raise BackendUnreachableError(f"{self.name} did not come up; its log ends with:\n{said}")
+        log = (self.home / "log").read_text(errors="replace")[-2000:]
+        raise BackendUnreachableError(f"{self.name} did not start; its log ends with:\n{log}")
 
-    def make_known(self, texts: Sequence[Text], tokenizer: str) -> None:
-        """Have the replica find these texts in everybody's prompts, as those who ingest them do.
+    def read_counters(self) -> None:
+        """Store the values of `/metrics` in the current run. No request may be in progress."""
+        with httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=60) as http:
+            time.sleep(2.0)  # the requests of clients that disconnected last are still being aborted
+            http.post("/v1/completions", json=READING_BODY).raise_for_status()
+            time.sleep(1.0)
+            self.runs[-1].counters = counters_in(http.get("/metrics").raise_for_status().text)
+        self.runs[-1].read_s = time.monotonic()
 
-        `tokenizer`: the fingerprint of the ids' tokenizer.
+    def register_texts(self, texts: Sequence[Text], tokenizer: str) -> None:
+        """Add the texts to the catalogue of every namespace, so that the replica finds them in all prompts.
+
+        tokenizer: fingerprint of the tokenizer that made the ids.
         """
         with ChunkRegistry(self.store / CATALOG_FILE) as registry:
             for tenant in TENANTS:
                 registry.add_ids(((f"text {text.number}", text.token_ids) for text in texts), tokenizer, tenant)
 
     def kill(self) -> None:
-        """Kill -9, to all its processes."""
+        """Send SIGKILL to all processes of the replica, if it runs, and wait for their end."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self.lives[-1].end_s = time.monotonic()
+            self.runs[-1].end_s = time.monotonic()
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """As Ctrl-C does; killed when that takes too long."""
+        """Send SIGINT to all processes of the replica. Kill them if they run longer than STOP_S seconds."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -215,37 +198,38 @@ class Replica(ServedReplica):
         self._process = None
 
     def pids(self) -> list[int]:
-        """Its processes; none where it does not run."""
+        """Return the ids of the replica's processes; empty if it does not run."""
         process = self._process
         return [] if process is None or process.poll() is not None else _session_of(process.pid)
 
     def tracebacks(self) -> list[str]:
-        """Errors with a traceback in the log, each by its last line."""
+        """Return the last line of each traceback in the log."""
         found, inside = [], False
         for line in (self.home / "log").read_text(errors="replace").splitlines():
-            said = re.sub(r"^\([^)]*\)\s*(ERROR [^]]*\])?", "", line)  # the process, time and place before it
-            if "Traceback (most recent call last)" in said:
+            text = re.sub(r"^\([^)]*\)\s*(ERROR [^]]*\])?", "", line)  # without process, time and source line
+            if "Traceback (most recent call last)" in text:
                 inside = True
-            elif inside and said.strip() and not said.startswith("  "):
-                found.append(said.strip()[:300])
+            elif inside and text.strip() and not text.startswith("  "):
+                found.append(text.strip()[:300])
                 inside = False
         return found
 
     def rss_bytes(self) -> dict[str, int]:
-        """Resident memory, by process."""
+        """Return {process name: resident bytes} of the API server and vLLM's processes."""
         process, found = self._process, {}
         for pid in self.pids():
             role = "api" if process is not None and pid == process.pid else _command_of(pid)
             if role.startswith("VLLM") or role == "api":
                 rss = rss_bytes(pid)
                 if rss is not None:
-                    found[f"{self.lives[-1].name} {role.removeprefix('VLLM::').lower()}"] = rss
+                    found[f"{self.runs[-1].name} {role.removeprefix('VLLM::').lower()}"] = rss
         return found
 
 
 def counters_in(text: str) -> dict[str, float]:
-    """Series of vLLM in a `/metrics` text by name, without `vllm:`, summed over their labels; of finished requests by
-    reason.
+    """Return vLLM's counters in a `/metrics` text: {name without "vllm:": sum over all labels}.
+
+    Finished requests are counted by reason, as `finished_REASON`.
 
     >>> counters_in('vllm:a_total{engine="0"} 2.0\\nvllm:request_success_total{engine="0",finished_reason="stop"} 1.0')
     {'a_total': 2.0, 'finished_stop': 1.0}
@@ -261,7 +245,7 @@ def counters_in(text: str) -> dict[str, float]:
 
 
 def grants(tenants: Sequence[str]) -> dict[str, Any]:
-    """API keys of a keys file: each of `tenants` may ask and ingest."""
+    """Return the `keys` of a keys file: a key with the rights ask and ingest for each tenant, and an admin key."""
     return {
         **{key_of(tenant): {"namespace": tenant, "rights": ["ask", "ingest"]} for tenant in tenants},
         ADMIN_KEY: {"namespace": "operations", "rights": ["admin"]},
@@ -269,19 +253,19 @@ def grants(tenants: Sequence[str]) -> dict[str, Any]:
 
 
 def write_keys(path: Path, tenants: Sequence[str]) -> None:
-    """The keys file."""
+    """Write a keys file for the tenants, readable only by the owner."""
     path.touch(mode=0o600)
     path.write_text(json.dumps({"open": ["/health"], "keys": grants(tenants)}))
 
 
 def _session_of(leader: int) -> list[int]:
-    """Processes of the session that `leader` began."""
+    """Return the ids of the processes in the session of `leader`."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError, ValueError):
-            # pid (name) state ppid pgrp session ...; a name may have blanks and brackets in it
-            if int((place / "stat").read_text().rpartition(")")[2].split()[3]) == leader:
-                found.append(int(place.name))
+            # pid (name) state ppid pgrp session ...; the name may contain spaces and parentheses
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == leader:
+                found.append(int(folder.name))
     return found
 
 

@@ -1,8 +1,9 @@
-"""What the clients saw, held against what is right, and their sums, held against the servers' counters.
+"""Checks of the soak test: each answer against its reference, and the servers' counters against the clients' sums.
 
-An attempt is one request to one replica. It is `complete`, `left` (the client hung up), `cut` (the replica died, or
-said something broken) or `refused` (nobody was there). Of those that are not complete nobody knows how far the engine
-came, so a counter has a smallest and a largest right value, and they are equal where everything was complete.
+An attempt is one request to one replica. Its outcome is `complete`, `left` (the client disconnected), `cut` (the
+replica died, or sent an invalid answer) or `refused` (no connection, or an error status). The clients cannot observe
+how far the engine processed an incomplete attempt. A counter therefore has a smallest and a largest right value, which
+are equal if all attempts were complete.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Outcome = Literal["complete", "left", "cut", "refused"]
 
 @dataclass(slots=True)
 class Attempt:
-    """One request to one replica, and what came of it."""
+    """One request to one replica, with its outcome."""
 
     replica: str
     tenant: str
     mode: VllmMode
     ratio: float | None
     question: Question
-    is_fresh: bool  # of chunks that were made up on the way: there is no right answer to hold it against
+    is_fresh: bool  # its chunk was made during the run, so there is no reference for its answer
     start_s: float
     end_s: float = 0.0
     outcome: Outcome = "refused"
@@ -39,50 +40,50 @@ class Attempt:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a complete answer."""
+        """Return the number of tokens of a complete answer."""
         return 1 if self.mode == "ingest" else ANSWER_TOKENS
 
     @property
     def looks_up(self) -> bool:
-        """Whether its chunks are looked for."""
+        """Return True if the engine looks up the chunks of the prompt."""
         return self.mode in ("blend", "reuse")
 
 
 class Stored:
-    """Which chunk was ingested when, by namespace: what could be found, and what must be."""
+    """Times of all ingestions, by namespace and chunk. They determine which lookups may hit and which must."""
 
     def __init__(self) -> None:
         self._sent_s: dict[tuple[str, int], float] = {}
         self._done_s: dict[tuple[str, int, str], float] = {}
 
     def sent(self, tenant: str, text: Text, now_s: float) -> None:
-        """Its ingestion is about to be asked for. From now on it may be found in that namespace."""
+        """Record that an ingestion is about to be sent. From this time the chunk may be a hit in the namespace."""
         self._sent_s.setdefault((tenant, text.number), now_s)
 
     def done(self, tenant: str, text: Text, replica: str, now_s: float) -> None:
-        """A replica has said that it is stored. From now on it must be found there."""
+        """Record that a replica has confirmed an ingestion. From this time the chunk must be a hit there."""
         self._done_s.setdefault((tenant, text.number, replica), now_s)
 
     def may_hit(self, attempt: Attempt, text: Text) -> bool:
-        """Whether it can have been found."""
+        """Return True if the chunk was sent to the attempt's namespace before the attempt ended."""
         return self._sent_s.get((attempt.tenant, text.number), float("inf")) < attempt.end_s
 
     def must_hit(self, attempt: Attempt, text: Text) -> bool:
-        """Whether it is on the replica's own disk for sure."""
+        """Return True if the attempt's replica had confirmed the chunk before the attempt began."""
         return self._done_s.get((attempt.tenant, text.number, attempt.replica), float("inf")) < attempt.start_s
 
-    def is_anothers(self, attempt: Attempt, text: Text) -> bool:
-        """Whether another namespace has it, and the attempt's own cannot have."""
+    def is_only_elsewhere(self, attempt: Attempt, text: Text) -> bool:
+        """Return True if another namespace has ingested the chunk, and the attempt's namespace has not."""
         sent = self.namespaces()
         return not self.may_hit(attempt, text) and any((tenant, text.number) in sent for tenant in TENANTS)
 
     def namespaces(self) -> set[tuple[str, int]]:
-        """Everything that was ever asked to be ingested."""
+        """Return (namespace, text number) of every ingestion that was sent."""
         return set(self._sent_s.copy())
 
 
 class Ledger:
-    """Every attempt, judged when it ends. Safe to share between threads."""
+    """All attempts and their problems. Each attempt is checked when it ends. Threads may share a ledger."""
 
     def __init__(self, references: References, stored: Stored) -> None:
         self.attempts: list[Attempt] = []
@@ -91,8 +92,8 @@ class Ledger:
         self._references, self.stored = references, stored
         self._lock = Lock()
 
-    def note(self, attempt: Attempt) -> None:
-        """Judge an attempt that is over, and keep it."""
+    def record(self, attempt: Attempt) -> None:
+        """Check an attempt that has ended, and keep it."""
         problems = judge(attempt, self._references, self.stored)
         with self._lock:
             self.attempts.append(attempt)
@@ -101,42 +102,42 @@ class Ledger:
             self.problems += [f"{kind}: {what}" for kind, what in problems]
             if attempt.outcome == "complete":
                 self.counts[f"answered_{attempt.mode}{'_at_1' if attempt.ratio == 1.0 else ''}"] += 1
-                self._note_variety(attempt)
+                self._count_coverage(attempt)
 
-    def _note_variety(self, attempt: Attempt) -> None:
-        """How much there was to go wrong."""
+    def _count_coverage(self, attempt: Attempt) -> None:
+        """Count the cases that the attempt covers: answers compared, hits, and chunks of other namespaces."""
         if attempt.mode == "ingest" or attempt.report is None:
             return
         self.counts["answers_compared"] += not attempt.is_fresh
         if attempt.looks_up:
             num_hits, num_chunks = attempt.report.num_chunk_hits, len(attempt.question.texts)
             self.counts[f"found_{'all' if num_hits == num_chunks else 'some' if num_hits else 'none'}"] += 1
-            anothers = sum(self.stored.is_anothers(attempt, text) for text in attempt.question.texts)
+            anothers = sum(self.stored.is_only_elsewhere(attempt, text) for text in attempt.question.texts)
             self.counts["chunks_only_others_have"] += anothers
 
-    def retried(self) -> None:
-        """A request goes to the other replica."""
+    def count_retry(self) -> None:
+        """Count a retry of a request at the other replica."""
         with self._lock:
             self.counts["retries"] += 1
 
-    def of(self, replica: str) -> list[Attempt]:
-        """Attempts at one replica that are over."""
+    def attempts_at(self, replica: str) -> list[Attempt]:
+        """Return the ended attempts at one replica."""
         with self._lock:
             return [each for each in self.attempts if each.replica == replica]
 
     def fail(self, kind: str, what: str) -> None:
-        """Note something that is wrong besides answers."""
+        """Record a problem that is not part of an attempt."""
         with self._lock:
             self.counts[kind] += 1
             self.problems.append(f"{kind}: {what}")
 
 
 def judge(attempt: Attempt, references: References, stored: Stored) -> list[tuple[str, str]]:
-    """What is wrong with an attempt that is over: kinds and words."""
+    """Return the problems of an attempt that has ended, as (kind, sentence)."""
     report, question = attempt.report, attempt.question
     where = f"{attempt.mode} prompt {question.number} of {attempt.tenant} at {attempt.replica}"
     if attempt.outcome != "complete":
-        return _left_right(attempt, references, where)
+        return _judge_incomplete(attempt, references, where)
     if report is None:
         return [("without_report", where)]
     problems: list[tuple[str, str]] = []
@@ -156,20 +157,25 @@ def judge(attempt: Attempt, references: References, stored: Stored) -> list[tupl
             problems.append(("foreign_hits", f"{where}: chunk {text.number} was never ingested there"))
         elif attempt.looks_up and position not in hits and stored.must_hit(attempt, text):
             problems.append(("lost_chunks", f"{where}: chunk {text.number} is stored there and was not found"))
-    return problems if attempt.is_fresh else problems + _compared(attempt, references, hits, where)
+    return problems if attempt.is_fresh else problems + _compare_answer(attempt, references, hits, where)
 
 
-def _left_right(attempt: Attempt, references: References, where: str) -> list[tuple[str, str]]:
-    """What came before the client hung up must be the beginning of a right answer, whichever chunks were hits."""
+def _judge_incomplete(attempt: Attempt, references: References, where: str) -> list[tuple[str, str]]:
+    """Return a problem if the received tokens begin no right answer, for any set of hits.
+
+    The hits of an incomplete attempt are unknown, because its report is missing.
+    """
     if not attempt.token_ids or attempt.is_fresh or attempt.mode == "ingest":
         return []
     possible = [frozenset[int](), *(subsets(len(attempt.question.texts)) if attempt.looks_up else ())]
-    if any(not _compared(attempt, references, hits, where) for hits in possible):
+    if any(not _compare_answer(attempt, references, hits, where) for hits in possible):
         return []
     return [("wrong_answers", f"{where}, cut short: {attempt.token_ids}")]
 
 
-def _compared(attempt: Attempt, references: References, hits: frozenset[int], where: str) -> list[tuple[str, str]]:
+def _compare_answer(
+    attempt: Attempt, references: References, hits: frozenset[int], where: str
+) -> list[tuple[str, str]]:
     assert attempt.mode != "ingest"
     right = references.of(attempt.question, attempt.mode, attempt.ratio, hits)
     if right.agrees(attempt.token_ids):
@@ -178,7 +184,7 @@ def _compared(attempt: Attempt, references: References, hits: frozenset[int], wh
 
 
 class Sum(NamedTuple):
-    """A counter of one life of a replica beside what its clients saw."""
+    """Value of one counter in one run of a replica, with the smallest and largest right value."""
 
     replica: str
     counter: str
@@ -188,19 +194,19 @@ class Sum(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether it adds up."""
+        """Return True if the counted value is within the bounds."""
         return self.smallest <= self.counted <= self.largest
 
 
-def sums(life: ReplicaRun, attempts: Iterable[Attempt]) -> list[Sum]:
-    """Counters of `life` when they were read, which was with nothing under way, beside what clients saw until then."""
-    assert life.read_s is not None
-    seen = [each for each in attempts if each.start_s >= life.start_s and each.end_s <= life.read_s]
+def sums(run: ReplicaRun, attempts: Iterable[Attempt]) -> list[Sum]:
+    """Compare the counters of `run` with the attempts that ended before the counters were read."""
+    assert run.read_s is not None
+    seen = [each for each in attempts if each.start_s >= run.start_s and each.end_s <= run.read_s]
     complete = [each for each in seen if each.outcome == "complete"]
     begun = [each for each in seen if each.outcome in ("left", "cut")]
     certain = complete + [each for each in begun if each.token_ids]
     reports = [each.report for each in complete if each.report is not None]
-    asked = [each for each in complete if not _is_new(each)]
+    asked = [each for each in complete if not _has_stored_new_kv(each)]
     num_ingested = len(complete) - len(asked)
     hits = sum(_report(each).num_chunk_hits for each in asked)
     looked = sum(len(each.question.texts) for each in asked if each.looks_up)
@@ -227,18 +233,18 @@ def sums(life: ReplicaRun, attempts: Iterable[Attempt]) -> list[Sum]:
         "ragblend_damaged_entries_total": (0, 0),
     }
     return [
-        Sum(life.name, name, life.counters.get(name, 0.0) - OF_READING.get(name, 0), *bound)
+        Sum(run.name, name, run.counters.get(name, 0.0) - OF_READING.get(name, 0), *bound)
         for name, bound in bounds.items()
     ]
 
 
-def _is_new(attempt: Attempt) -> bool:
-    """Whether it had a chunk computed and stored; one that is stored already is found instead."""
+def _has_stored_new_kv(attempt: Attempt) -> bool:
+    """Return True if an ingestion computed and stored KV. A chunk that is already stored is a hit instead."""
     return attempt.mode == "ingest" and _report(attempt).num_chunk_hits == 0
 
 
 def is_stored(attempt: Attempt) -> bool:
-    """Whether an ingestion was answered, and with success."""
+    """Return True if an ingestion was answered without refusal."""
     return attempt.report is not None and not attempt.report.refused_reason
 
 

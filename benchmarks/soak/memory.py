@@ -1,7 +1,7 @@
-"""Resident memory of every process through the run, and whether it grows: MiB per 1,000 requests, with an interval.
+"""Resident memory of processes during a run, and its growth in MiB per 1,000 requests, with a 95 % interval.
 
-Samples a second apart are not independent, so each series is cut, after its first third, into blocks of equally many
-requests, and the slope is Theil and Sen's through the blocks' medians, with its 95 % interval (scipy).
+Samples that are a second apart are not independent. Therefore the first third of each series is dropped as warm-up and
+the rest is split into blocks of equally many requests. The slope is the Theil-Sen estimate over the blocks' medians.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rss_bytes(pid: int) -> int | None:
 
 
 class Sample(NamedTuple):
-    """Resident memory once so many requests were over."""
+    """Resident memory after `num_requests` requests."""
 
     num_requests: int
     rss_bytes: int
@@ -38,11 +38,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """One process. Slopes in MiB per 1,000 requests after the warm-up; None where there were too few samples."""
+    """Memory growth of one process. `slope` and its interval `low` to `high` are in MiB per 1,000 requests.
+
+    They exclude the warm-up, and are None if there are too few samples.
+    """
 
     process: str
     num_samples: int
-    num_requests: int  # while it was sampled, warm-up included
+    num_requests: int  # between the first and the last sample, warm-up included
     first_mib: float
     warm_mib: float  # after the warm-up
     last_mib: float
@@ -53,12 +56,12 @@ class Growth:
 
     @property
     def is_flat(self) -> bool | None:
-        """Whether the slope's interval has 0 in it or lies below; None where there is no slope."""
+        """Return True if the slope's interval does not lie above 0; None if there is no slope."""
         return None if self.low is None else self.low <= 0
 
 
 class Sampler(threading.Thread):
-    """Reads `rss_bytes` every second, until it is told to stop."""
+    """Thread that samples the memory of all processes every second until `stop`."""
 
     def __init__(self, rss_bytes: Callable[[], Mapping[str, int]], num_requests: Callable[[], int]) -> None:
         super().__init__(name="memory", daemon=True)
@@ -67,20 +70,20 @@ class Sampler(threading.Thread):
         self._ends = threading.Event()
 
     def run(self) -> None:
-        """Sample."""
+        """Append a sample of each process to `series` every EVERY_S seconds."""
         while not self._ends.wait(EVERY_S):
             now = self._num_requests()
             for process, rss in self._rss_bytes().items():
                 self.series.setdefault(process, []).append(Sample(now, rss))
 
     def stop(self) -> None:
-        """No more samples."""
+        """End the thread."""
         self._ends.set()
         self.join()
 
 
 def growth(process: str, samples: Sequence[Sample]) -> Growth:
-    """How the memory of one process went.
+    """Return the memory growth of one process.
 
     >>> leaks = growth("x", [Sample(10 * n, (100 + n) << 20) for n in range(300)])
     >>> leaks.slope, leaks.is_flat
@@ -102,7 +105,7 @@ def growth(process: str, samples: Sequence[Sample]) -> Growth:
 
 
 def _blocks(samples: Sequence[Sample], count: int) -> list[tuple[float, float]]:
-    """Medians of requests (thousands) and of MiB, over `count` parts of equally many requests."""
+    """Split the samples into `count` blocks of equally many requests. Return their medians (1,000 requests, MiB)."""
     first, last = samples[0].num_requests, samples[-1].num_requests
     if not count or first == last:
         return []

@@ -1,9 +1,9 @@
-"""What the clients of the soak ask: chunks, who may ingest them, prompts, and the answers that are right.
+"""Chunks, prompts and reference answers of the soak test.
 
-The right answer to a prompt depends on which of its chunks were hits, and on nothing else. All of them are computed
-before the run, by the transformers engine in this process, one prompt at a time: one answer per prompt, mode and set
-of hits. A token counts as certain while the likeliest is `MARGIN` nats ahead of the next, because in a batch sums are
-taken in another order; an answer is held against the certain tokens it begins with.
+The right answer to a prompt depends only on the mode and on the set of chunks that were hits. The transformers engine
+computes all of these answers before the run, in this process, one prompt at a time. Batched sums are computed in
+another order, so only certain tokens are compared: those before the first token whose lead over the second most likely
+one is less than `MARGIN` nats.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TENANTS = ("acme", "globex", "initech")
 MIN_CHUNKS, MAX_PROMPT_CHUNKS = 24, 3
 ANSWER_TOKENS = 8
 MARGIN = 0.05
-"""Nats. Between engines and batches the model's log-probabilities differ by less than a thousandth of that."""
+"""Nats. Log-probabilities of different engines and batches differ by less than a thousandth of this."""
 
 Hits = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A chunk. `owners` are the namespaces that may ingest it: all, one or none."""
+    """A chunk. `owners`: the namespaces that ingest it, which are all, one or none."""
 
     number: int
     token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt over some chunks, in order."""
+    """A prompt and its chunks, in order."""
 
     number: int
     prompt: Prompt
@@ -56,12 +56,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The right answer's first tokens, as far as they are certain."""
+    """The certain tokens at the beginning of a right answer."""
 
     token_ids: tuple[int, ...]
 
     def agrees(self, token_ids: Sequence[int]) -> bool:
-        """Whether an answer, complete or cut short, says the same as far as both go.
+        """Return True if the answer equals the reference over the length of the shorter one.
 
         >>> Reference((4, 5)).agrees([4]), Reference((4, 5)).agrees([4, 5, 9]), Reference((4, 5)).agrees([5])
         (True, True, False)
@@ -71,21 +71,21 @@ class Reference:
 
 
 class Work:
-    """Chunks and prompts, the same for the same seed."""
+    """Chunks and prompts of a run, determined by the seed."""
 
     def __init__(self, engine: TransformersEngine, num_prompts: int, seed: int) -> None:
-        self._engine, self._dice, corpus = engine, random.Random(seed), sample_corpus()
+        self._engine, self._random, corpus = engine, random.Random(seed), sample_corpus()
         passages = [chunk for record in corpus.records for chunk in record.chunks]
         kinds = itertools.cycle(
             (REFERENCE_KINDS, ("one_hop", "two_hop_cross", "comparison"))
-        )  # reuse loses the first, and not the second
-        asked = [self._asked(corpus, next(kinds)) for _ in range(num_prompts)]
+        )  # answers to the first need attention between chunks, which full reuse lacks
+        asked = [self._draw_question(corpus, next(kinds)) for _ in range(num_prompts)]
         used = dict.fromkeys(number for gold, _ in asked for number in gold)
         others = [number for number in range(len(passages)) if number not in used]
-        used |= dict.fromkeys(self._dice.sample(others, max(MAX_PROMPT_CHUNKS, MIN_CHUNKS - len(used))))
+        used |= dict.fromkeys(self._random.sample(others, max(MAX_PROMPT_CHUNKS, MIN_CHUNKS - len(used))))
         self._passages = [passages[number] for number in used]
         self.texts = [self._text(number, passage) for number, passage in enumerate(self._passages)]
-        self.made = list(self.texts)  # and what was made up on the way
+        self.all_texts = list(self.texts)  # and those of `make_text`
         places = {number: place for place, number in enumerate(used)}
         self.questions = [
             self._question(number, [places[each] for each in gold], question)
@@ -95,68 +95,64 @@ class Work:
         self.stop_ids, self.prefix_ids = engine.renderer.stop_ids(), engine.default_prefix_ids
         self.tokenizer = engine.renderer.fingerprint
 
-    def _asked(self, corpus: Corpus, kinds: Sequence[str]) -> tuple[tuple[int, ...], str]:
-        """A question of one of these kinds, behind the chunks that answer it."""
+    def _draw_question(self, corpus: Corpus, kinds: Sequence[str]) -> tuple[tuple[int, ...], str]:
+        """Draw a question of one of these kinds. Return the numbers of the chunks that answer it, and its text."""
         while True:
-            question = self._dice.choice(corpus.questions)
+            question = self._random.choice(corpus.questions)
             gold = corpus.gold_chunks(question)
             if question.kind in kinds and len(gold) < MAX_PROMPT_CHUNKS:
                 return gold, question.text
 
     def _text(self, number: int, passage: str) -> Text:
-        # Of six chunks four are everybody's, one is a single namespace's, one nobody ever ingests.
+        # Of six chunks, four are ingested by all namespaces, one by a single namespace, and one by none.
         owners = {4: (TENANTS[number // 6 % len(TENANTS)],), 5: ()}.get(number % 6, TENANTS)
         return Text(number, self._ids(passage), owners)
 
     def _ids(self, passage: str) -> tuple[int, ...]:
         return self._engine.renderer.chunk_ids(passage)
 
-    def fresh(self) -> Text:
-        """A chunk that nobody has seen, for anybody to ingest. May be called from any thread."""
+    def make_text(self) -> Text:
+        """Make a new chunk that every namespace may ingest. May be called from any thread."""
         with self._lock:
             number = next(self._fresh)
             text = Text(
                 number, self._ids(f"{self._passages[number % len(self._passages)]} This is copy {number}."), TENANTS
             )
-            self.made.append(text)
+            self.all_texts.append(text)
             return text
 
     def _question(self, number: int, gold: Sequence[int], asked: str) -> Question:
-        """A prompt of what answers it, in order, with another chunk before, between or behind."""
+        """Make a prompt from the gold chunks, in order, with other chunks inserted at random positions."""
         chosen = list(gold)
         others = [text.number for text in self.texts if text.number not in gold]
-        while len(chosen) < self._dice.randint(2, MAX_PROMPT_CHUNKS):
-            chosen.insert(self._dice.randint(0, len(chosen)), others.pop(self._dice.randrange(len(others))))
+        while len(chosen) < self._random.randint(2, MAX_PROMPT_CHUNKS):
+            chosen.insert(self._random.randint(0, len(chosen)), others.pop(self._random.randrange(len(others))))
         texts = [self.texts[place] for place in chosen]
         prompt = Prompt([self._passages[text.number] for text in texts], asked)
-        return self.as_question(number, prompt, texts)
-
-    def as_question(self, number: int, prompt: Prompt, texts: Sequence[Text]) -> Question:
-        """A prompt as it is sent."""
         matched = self._engine.match(prompt)
         assert [run.chunk_ids for run in matched.runs] == [text.token_ids for text in texts]
         return Question(number, prompt, tuple(matched.token_ids), tuple(texts))
 
 
 class References:
-    """The right answers, by prompt, mode and hits (positions in the prompt)."""
+    """Right answers by prompt number, mode and hits. `num_certain`: mean number of certain tokens."""
 
     def __init__(self, found: dict[tuple[int, Mode, Hits], Reference], num_certain: float) -> None:
         self._found = found
-        self.num_certain = num_certain  # tokens of one, on average
+        self.num_certain = num_certain
 
     def __len__(self) -> int:
         return len(self._found)
 
     def of(self, question: Question, mode: Mode, ratio: float | None, hits: Hits) -> Reference:
-        """What a request is to be answered. Without reuse, and when everything is recomputed, it is full prefill's."""
+        """Return the right answer of a request. Without reuse, and at ratio 1, it is that of full prefill."""
         if mode in ("full", "prefix") or ratio == 1.0 or not hits:
             mode, hits = "full", frozenset()
         return self._found[question.number, mode, hits]
 
 
 def subsets(count: int) -> Iterator[Hits]:
-    """Every set of positions of `count` chunks but the empty one.
+    """Yield every non-empty set of positions of `count` chunks.
 
     >>> [sorted(each) for each in subsets(2)]
     [[0], [1], [0, 1]]
@@ -166,7 +162,7 @@ def subsets(count: int) -> Iterator[Hits]:
 
 
 def compute_references(questions: Sequence[Question], model: str, notify: Callable[[str], None]) -> References:
-    """All of them. Each set of hits has a namespace of its own, in which the chunks at those positions are stored."""
+    """Compute the right answers of all questions. For each set of hits, only the chunks at its positions are stored."""
     found: dict[tuple[int, Mode, Hits], Reference] = {}
     with ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="ragblend-soak-"))
@@ -201,7 +197,9 @@ def _answer(
     )
     seen = {position for position, chunk in enumerate(generation.report.chunks) if chunk.hit}
     if seen != hits:
-        raise RagblendError(f"the engine alone found chunks {sorted(seen)} of prompt {question.number}, not {hits}")
+        raise RagblendError(
+            f"the reference engine hit chunks {sorted(seen)} of prompt {question.number}, but {sorted(hits)} are stored"
+        )
     certain: list[int] = []
     for token in generation.logprobs or ():
         others = [logprob for token_id, logprob in token.top if token_id not in stop_ids]
@@ -212,16 +210,16 @@ def _answer(
 
 
 def exclude_tokens(token_ids: frozenset[int]) -> dict[int, float]:
-    """A bias that keeps tokens out of an answer: answers of one length have more to be compared."""
+    """Return a logit bias that excludes these tokens. Without stop tokens, all answers have the full length."""
     return dict.fromkeys(token_ids, -100.0)
 
 
-def body(
+def request_body(
     question: Question, *, mode: VllmMode, ratio: float | None, stream: bool, more: dict[str, Any]
 ) -> dict[str, Any]:
-    """The JSON body of a completion request, and `more` in it. Its API key says in whose name.
+    """Return the JSON body of a completion request, with the fields of `more`.
 
-    What is ingested is the question's text, which one more token follows.
+    In mode ingest the question has one chunk, which ends before the last token of the prompt.
     """
     end = len(question.token_ids) - 1
     spans = ((end - len(question.texts[0].token_ids), end),) if mode == "ingest" else ()

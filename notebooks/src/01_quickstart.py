@@ -9,7 +9,7 @@
 # ---
 
 # %% [markdown]
-# # Quickstart: stored KV, put right
+# # Quickstart: reuse stored KV, and correct it
 #
 # **You learn** how to ingest documents, ask a question in the four modes, and read the report of what was reused. It
 # takes less than a minute on a CPU, offline.
@@ -42,8 +42,8 @@ print(corpus.records[0].markdown)
 #
 # ## Ingest: prefill every chunk once
 # `load_engine` takes `"demo"`, a Hugging Face id or a local path. `ingest` chunks, embeds, indexes and stores the KV of
-# each chunk. Run it again and it finds everything done. A chunk has room for one paragraph and not for two. Vectors are
-# made of words (`"hashing"`), because a sentence encoder cannot distinguish made-up names.
+# each chunk. A second run computes nothing new. The chunk size fits one paragraph, but not two. The embedder compares
+# words (`"hashing"`), because a sentence encoder cannot distinguish made-up names.
 
 # %%
 engine = load_engine("demo", store=folder / "kv")
@@ -57,21 +57,22 @@ for _ in range(2):
 
 # %% [markdown]
 # ## Ask: the same chunks in four modes
-# `full` prefills everything: the reference. `prefix` reuses only what stands exactly where it was computed. `reuse`
-# takes every stored chunk as it is. `blend` takes them too and recomputes a few tokens.
+# `full` prefills the whole prompt and is the reference. `prefix` reuses only KV at the beginning of the prompt that was
+# computed there. `reuse` takes the stored KV of every chunk unchanged. `blend` also takes it, and recomputes a few
+# tokens.
 
 # %%
 MODES = ("full", "prefix", "reuse", "blend")
 
 
 def prompt_for(question):
-    """The two best chunks with two neighbours on either side, in document order, and the question."""
+    """Return a prompt of the two best chunks, with two neighbours on either side, in document order."""
     hits = index.search(question, 2, neighbours=2, order="document")
     return Prompt([hit.chunk for hit in hits], question)
 
 
 def ask(question):
-    """The answer in every mode: text and report."""
+    """Return the answers in all modes, each with text and report."""
     return {mode: engine.generate(prompt_for(question), mode=mode, max_tokens=16) for mode in MODES}
 
 
@@ -91,12 +92,12 @@ for mode in MODES:
     print(f"  {mode:<8}{answers[shown][mode].text:<14}{'right' if right[shown][mode] else 'WRONG'}")
 
 # %% [markdown]
-# ## What blend did: the report
-# Every answer carries one. `num_reused_tokens` are prompt tokens whose stored KV was used as it is,
-# `num_recomputed_tokens` chunk tokens whose KV was replaced. `charged_budget` is the whole bill: token-layers run for
-# chunk tokens over those of full prefill. To find out *which* tokens to recompute, the question is run over the stored
-# KV first, which is charged, too; `charged_budget_32` is the same rule's bill at 32 layers. The chunk that opens the
-# prompt stands exactly where it was computed: it is `exact` and never recomputed.
+# ## The report of blend
+# Every answer has a report. `num_reused_tokens` is the number of prompt tokens whose stored KV was used unchanged,
+# `num_recomputed_tokens` the number of chunk tokens whose KV was replaced. `charged_budget` is the total compute: the
+# token-layers run for chunk tokens, divided by those of full prefill. It includes running the question over the stored
+# KV, which selects the tokens to recompute. `charged_budget_32` is the compute of the same rule with 32 layers. The
+# first chunk of the prompt is at the position where it was computed. It is `exact` and never recomputed.
 
 # %%
 report = answers[shown]["blend"].report
@@ -110,9 +111,9 @@ for number, chunk in enumerate(report.chunks, start=1):
     print(f"chunk [{number}] {chunk.num_tokens:>3} tokens, {'hit' if chunk.hit else 'miss'}, {state}")
 
 # %% [markdown]
-# ## Which tokens?
-# The rule takes the tokens that the question attends to most. One level below `generate`, `prefill` says which ones it
-# took. Shown are the chunks around the gold sentences.
+# ## The recomputed tokens
+# The rule selects the tokens that the question attends to most. `prefill`, one level below `generate`, returns them.
+# The picture shows the chunks with the gold sentences.
 
 # %%
 request = engine.request(prompt_for(asked[shown].text), recompute_ratio=0.15)
@@ -146,8 +147,8 @@ axes.set_title("orange: recomputed    dark: exact, never recomputed    light: re
 plt.show()
 
 # %% [markdown]
-# ## Not just that one
-# Over chunks as retrieval found them, so a missing chunk costs every mode its answer.
+# ## More questions
+# The chunks are those that retrieval found. If a needed chunk is missing, every mode answers wrong.
 
 # %%
 print(f"right answers to {len(asked)} questions:")
@@ -165,5 +166,6 @@ engine.close()
 workplace.cleanup()
 
 # %% [markdown]
-# The model is so small that its times are mostly overhead; what reuse saves on real shapes is measured by
-# `ragblend bench ttft --shape llama-200m`. How quality depends on the ratio and the rule: `04_quality_vs_ratio`.
+# The model is so small that its times are mostly overhead. `ragblend bench ttft --shape llama-200m` measures the time
+# that reuse saves with a larger shape. Notebook `04_quality_vs_ratio` shows how quality depends on the ratio and the
+# rule.

@@ -43,7 +43,7 @@ print(f"{done.num_chunks} chunks, {done.num_new_kv} prefilled and stored")
 # %% [markdown]
 # ## LangChain's own chain
 # Any retriever works, because a chunk's KV is found by its tokens. The prompt has no
-# instructions, because the embedded model knows none; with a model that does, write your own.
+# instructions, because the embedded model cannot follow any. With another model, write your own.
 
 # %%
 retriever = BlendRetriever(index=index, k=2, neighbours=2, order="document")
@@ -51,7 +51,7 @@ prompt = ChatPromptTemplate.from_messages([("human", "{context}\n\n{input}")])
 
 
 def build(llm):
-    """The application. It does not know which LLM it got."""
+    """Return the application's chain. It is the same for every LLM."""
     return create_stuff_documents_chain(llm, prompt)
 
 
@@ -66,8 +66,8 @@ with get_usage_metadata_callback() as usage:
 print(f"{item.text}\n  {answer}   ({'right' if answer == item.answer else f'WRONG, gold is {item.answer}'})")
 
 # %% [markdown]
-# The chain gave the model one long string. LangChain's own bookkeeping shows how much of it did not have to be
-# prefilled: `cache_read`.
+# The chain passed one long string to the model. `cache_read` in LangChain's usage metadata is the number of its tokens
+# that were not prefilled.
 
 # %%
 for model, counted in usage.usage_metadata.items():
@@ -75,8 +75,8 @@ for model, counted in usage.usage_metadata.items():
     print(f"model {model!r}: {counted['input_tokens']} prompt tokens, {read} read from stored KV")
 
 # %% [markdown]
-# The same chain over full prefill, which is what any other LLM would do, over reuse without recompute, and over blend
-# at its default of 15 % and at 30 %:
+# The same chain with full prefill, as any other LLM would run it, with reuse without recompute, and with blend at its
+# default of 15 % and at 30 %:
 
 # %%
 asked = [item for item in questions if item.kind in REFERENCE_KINDS][::5]
@@ -97,7 +97,7 @@ for name, given in answers.items():
     print(f"  {name:<12}{right:>3} right, {same:>3} as full prefill answers")
 
 # %% [markdown]
-# ## Ours, when you want the report
+# ## A chain that returns the report
 # `create_blend_chain` retrieves, puts the documents and the question into one message, and returns answer, documents
 # and report. It takes any LangChain retriever too.
 

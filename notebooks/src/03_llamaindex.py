@@ -11,8 +11,8 @@
 # %% [markdown]
 # # LlamaIndex: nodes are chunks
 #
-# **You learn** how to query with `BlendQueryEngine`, and how your own LlamaIndex query engine reuses stored KV once its
-# `llm` is ragblend's. It takes less than a minute on a CPU, offline, with the embedded model of a made-up world.
+# **You learn** how to query with `BlendQueryEngine`, and how your own LlamaIndex query engine reuses stored KV when its
+# `llm` is a `BlendLLM`. It takes less than a minute on a CPU, offline, with the embedded model of a made-up world.
 
 # %%
 from itertools import pairwise
@@ -41,8 +41,8 @@ print(f"{done.num_chunks} chunks, {done.num_new_kv} prefilled and stored")
 
 # %% [markdown]
 # ## Ready made: `BlendQueryEngine`
-# Over any LlamaIndex retriever; here over ragblend's own index. `response.source_nodes` are LlamaIndex's,
-# `response.metadata["ragblend"]` is the report.
+# It works with any LlamaIndex retriever; here with one over ragblend's index. `response.source_nodes` has LlamaIndex's
+# nodes, and `response.metadata["ragblend"]` is the report.
 
 # %%
 llm = BlendLLM(engine=engine, max_tokens=16)  # or BlendLLM(model="Qwen/Qwen3-8B", store="kv/")
@@ -51,7 +51,7 @@ query_engine = BlendQueryEngine.from_args(retriever, llm)
 
 
 def show(item, response):
-    """Question, answer, right or wrong, and where it came from."""
+    """Print the question, the answer, whether it is right, and its sources."""
     verdict = "right" if str(response) == item.answer else f"WRONG, gold is {item.answer}"
     print(f"{item.text}  ->  {response}   ({verdict})")
     for found in response.source_nodes:
@@ -69,15 +69,15 @@ print(
 )
 
 # %% [markdown]
-# ## Your own index, our LLM
-# A plain `VectorStoreIndex` with `as_query_engine` writes its nodes into one string. The chunks are found in its token
-# ids, because those of every ingested chunk are kept beside the store. `strict=True` makes it an error if there is
-# none. The nodes need nothing special: their text is the chunk's text.
+# ## Your own index with `BlendLLM`
+# A plain `VectorStoreIndex` with `as_query_engine` joins its nodes to one string. ragblend matches the token ids of the
+# ingested chunks, which the store's catalogue contains, in this string. With `strict=True`, a prompt without any match
+# is an error. The nodes only have to contain the text of the chunks.
 
 
 # %%
 class OurEmbedding(BaseEmbedding):
-    """The index's own embedder, so that nothing has to be downloaded."""
+    """Embedding model that uses the index's embedder, so that nothing has to be downloaded."""
 
     def _get_text_embedding(self, text):
         return index.embedder.embed([text])[0].tolist()
@@ -103,14 +103,14 @@ own_engine = vector_index.as_query_engine(
     llm=BlendLLM(engine=engine, max_tokens=16, strict=True),  # the one object swapped
     similarity_top_k=2,
     node_postprocessors=[PrevNextNodePostprocessor(docstore=vector_index.docstore, num_nodes=2, mode="both")],
-    # LlamaIndex's default template instructs the model in English, of which the embedded one knows nothing.
+    # The embedded model cannot follow the English instructions of LlamaIndex's default template.
     text_qa_template=PromptTemplate("{context_str}\n\n{query_str}"),
 )
 show(item, own_engine.query(item.text))
 
 # %% [markdown]
-# LlamaIndex does not pass an LLM's report through `as_query_engine`, so we look at what the LLM was sent and what it
-# made of it. With LlamaIndex's own template, instructions and all:
+# `as_query_engine` does not pass on the LLM's report, so the next cell calls the LLM with the same prompts and prints
+# their reports. It also uses LlamaIndex's default template with its instructions:
 
 # %%
 from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT

@@ -17,8 +17,8 @@
 # *Which* tokens are recomputed matters more than how many. A rule that probes the question first is close to full
 # prefill with 5 % of the tokens; the same number of random tokens changes little.
 #
-# The model is a real one, SmolLM2-135M-Instruct, the questions are MuSiQue's: several hops over passages of Wikipedia.
-# `make real-model` prepares the model, `data/questions/` has the questions.
+# The model is SmolLM2-135M-Instruct, which `make real-model` prepares. The questions are from MuSiQue, and need several
+# passages of Wikipedia each. They are in `data/questions/`.
 
 # %%
 import json
@@ -40,7 +40,7 @@ print(f"{engine.layers.num_layers} layers, {engine.bytes_per_token / 1024:.0f} K
 
 # %% [markdown]
 # ## Three questions, measured here
-# Of each question six passages, cut to their first 90 words. Every one is prefilled alone, once.
+# Each question has six passages, cut to their first 90 words. Every passage is prefilled once, alone.
 
 # %%
 cases = json.loads((data / "questions" / "musique_100.json").read_text())[:3]
@@ -53,8 +53,8 @@ for case in cases:
     print(f"{engine.match(prompts[-1]).num_tokens} tokens: {case['question']}")
 
 # %% [markdown]
-# *KL*: how far the first answer token's distribution is from full prefill's, in nats. It sees differences that do not
-# change the answer yet.
+# *KL* is the divergence of the first answer token's distribution from full prefill's, in nats. It also measures
+# differences that do not change the answer.
 
 # %%
 RULES = ("ask", "cacheblend", "random")
@@ -62,7 +62,7 @@ RATIOS = (0.02, 0.05, 0.15, 0.3)  # 0 and 1 are the same for every rule
 
 
 def log_probs(prompt, mode, rule="auto", ratio=0.0):
-    """Of the first token of the answer."""
+    """Return the log-probabilities of the first token of the answer."""
     prefilled = engine.prefill(engine.request(prompt, mode=mode, rule=rule, recompute_ratio=ratio))
     return prefilled.logits.double().log_softmax(-1)
 
@@ -71,7 +71,7 @@ full = [log_probs(prompt, "full") for prompt in prompts]
 
 
 def kl(*setting):
-    """Mean KL(full || setting) of the first token."""
+    """Return the mean KL(full || setting) of the first token."""
     pairs = [(want, log_probs(prompt, *setting)) for prompt, want in zip(prompts, full, strict=True)]
     return fmean(float((want.exp() * (want - got)).sum().clamp_min(0)) for want, got in pairs)
 
@@ -84,15 +84,14 @@ for rule, curve in curves.items():
     print(f"{rule:<12}" + "".join(f"{value:>8.3f}" for value in curve))
 
 # %% [markdown]
-# Three questions show how it is done, and no more.
+# Three questions only show the method.
 #
 # ## 69 questions, measured before
-# `ragblend bench quality` asks like this, with six retrieved chunks of at most 256 tokens; its results are in
-# `data/results/`. *Compute* is everything a rule runs, finding the tokens included, as a share of prefilling the
-# chunks of a model of 32 layers. `alone` and `similar` are what chunks were stored behind: nothing, or the two chunks
-# most like them, which is the default and costs twice the prefill and the store. F1 is low in every row, full
-# prefill's too: these questions are too hard for a model of this size. How close its answers are to full prefill's can
-# still be measured.
+# `ragblend bench quality` measures in this way, with six retrieved chunks of at most 256 tokens. Its results are in
+# `data/results/`. *Compute* is the whole work of a rule, including the selection of tokens, as a share of prefilling
+# the chunks in a model of 32 layers. Chunks were stored `alone`, or after the two most similar chunks (`similar`),
+# which is the default and doubles prefill and store. F1 is low in every row, even with full prefill, because the
+# questions are too hard for a model of this size. The closeness to full prefill can still be measured.
 
 # %%
 kept = json.loads((data / "results" / "quality-musique.json").read_text())
@@ -142,13 +141,13 @@ for axes in (left, right):
 plt.show()
 
 # %% [markdown]
-# ## Reading it
-# Random tokens are the control: what they win is what any recomputing wins. CacheBlend's rule looks for KV that
-# deviates in one early layer. `ask`, the default from 12 layers on, lets the question look over the stored KV first,
-# and recomputes what it attends to. [Layer by layer](06_layer_by_layer.ipynb) shows why that is not the same.
+# ## Interpretation
+# Random tokens are the control: they show the gain of recomputing any tokens. CacheBlend's rule selects tokens whose KV
+# deviates in one early layer. `ask`, the default from 12 layers on, first runs the question over the stored KV, and
+# selects the tokens that it attends to. [Layer by layer](06_layer_by_layer.ipynb) shows the difference.
 #
-# For a model of your own: `ragblend bench quality --model YOUR_MODEL --data YOUR_QUESTIONS.json`, or
-# `ragblend calibrate`, which finds the ratio and keeps it in the store.
+# To measure your own model, run `ragblend bench quality --model YOUR_MODEL --data YOUR_QUESTIONS.json`.
+# `ragblend calibrate` finds the ratio for a model and saves it in the store.
 
 # %%
 engine.close()

@@ -59,12 +59,13 @@ print(
 )
 
 # %% [markdown]
-# Loading ended with a test: on a short prompt, fusing at ratio 1.0 must give the model's own logits, or the model is
-# refused by name. What cannot be moved exactly (sliding windows, state-space layers, ...) is refused with its reason.
+# Loading ends with a test: on a short prompt, blending at ratio 1.0 must give the logits of the unmodified model.
+# Otherwise loading fails, and the error names the model. Models whose KV cannot be moved exactly, such as those with
+# state-space layers, are rejected with the reason.
 #
 # ## Chunks and a question
-# Some chunks lean on the ones before them: who "the keeper" is, which "the firm". Your model is asked about a little
-# English story; the embedded one needs its own small world.
+# Some chunks refer to earlier ones, for example by "the keeper" or "the firm". The question to your model is about a
+# short English story. The one to the embedded model is about its made-up world.
 
 # %%
 if own_model:
@@ -105,7 +106,7 @@ for mode, ratio in settings:
 
 # %% [markdown]
 # ## Ratio 1.0 is full prefill
-# Not only the same answer: the same logits, up to the rounding of the arithmetic.
+# The answer and even the logits are equal, except for rounding.
 
 # %%
 logits = {
@@ -122,4 +123,5 @@ engine.close()
 workplace.cleanup()
 
 # %% [markdown]
-# From here: `ragblend ingest docs/ --model YOUR_MODEL`, then `ragblend ask "..." --model YOUR_MODEL --show-sources`.
+# Next, run `ragblend ingest docs/ --model YOUR_MODEL`, and then
+# `ragblend ask "..." --model YOUR_MODEL --show-sources`.

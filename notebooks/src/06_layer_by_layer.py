@@ -9,13 +9,14 @@
 # ---
 
 # %% [markdown]
-# # Layer by layer: what goes wrong in reused KV, and what blending does about it
+# # Layer by layer: how reused KV deviates, and how blending corrects it
 #
 # **You learn** in which layers stored KV deviates from full prefill's, which tokens the question attends to, which
 # tokens are recomputed, and how that changes the first token of the answer. It takes about two minutes on two CPU
-# cores. The model is a real one, SmolLM2-135M-Instruct.
+# cores.
 #
-# `make real-model` prepares the model, `data/questions/` has the question, one of MuSiQue.
+# The model is SmolLM2-135M-Instruct, which `make real-model` prepares. The question is from MuSiQue, in
+# `data/questions/`.
 
 # %%
 import json
@@ -46,14 +47,14 @@ print(case["question"], "->", case["answers"][0])
 print(f"{num_layers} layers; {len(ids)} tokens, {sum(chunk.num_tokens for chunk in chunks)} of them in chunks")
 
 # %% [markdown]
-# ## Four ways to prefill it
-# `full` computes everything. `reuse` takes the stored KV of every chunk, moved to its place, as it is. The two blends
-# recompute 5 % of the chunk tokens: those that CacheBlend's rule finds, and those that the question asks for.
+# ## Four ways to prefill the prompt
+# `full` computes all tokens. `reuse` moves the stored KV of every chunk to its position and does not change it. The two
+# blends recompute 5 % of the chunk tokens, selected by CacheBlend's rule and by the rule `ask`.
 
 
 # %%
 def prefill(mode, rule="auto", ratio=0.0):
-    """KV, logits of the first token, and what was chosen."""
+    """Return KV, logits of the first token, and the recomputed positions."""
     return engine.prefill(engine.request(prompt, mode=mode, rule=rule, recompute_ratio=ratio))
 
 
@@ -66,7 +67,7 @@ ways = {
 
 
 def deviation(way):
-    """How far its values are from full prefill's, relative to their size: [layers, tokens], 0 is equal."""
+    """Return the relative difference of the values from full prefill's, [layers, tokens]. 0: equal."""
     rows = []
     for layer in range(num_layers):
         want = ways["full"].fused.values(layer)[:, : len(ids)].float()  # [heads, tokens, head size]
@@ -85,11 +86,11 @@ for way, found in deviations.items():
     )
 
 # %% [markdown]
-# ## What deviates
-# A row is a layer, a column a token. **Layer 0 is black**: its keys and values depend on the token alone, so the
-# stored ones are exact. **The first chunk is black**: it was stored behind this very prefix, so it saw what it sees
-# here. All others never saw the chunks before them. The last columns are the question: it is always computed, but over
-# KV that deviates.
+# ## Deviation by layer and token
+# A row is a layer, a column a token. **Layer 0 is black**, because its keys and values depend only on the token, so the
+# stored ones are exact. **The first chunk is black**, because it was computed after the same prefix as in this prompt.
+# The other chunks were computed without the chunks before them. The last columns are the question, which is always
+# computed, but attends to KV that deviates.
 
 # %%
 figure, axes = plt.subplots(figsize=(11, 4), layout="constrained")
@@ -116,12 +117,12 @@ print(
 )
 
 # %% [markdown]
-# CacheBlend's rule predicts from one early layer which tokens will deviate later. The correlation above shows how
-# well that can work in this model.
+# CacheBlend's rule predicts from one early layer which tokens deviate in later layers. The correlation above shows how
+# well this works in this model.
 #
-# ## What the question looks at
-# Rule `ask` runs the question over the stored KV first, through the middle layers, and adds up its attention. Most
-# tokens get next to none: **that they deviate does not matter to this question.**
+# ## Attention of the question
+# Rule `ask` first runs the question over the stored KV up to the middle layers, and sums its attention there. Most
+# tokens get almost none. **Their deviation does not matter to this question.**
 
 # %%
 attention = ways["ask 5 %"].attention[: len(ids)]
@@ -136,7 +137,7 @@ plt.show()
 
 
 def words(positions):
-    """The tokens there, readable."""
+    """Return the texts of the tokens at these positions."""
     return "  ".join(repr(engine.renderer.plain_text([ids[place]])) for place in positions)
 
 
@@ -149,10 +150,10 @@ for number, chunk in enumerate(chunks, start=1):
     print(f"chunk {number}: {share:>4.0%} of what it gives to chunks")
 
 # %% [markdown]
-# ## What is recomputed
-# The same number of tokens, chosen in two ways. (`ask` also moves the tokens that it keeps, as the recomputed ones that
-# are like them moved.) Each dot is a token of a chunk that was stored without its
-# neighbours; to the right it deviates more, higher up the question looks at it more.
+# ## The recomputed tokens
+# Both rules select the same number of tokens. (`ask` also corrects the KV of the tokens that it keeps, by the change of
+# similar recomputed tokens.) Each dot is a token of a chunk that was stored alone. Tokens further to the right deviate
+# more. The question attends more to tokens further up.
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
@@ -174,9 +175,9 @@ print(f"ask's first ones:        {words(sorted(ours)[:14])}")
 print(f"cacheblend's first ones: {words(sorted(theirs)[:14])}")
 
 # %% [markdown]
-# ## What that does, layer by layer
-# Left: the deviation that is left, mean over the chunk tokens. Right: the same, each token counted by how much the
-# question looks at it. That is what reaches the answer.
+# ## The remaining deviation by layer
+# Left: the mean deviation of the chunk tokens that remains. Right: the same mean, weighted by the question's attention.
+# Only the weighted deviation affects the answer.
 
 # %%
 weights = attention[reused] / attention[reused].sum()
@@ -195,14 +196,14 @@ plt.show()
 
 # %% [markdown]
 # ## The first token
-# All of this is for one distribution: that of the first token of the answer.
+# The result is the distribution of the first token of the answer.
 
 # %%
 want = ways["full"].logits.double().log_softmax(-1)
 
 
 def kl(way):
-    """KL(full || way) of the first token, nats."""
+    """Return KL(full || way) of the first token, in nats."""
     return float((want.exp() * (want - way.logits.double().log_softmax(-1))).sum().clamp_min(0))
 
 
@@ -230,8 +231,8 @@ plt.show()
 print(f"Everything recomputed is full prefill: KL {curves['ask'][-1]:.1e}")
 
 # %% [markdown]
-# One question is one question: [notebook 04](04_quality_vs_ratio.ipynb) has 69. `ragblend explain "..."` shows any
-# prompt of yours in this way, token by token.
+# This is a single question; [notebook 04](04_quality_vs_ratio.ipynb) has 69. `ragblend explain "..."` shows your own
+# prompts in this way, token by token.
 
 # %%
 engine.close()

@@ -9,11 +9,11 @@
 # ---
 
 # %% [markdown]
-# # A PDF of your own
+# # Your own PDF
 #
 # **You learn** how to get from a PDF to an answer with its sources and a report of what was reused. It takes about
-# one minute on two CPU cores. The model is a real one, SmolLM2-135M-Instruct, which `make real-model` prepares. Name
-# your own file and model to try them:
+# one minute on two CPU cores. The model is SmolLM2-135M-Instruct, which `make real-model` prepares. To use your own
+# file and model:
 #
 # ```bash
 # export RAGBLEND_NOTEBOOK_PDF=~/handbook.pdf RAGBLEND_NOTEBOOK_MODEL=Qwen/Qwen3-0.6B
@@ -37,7 +37,7 @@ model = os.environ.get("RAGBLEND_NOTEBOOK_MODEL") or os.environ.get("RAGBLEND_RE
 
 # %% [markdown]
 # ## A sample PDF
-# A page of text, written as a PDF by a dozen lines. With a file of your own the next cell only copies it.
+# The next cell writes a page of text as a PDF, or copies your own file.
 
 # %%
 HANDBOOK = """
@@ -60,7 +60,7 @@ replaced within a day; twelve spare panes are kept under the stairs.
 
 
 def as_pdf(text):
-    """A PDF of one page with that text in it."""
+    """Return a PDF of one page with this text."""
     lines = [line.replace("(", r"\(").replace(")", r"\)") for line in text.strip().splitlines()]
     page = "BT /F 10 Tf 14 TL 50 780 Td " + " ".join(f"({line}) Tj T*" for line in lines) + " ET"
     objects = [
@@ -86,8 +86,8 @@ print(*(path.name for path in (folder / "papers").iterdir()))
 
 # %% [markdown]
 # ## Ingest
-# The PDF is read, cut into chunks, embedded for the search, and every chunk's KV is computed and stored, alone and
-# behind the chunks most like it. Run again, it finds everything done.
+# `ingest` reads the PDF, splits it into chunks, and embeds them for the search. It computes and stores the KV of every
+# chunk, alone and after similar chunks. A second run computes nothing new.
 
 # %%
 SYSTEM = "Answer the question from the texts, with a short sentence."
@@ -102,13 +102,13 @@ for _ in range(2):
 
 # %% [markdown]
 # ## Ask
-# The four best chunks, then the question. `blend` is what `ragblend ask` does; `full` is the same prompt without any
-# stored KV, to compare.
+# The prompt has the four best chunks and the question. `blend` is the mode of `ragblend ask`; `full` answers the same
+# prompt without stored KV, for comparison.
 
 
 # %%
 def ask(question, mode="blend"):
-    """The answer, its sources and the report."""
+    """Return the answer, its sources and the report."""
     hits = index.search(question, 4)
     found = engine.generate(Prompt([hit.chunk for hit in hits], question, SYSTEM), mode=mode, max_tokens=32)
     return found.text.strip(), hits, found.report
@@ -130,11 +130,11 @@ for question in QUESTIONS:
     print()
 
 # %% [markdown]
-# The model is very small, and errs: a visit costs six crowns. How close blending comes to full prefill is measured over
-# many questions in [notebook 04](04_quality_vs_ratio.ipynb).
+# The model is very small and makes mistakes: a visit costs six crowns. [Notebook 04](04_quality_vs_ratio.ipynb)
+# measures over many questions how close blending is to full prefill.
 #
 # ## The report
-# Every answer says what it was made of. `exact`: the chunk stands right behind the prefix that it was computed behind.
+# Every answer has a report of its chunks. `exact`: the chunk follows the same prefix as when it was computed.
 
 # %%
 print(
@@ -149,7 +149,7 @@ for chunk in report.chunks:
     print(f"  {chunk.num_tokens:>4} tokens, {chunk.num_recomputed_tokens:>3} recomputed, {kind}")
 
 # %% [markdown]
-# The same from the command line, kept between runs:
+# The same with the command line, which keeps index and store between runs:
 #
 # ```bash
 # ragblend ingest handbook.pdf --model models/smollm2

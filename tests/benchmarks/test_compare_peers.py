@@ -30,6 +30,7 @@ def test_prompts_are_written_whole_and_ragblend_is_measured_on_them(tmp_path):
     prompts = json.loads((tmp_path / "prompts.json").read_text())
     assert len(prompts["moved"]) == 2
     assert len(prompts["topics"]) == TIMES_ASKED
+    assert {len(each["texts"]) for each in prompts["topics"]} == {3}
     for each in prompts["moved"] + prompts["topics"]:
         assert len(each["segments"]) == len(each["texts"]) + 2, "prefix, chunks, suffix"
     found = json.loads((tmp_path / "found.json").read_text())

@@ -86,9 +86,9 @@ def test_what_is_over_a_bar_is_named(tmp_path):
     within = replace(found, cpu_s_per_mb=0.15)
     assert (within.missing_mean, within.over_bars()) == (0.0, [])
     assert replace(within, missing_mean=1.6).over_bars() == [
-        "html: 1.6 % of the words are missing, at most 1.5 should be"
+        "html: 1.6 % of the words are missing, but the limit is 1.5 %"
     ]
-    assert replace(within, cpu_s_per_mb=0.16).over_bars() == ["html: 0.16 s/MB, at most 0.15 should be"]
+    assert replace(within, cpu_s_per_mb=0.16).over_bars() == ["html: 0.16 s/MB, but the limit is 0.15 s/MB"]
 
 
 # --- files ---

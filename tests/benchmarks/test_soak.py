@@ -178,8 +178,8 @@ def test_too_few_samples_have_no_slope():
 def test_a_ledger_counts_what_it_is_told():
     ledger = Ledger(REFERENCES, FIRST)
     for each in (attempt(0), attempt(0, tokens=FULL), attempt(tokens=(), outcome="cut", report=None)):
-        ledger.note(each)
-    ledger.retried()
+        ledger.record(each)
+    ledger.count_retry()
     ledger.fail("errors", "500")
     counts = ledger.counts
     assert (counts["answered_blend"], counts["answers_compared"], counts["found_some"]) == (2, 2, 2)

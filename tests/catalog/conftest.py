@@ -1,4 +1,4 @@
-"""Where a new catalogue is: a file, memory, a PostgreSQL server."""
+"""Places of a new catalogue: a file, memory, and a PostgreSQL server."""
 
 import pytest
 from postgres import fresh_schema
@@ -8,7 +8,7 @@ from ragblend.files.store_folder import CATALOG_FILE
 
 @pytest.fixture
 def shared_catalog(postgres):
-    """The URL of an empty catalogue."""
+    """URL of an empty catalogue in PostgreSQL."""
     with fresh_schema(postgres) as url:
         yield url
 

@@ -1,4 +1,4 @@
-"""Engines of the demo model over one folder."""
+"""Engines of the demo model over stores in the test's folder, and a deep random model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 
 @pytest.fixture
 def opened(tmp_path):
-    """`opened(store="kv", **options)`: an engine over that folder in tmp_path; all are closed at the end."""
+    """Function `opened(store="kv", **options)`: an engine over that folder in tmp_path. Closes all at the end."""
     made: list[TransformersEngine] = []
 
     def open_one(store: str = "kv", **options: Any) -> TransformersEngine:
@@ -29,7 +29,7 @@ def opened(tmp_path):
 
 @pytest.fixture(scope="session")
 def deep_model(tmp_path_factory, make_tokenizer):
-    """The folder of a random model of the fewest layers that count as deep."""
+    """Folder of a random model with the smallest number of layers that counts as deep."""
     path = tmp_path_factory.mktemp("deep")
     make_model(LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(path)
     make_tokenizer().save_pretrained(path)

@@ -1,4 +1,4 @@
-"""Tiny random models on disk, for vLLM engines. `make test-vllm` runs these tests; without vLLM they are left out."""
+"""Tiny random models on disk, for vLLM engines. `make test-vllm` runs these tests; without vLLM they are skipped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
-sys.path.append(str(Path(__file__).parents[1]))  # the independent CacheBlend lives there
+sys.path.append(str(Path(__file__).parents[1]))  # for tests/reference.py and other helpers
 
 from harness import SIZES
 from tiny_models import stock_models
@@ -20,12 +20,14 @@ from tiny_models import stock_models
 
 @pytest.fixture(scope="session", autouse=True)
 def _models_are_inspected_here():
-    """To look at a model's class, vLLM starts a process that imports vLLM, 20 s for each class: it must not initialize
-    CUDA in this one. On a CPU there is nothing to initialize, and an engine here loads the class afterwards anyway."""
+    """Inspect model classes in this process. vLLM starts a process per class, which takes 20 s.
+
+    It does so to avoid the initialization of CUDA, which does not happen on a CPU.
+    """
     from vllm.model_executor.models import registry
 
     gc.collect()
-    gc.freeze()  # as tests/conftest.py does: an engine that stops collects garbage, in a million objects of vLLM's
+    gc.freeze()  # as in tests/conftest.py: a stopping engine collects garbage, which would scan a million objects
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
         yield
@@ -33,13 +35,13 @@ def _models_are_inspected_here():
 
 @pytest.fixture(scope="session")
 def stock():
-    """`stock(family)`: the transformers model that `checkpoint` saves, float32. Shared, untouched."""
+    """Function `stock(family)`: the float32 transformers model that `checkpoint` saves. Shared; must not be changed."""
     return stock_models(**SIZES)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(stock, make_tokenizer, tmp_path_factory):
-    """`checkpoint(family)`: its directory."""
+    """Function `checkpoint(family)`: folder of the saved model."""
 
     @cache
     def build(family: str) -> Path:

@@ -15,7 +15,7 @@ from ragblend.prompt.types import Prompt
 
 @pytest.fixture(scope="session")
 def passages():
-    """What gets ingested. The second has a blank line inside, the third the look of a template."""
+    """Passages to ingest. The second contains a blank line, and the third looks like a template."""
     return [
         "The lighthouse on Gull Rock was built in 1872. Its lamp is turned by clockwork.",
         "Maren keeps the logbook.\n\nEvery storm since 1901 is in it, with the height of the waves.",
@@ -28,7 +28,7 @@ def passages():
 
 @pytest.fixture(scope="session")
 def chat_model_path(tmp_path_factory, make_tokenizer):
-    """A random 3-layer chat model of 8192 tokens that answers at length and differently to every prompt."""
+    """Folder of a random 3-layer chat model of 8192 tokens. Its answers are long and differ for every prompt."""
     path = tmp_path_factory.mktemp("model") / "tiny-chat"
     sizes = {"max_position_embeddings": 8192, "num_hidden_layers": 3}
     make_model(LlamaForCausalLM, **sizes).save_pretrained(path)
@@ -38,13 +38,13 @@ def chat_model_path(tmp_path_factory, make_tokenizer):
 
 @pytest.fixture(scope="session")
 def store_path(tmp_path_factory):
-    """The folder of the session's KV store."""
+    """Folder of the session's KV store."""
     return tmp_path_factory.mktemp("kv")
 
 
 @pytest.fixture(scope="session")
 def chat_engine(chat_model_path, store_path, passages):
-    """The tiny chat model's engine, with the KV of all passages precomputed. Shared with every model of that store."""
+    """Engine of the tiny chat model, with precomputed KV of all passages. All LLM objects over this store share it."""
     engine = share_engine(str(chat_model_path), store_path, on_miss="inline", **SHARED)
     precompute_documents(passages, engine)
     yield engine
@@ -56,7 +56,7 @@ SHARED = {"backend": "transformers", "dtype": "auto", "device": "auto", "system"
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Every call of a ragblend LLM in this test, in order: its prompt and the answer."""
+    """List of (prompt, stream) of every call of a ragblend LLM in this test."""
     made: list[tuple[Prompt, Stream]] = []
     start = BlendModel._open
 

@@ -44,7 +44,7 @@ TESTS = (
 SENTENCES = (
     "ragblend/**/*.py",
     "tools/**/*.py",
-    "benchmarks/*.py",
+    "benchmarks/**/*.py",
     "notebooks/src/*.py",
     "docs/*.md",
     "README.md",

@@ -113,7 +113,7 @@ def test_sdist_and_wheel_hold_what_git_keeps(tmp_path):
         archive.add(folder, folder.name)
     found = "\n".join(contents.find_problems(sdist, wheel, kept))
     assert "lacks data/questions/README.md" in found
-    assert "has left.log, which git does not keep" in found
+    assert "has left.log, which git does not track" in found
 
 
 # --- the address, written once it is known ---

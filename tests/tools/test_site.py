@@ -45,11 +45,11 @@ def built(tmp_path):
 @pytest.mark.parametrize(
     ("planted", "found"),
     [
-        ('<a href="c.html">', "a.html: c.html is no file"),
-        ('<a href="sub/b.html#y">', "a.html: sub/b.html#y is no heading"),
-        ('<a href="#nowhere">', "a.html: #nowhere is no heading"),
-        ('<img src="p.png">', "a.html: p.png is no file"),
-        ('<source srcset="dark.svg">', "a.html: dark.svg is no file"),
+        ('<a href="c.html">', "a.html: c.html does not exist"),
+        ('<a href="sub/b.html#y">', "a.html: sub/b.html#y has no such heading"),
+        ('<a href="#nowhere">', "a.html: #nowhere has no such heading"),
+        ('<img src="p.png">', "a.html: p.png does not exist"),
+        ('<source srcset="dark.svg">', "a.html: dark.svg does not exist"),
         ('<script src="https://cdn.example/x.js">', "a.html loads https://cdn.example/x.js"),
         ('<link href="//fonts.example/f.css">', "a.html loads //fonts.example/f.css"),
     ],

@@ -1,1 +1,1 @@
-"""Tools that check what is in deploy/, and are no Python packages: helm, promtool, schemas of Kubernetes objects."""
+"""Download of the tools that check deploy/: helm, promtool, Kubernetes schemas and vLLM's router."""

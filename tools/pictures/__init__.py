@@ -1,1 +1,1 @@
-"""Pictures of the documentation that code draws."""
+"""Generators of the documentation's pictures."""

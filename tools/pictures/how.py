@@ -1,8 +1,8 @@
-"""Draw docs/how-it-works.md: where a prompt's KV comes from, which tokens are recomputed, and what that buys.
+"""Pictures of docs/how-it-works.md: source of a prompt's KV, recomputed tokens, and time over closeness.
 
     python -m tools.pictures.how        # docs/how-{kv,tokens,cost}-{light,dark}.svg
 
-The first two are sketches. The third is measured: `data/results/`, SmolLM2-135M.
+The first two are sketches. The third shows measurements of SmolLM2-135M in `data/results/`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from tools.pictures.idea import CLOSENESS, INKS, ROOT, TIMES, Ink
 
-NUM_LAYERS = 8  # of the sketch
+NUM_LAYERS = 8  # in the sketch
 CHUNKS = (("prefix", 4), ("chunk 7", 14), ("chunk 2", 12), ("chunk 9", 14), ("question", 6))
-CHOSEN = {6, 11, 20, 22, 27, 33, 37, 40}  # tokens of the sketch, not measured
+CHOSEN = {6, 11, 20, 22, 27, 33, 37, 40}  # recomputed tokens in the sketch, not measured
 
 
 def kv(axes: Axes, ink: Ink) -> None:
-    """Chunks in the store, each moved to its place in the prompt."""
+    """Draw chunks in the store, each moved to its position in the prompt."""
     x, places = 12.0, {}
     for name, count in CHUNKS:
         places[name] = (x, count)
@@ -48,7 +48,7 @@ def kv(axes: Axes, ink: Ink) -> None:
 
 
 def tokens(axes: Axes, ink: Ink) -> None:
-    """Layers over tokens: what is read and what is computed."""
+    """Draw a grid of layers and tokens, coloured by whether their KV is read or computed."""
     x, index = 12.0, 0
     for name, count in CHUNKS:
         axes.text(x + count / 2, NUM_LAYERS + 0.5, name, color=ink.text, ha="center", fontsize=9)
@@ -70,7 +70,7 @@ def tokens(axes: Axes, ink: Ink) -> None:
 
 
 def measured() -> list[tuple[str, float, float]]:
-    """Label, seconds to the first token and its KL from full prefill, at 5 % recomputed."""
+    """Return (label, seconds to the first token, its KL from full prefill) per method, at 5 % recomputed."""
     times = {(run["mode"], run["rule"]): run["ttft_s"] for run in json.loads(TIMES.read_text())["runs"]}
     runs = [run for run in json.loads(CLOSENESS.read_text())["runs"] if run["kind"] == "all"]
     kl = {(run["mode"], run["rule"], run["ratio"], run["context"]): run["first_token_kl"] for run in runs}
@@ -86,11 +86,11 @@ def measured() -> list[tuple[str, float, float]]:
 
 
 def cost(axes: Axes, ink: Ink) -> None:
-    """Time to the first token over closeness: best is low and left."""
+    """Draw the time to the first token over the KL from full prefill. Low and left is best."""
     for label, seconds, kl in measured():
         is_default = "default" in label
         axes.plot(kl, seconds, "o", color=ink.computed if is_default else ink.edge, markersize=9 if is_default else 7)
-        above = is_default  # its neighbours are written below
+        above = is_default  # the other labels are below their points
         axes.annotate(
             f"{label}: {seconds:.1f} s, {kl:.3f}" if kl else f"{label}: {seconds:.1f} s, 0",
             (kl, seconds), xytext=(8, 12 if above else -12), textcoords="offset points",
@@ -120,7 +120,7 @@ PICTURES: dict[str, Callable[[Axes, Ink], None]] = {"kv": kv, "tokens": tokens, 
 
 
 def draw(name: str, ink: Ink, out: Path) -> None:
-    """One picture in one variant, as SVG without a background."""
+    """Draw one picture in one variant, as SVG without a background."""
     settings = {"svg.fonttype": "none", "svg.hashsalt": "ragblend", "font.family": "sans-serif"}
     with pyplot.rc_context(settings):
         figure, axes = pyplot.subplots(figsize=(9, 3.4))

@@ -1,8 +1,8 @@
-"""Draw the idea, as the README shows it: a prompt of three chunks, token by token, in three modes.
+"""Picture of the README: the tokens of a prompt of three chunks in three modes.
 
     python -m tools.pictures.idea        # docs/idea-light.svg and docs/idea-dark.svg
 
-Times and closeness at the right are read from `data/results/`: one model, SmolLM2-135M.
+The times and the KL at the right are measurements of SmolLM2-135M in `data/results/`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TIMES, CLOSENESS = (ROOT / "data/results" / name for name in ("ttft-ask-5-smollm
 
 SEGMENTS = (("prefix", 5), ("chunk 7", 16), ("chunk 2", 14), ("chunk 9", 18), ("question", 6))
 STORED = ("chunk 7", "chunk 2", "chunk 9")
-CHOSEN = {7, 13, 24, 25, 31, 38, 44, 50}  # tokens of chunks that blending recomputes; those of a picture, not measured
-TOP, STORE, REUSE, BLEND = 8.4, 5.7, 3.2, 1.0  # of the rows
-CELL, GAP, LEFT = 1.0, 1.4, 17.0  # of a token, between segments, before the first
+CHOSEN = {7, 13, 24, 25, 31, 38, 44, 50}  # tokens that blending recomputes in the picture, not measured
+TOP, STORE, REUSE, BLEND = 8.4, 5.7, 3.2, 1.0  # heights of the rows
+CELL, GAP, LEFT = 1.0, 1.4, 17.0  # width of a token, space between segments, space before the first
 
 
 class Ink(NamedTuple):
@@ -45,7 +45,7 @@ INKS = {
 
 
 def places() -> dict[str, list[float]]:
-    """Where each segment's tokens stand, from left to right."""
+    """Return {segment: horizontal positions of its tokens}."""
     found, x = {}, LEFT
     for name, count in SEGMENTS:
         found[name] = [x + CELL * i for i in range(count)]
@@ -54,7 +54,7 @@ def places() -> dict[str, list[float]]:
 
 
 def measured() -> dict[str, tuple[float, float]]:
-    """Seconds to the first token, and its KL from full prefill, by row."""
+    """Return {row: (seconds to the first token, its KL from full prefill)}."""
     times = {(run["mode"], run["rule"]): run["ttft_s"] for run in json.loads(TIMES.read_text())["runs"]}
     runs: list[dict[str, Any]] = json.loads(CLOSENESS.read_text())["runs"]
 
@@ -75,7 +75,7 @@ def measured() -> dict[str, tuple[float, float]]:
 
 
 def draw(ink: Ink, out: Path) -> None:
-    """One variant, as SVG without a background."""
+    """Draw one variant, as SVG without a background."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ragblend", "font.family": "sans-serif"})
     figure, axes = pyplot.subplots(figsize=(10, 3.5))
     figure.patch.set_alpha(0)

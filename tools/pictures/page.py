@@ -1,8 +1,8 @@
-"""Photograph the page of `ragblend ui`, with one of the demo's questions answered.
+"""Screenshot of the page of `ragblend ui`, with the answer to one of the demo's questions.
 
     python -m tools.pictures.page        # docs/ui.png
 
-Needs Debian's chromium and chromium-driver. Times in it are of the machine that it ran on.
+Requires Debian's chromium and chromium-driver. The times on the page are those of the machine that makes the picture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WIDTH, HEIGHT = 1120, 2330
 
 
 def main() -> None:
-    """Start the page in a new folder, ask the first example, take the picture."""
+    """Start `ragblend ui` in a new folder, and save a screenshot of the first example."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def photograph(url: str, out: Path) -> None:
-    """Ask the page's first example twice, the first time to warm up, and save what a browser shows."""
+    """Ask the page's first example twice, the first time as a warm-up. Save a screenshot to `out`."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
     for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
@@ -60,7 +60,7 @@ def photograph(url: str, out: Path) -> None:
             driver.find_element(By.CSS_SELECTOR, "#examples button").click()
             wait.until(lambda _: driver.find_element(By.ID, "go").text == "Ask")
         driver.execute_script("document.activeElement.blur()")
-        time.sleep(0.5)  # bars that grow
+        time.sleep(0.5)  # until the animation of the bars has ended
         driver.save_screenshot(str(out))
 
 

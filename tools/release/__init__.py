@@ -1,1 +1,1 @@
-"""Before a release: what would be published is built, looked at and installed (`python -m tools.release`)."""
+"""Checks before a release: build the distributions, check their contents, and install them."""

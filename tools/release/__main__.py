@@ -1,13 +1,13 @@
-"""Build what would be published, look into it, and install it as a user does: `make release-check`.
+"""Build the sdist and the wheel, check their contents, and install them as a user does: `make release-check`.
 
-    python -m tools.release [PYTHON ...]           builds into dist/, then tries it under every interpreter named
-    python -m tools.release --built [PYTHON ...]   tries what is in dist/
-    python -m tools.release --tag v0.1.0 [--repository URL]   also: may this tag be released?
-    python -m tools.release --notes                that version's part of the changelog
+    python -m tools.release [PYTHON ...]           builds into dist/, then installs under each of the interpreters
+    python -m tools.release --built [PYTHON ...]   uses the distributions in dist/
+    python -m tools.release --tag v0.1.0 [--repository URL]   also checks that this tag may be released
+    python -m tools.release --notes                prints the version's part of the changelog
 
-The sdist is held against git, the wheel is built from the sdist, `twine check` reads their metadata. Each interpreter
-gets an empty environment in turn: minutes and gigabytes for a PyTorch with CUDA, on a machine that
-is offered no other. Prints a line per step; ends with 1 and the reason at the first that fails.
+The files of the sdist and the wheel are compared with those that git tracks, and `twine check` reads their metadata.
+Each interpreter installs into a new environment. If pip finds only a PyTorch with CUDA, that takes minutes and
+gigabytes. Prints a line per step. Ends with exit code 1 and the reason at the first step that fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIST = ROOT / "dist"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Every step in turn; the exit code."""
+    """Run the steps in order. Return the exit code."""
     description, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         prog="python -m tools.release",
@@ -36,11 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="interpreters: names on the PATH, or paths")
-    parser.add_argument("--built", action="store_true", help="do not build: take what is in dist/")
-    parser.add_argument("--tag", help="refuse where version, changelog or address do not fit it")
-    parser.add_argument("--repository", metavar="URL", help="with --tag: the address that it is released from")
-    parser.add_argument("--notes", action="store_true", help="print this version's part of the changelog, and end")
+    parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="interpreter to install under: a name or a path")
+    parser.add_argument("--built", action="store_true", help="use the distributions in dist/ instead of building")
+    parser.add_argument("--tag", help="tag to check against version, changelog and repository")
+    parser.add_argument("--repository", metavar="URL", help="with --tag: address of the repository that releases it")
+    parser.add_argument("--notes", action="store_true", help="print this version's part of the changelog and exit")
     chosen = parser.parse_args(arguments)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     if chosen.notes:
@@ -56,12 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
     built = [*DIST.glob("*.tar.gz"), *DIST.glob("*.whl")]
     if len(built) != 2:
-        return _end([f"{DIST} holds {len(built)} distributions, not an sdist and a wheel: leave --built away"])
+        return _end([f"{DIST} has {len(built)} distributions instead of an sdist and a wheel; run without --built"])
     sdist, wheel = built
     found = find_problems(sdist, wheel, tracked())
     if found:
         return _end(found)
-    print(f"sdist {_mib(sdist)}, wheel {_mib(wheel)}: all that git keeps, nothing else, licences inside")
+    print(f"sdist {_mib(sdist)}, wheel {_mib(wheel)}: all tracked files, no others, with licences")
     if _step("metadata is well formed", [sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)]):
         return 1
     for python in chosen.pythons:

@@ -1,9 +1,9 @@
-"""Write where the repository is into every file that should say so, once that is known: one step before publishing.
+"""Write the repository's address into pyproject.toml, README.md and CITATION.cff, before the first publication.
 
     python -m tools.release.address https://github.com/OWNER/NAME
 
-pyproject.toml gets its URLs, README.md its badges, CITATION.cff its `repository-code`; and what PyPI shows of README.md
-gets whole addresses in place of links into the tree. Running it again with another address changes them all.
+pyproject.toml gets the project's URLs, and the rules that make README.md's relative links absolute on PyPI. README.md
+gets badges, CITATION.cff its `repository-code`. Another run with another address replaces all of them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ BADGES_BEGIN = "[![tests]("
 
 
 def write(address: str, root: Path = ROOT) -> list[str]:
-    """Change the files under `root`; the names of those that changed. Raises ValueError for what is no address."""
+    """Write the address into the files under `root`. Return the names of the changed files.
+
+    Raises ValueError if `address` is not a GitHub repository.
+    """
     found = ADDRESS.fullmatch(address.removesuffix("/").removesuffix(".git"))
     if found is None:
-        raise ValueError(f"{address!r} is no repository on GitHub; it is of the form https://github.com/OWNER/NAME")
+        raise ValueError(f"{address!r} is not a GitHub repository; write it as https://github.com/OWNER/NAME")
     owner, name = found.groups()
-    ways = {"pyproject.toml": _project, "README.md": _readme, "CITATION.cff": _citation}
+    writers = {"pyproject.toml": _project, "README.md": _readme, "CITATION.cff": _citation}
     changed = []
-    for file, way in ways.items():
+    for file, write_address in writers.items():
         path = root / file
         before = path.read_text(encoding="utf-8")
-        after = way(before, owner, name)
+        after = write_address(before, owner, name)
         if after != before:
             path.write_text(after, encoding="utf-8")
             changed.append(file)
@@ -47,7 +50,7 @@ def _project(text: str, owner: str, name: str) -> str:
     }
     lines = "".join(f'{label} = "{url}"\n' for label, url in urls.items())
     text = re.sub(r"(?<=\[project\.urls\]\n)(?:\w+ = .*\n)+", lines, text)
-    # PyPI shows README.md without the tree that its links lead into.
+    # PyPI shows README.md without the repository, so relative links would be dead there.
     blob, raw = f"{at}/blob/main/", f"https://raw.githubusercontent.com/{owner}/{name}/main/"
     links = (
         (r"\]\((?!\w+:|#)([^)]+)\)", rf"]({blob}\1)"),

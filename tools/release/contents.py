@@ -1,4 +1,4 @@
-"""What the sdist and the wheel hold, held against git: everything that is kept, and nothing else.
+"""Check of the files in the sdist and the wheel: all files that git tracks, and no others.
 
 Read `find_problems` first.
 """
@@ -17,7 +17,7 @@ import ragblend
 
 ROOT = Path(__file__).parents[2]
 ADDED_BY_BUILD = {"PKG-INFO"}
-ATTRIBUTED = (  # what is not ours, and the file that says whose it is
+ATTRIBUTED = (  # licence, and attributions of the content by others
     "LICENSE",
     "data/questions/README.md",
     "ragblend/demo/weights/README.md",
@@ -25,26 +25,26 @@ ATTRIBUTED = (  # what is not ours, and the file that says whose it is
 
 
 def tracked(*, others: bool = False) -> set[str]:
-    """Every path that git keeps, relative to the root; with `others` those, too, that it would if asked to add all."""
+    """Return the paths of all tracked files, relative to the root. others: also untracked, but not ignored files."""
     wanted = ["--cached", *(["--others", "--exclude-standard"] if others else [])]
     listed = subprocess.run(["git", "ls-files", "-z", *wanted], cwd=ROOT, capture_output=True, text=True, check=True)
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
 
 
 def in_sdist(sdist: Path) -> set[str]:
-    """The paths of its files, without the folder that all of them are in."""
+    """Return the paths of the sdist's files, relative to its top folder."""
     with tarfile.open(sdist) as archive:
         return {name.name.partition("/")[2] for name in archive.getmembers() if name.isfile()} - ADDED_BY_BUILD
 
 
 def in_wheel(wheel: Path) -> set[str]:
-    """The paths of its files, without those of its metadata."""
+    """Return the paths of the wheel's files, without its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
 def find_problems(sdist: Path, wheel: Path, kept: set[str]) -> list[str]:
-    """What is wrong with the two where `kept` is what should be in them; empty where they may be published."""
+    """Return a sentence for each problem of the two distributions. kept: the paths that they should have."""
     package = {name for name in kept if name.startswith("ragblend/")}
     found = [
         *_difference("the sdist", in_sdist(sdist), kept),
@@ -63,12 +63,15 @@ def find_problems(sdist: Path, wheel: Path, kept: set[str]) -> list[str]:
 def _difference(what: str, held: set[str], wanted: set[str]) -> list[str]:
     return [
         *(f"{what} lacks {name}" for name in sorted(wanted - held)),
-        *(f"{what} has {name}, which git does not keep" for name in sorted(held - wanted)),
+        *(f"{what} has {name}, which git does not track" for name in sorted(held - wanted)),
     ]
 
 
 def find_tag_problems(tag: str, repository: str | None, changelog: str, today: date) -> list[str]:
-    """Why a release must not be made from `tag` in `repository` (its address) with that changelog."""
+    """Return the reasons why `tag` must not be released.
+
+    repository: its address, or None if unknown. changelog: text of CHANGELOG.md.
+    """
     version = ragblend.__version__
     found = []
     if tag != f"v{version}":
@@ -84,6 +87,6 @@ def find_tag_problems(tag: str, repository: str | None, changelog: str, today: d
 
 
 def notes(changelog: str, version: str) -> str:
-    """The part of the changelog that is about one version."""
+    """Return the changelog's section of one version; "" if it has none."""
     found = re.search(rf"^## \[{re.escape(version)}\].*?$(.*?)(?=^## \[|^\[|\Z)", changelog, re.MULTILINE | re.DOTALL)
     return found[1].strip() if found else ""

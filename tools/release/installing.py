@@ -1,4 +1,4 @@
-"""Install what was built the way a user does, and use it: an empty environment, an empty folder, an empty HOME.
+"""Installation test of the distributions, in a new environment, with an empty working folder and an empty HOME.
 
 Read `try_wheel` first.
 """
@@ -21,29 +21,32 @@ PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--cons
 
 
 def try_wheel(python: str, sdist: Path, wheel: Path) -> str:
-    """Return the result as one line. Raises CalledProcessError or AssertionError if a step failed."""
+    """Install and use the wheel, then install the sdist, under the interpreter `python`. Return the result as one line.
+
+    Raises CalledProcessError or AssertionError if a step failed.
+    """
     found = shutil.which(python)
     if found is None:
-        raise FileNotFoundError(f"{python} is no interpreter here; name one that is, or a path")
+        raise FileNotFoundError(f"no interpreter {python!r} on PATH; name another one, or give its path")
     with tempfile.TemporaryDirectory() as folder:
         venv, empty = Path(folder) / "venv", Path(folder) / "empty"
         empty.mkdir()
         _run([found, "-m", "venv", str(venv)])
         mine = str(venv / "bin" / "python")
-        # PyTorch first, as the Makefile does: pip then has the one of constraints.txt, and not the newest.
+        # PyTorch first, as in the Makefile, so that pip takes the version in constraints.txt and not the newest one.
         _run([mine, *PIP, "torch"])
         _run([mine, *PIP, str(wheel)])
         _run([mine, "-m", "pip", "check"])
         used = _use(venv, empty)
         _run([mine, *PIP, "--no-deps", "--force-reinstall", str(sdist)])
-        _said_version(venv, empty)
+        _check_version(venv, empty)
         return used
 
 
 def _use(venv: Path, empty: Path) -> str:
     import_alone = "import sys, ragblend; assert 'torch' not in sys.modules; print(sys.version.split()[0])"
     python = _run([str(venv / "bin" / "python"), "-c", import_alone], empty).strip()
-    _said_version(venv, empty)
+    _check_version(venv, empty)
     result = json.loads(_run([str(venv / "bin" / "ragblend"), "demo", "--question", QUESTION, "--json"], empty))
     answers = {mode: each["answer"] for mode, each in result["questions"][0]["modes"].items()}
     assert answers["full"] == answers["blend"] == GOLD, f"the demo answers {answers}, not {GOLD!r}"
@@ -51,13 +54,14 @@ def _use(venv: Path, empty: Path) -> str:
     return f"Python {python}, PyTorch {torch}: installs, imports, answers"
 
 
-def _said_version(venv: Path, empty: Path) -> None:
-    said = _run([str(venv / "bin" / "ragblend"), "--version"], empty).strip()
-    assert said == ragblend.__version__, f"ragblend --version says {said}, the source {ragblend.__version__}"
+def _check_version(venv: Path, empty: Path) -> None:
+    version = _run([str(venv / "bin" / "ragblend"), "--version"], empty).strip()
+    expected = ragblend.__version__
+    assert version == expected, f"ragblend --version prints {version}, but the source has {expected}"
 
 
 def _run(command: list[str], home: Path | None = None) -> str:
-    """Return the command's stdout; with `home`, run there, without this user's settings and this checkout."""
+    """Return the command's stdout. home: working folder and HOME, instead of this user's; None: unchanged."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RAGBLEND_"))}
     if home is not None:
         environment |= {"HOME": str(home), "HF_HUB_OFFLINE": "1"}

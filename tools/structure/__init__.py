@@ -1,1 +1,1 @@
-"""What docs/structure.md shows: the layers drawn from the imports, and one request traced through them."""
+"""Generators of docs/structure.md: the picture of the layers, and the trace of one request."""

@@ -1,9 +1,9 @@
-"""The files and functions of ragblend that a warm `ChatBlend.invoke` passes, with the default rule.
+"""Trace of the ragblend functions that a warm `ChatBlend.invoke` calls, with the default rule.
 
     python -m tools.structure.walk [--json]
 
-A function counts once, however often it is called; lambdas and comprehensions belong to the function they stand in. The
-prompt holds three stored chunks, and the answer is one token.
+Each function counts once. Lambdas and comprehensions belong to the function that contains them. The prompt has three
+stored chunks, and the answer is one token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGE = Path(ragblend.__file__).parent
 
 
 def walk(call: Callable[[], object], loop: EngineLoop) -> dict[str, list[str]]:
-    """The functions that `call` enters, here and in the engine's `loop`, in order, by their file."""
+    """Return {file: functions that `call` enters, in order}, in this thread and in the engine's `loop`."""
     seen: dict[str, list[str]] = {}
     is_called = False
 
@@ -59,7 +59,7 @@ def walk(call: Callable[[], object], loop: EngineLoop) -> dict[str, list[str]]:
 
 
 def blended_call() -> dict[str, list[str]]:
-    """Return `walk` of the third call of one chain, when models are loaded and chunks are in memory."""
+    """Return `walk` of the third call of a chain, after models were loaded and chunks were read into memory."""
     chunks = [chunk for record in sample_corpus().records[:1] for chunk in record.chunks[:3]]
     with tempfile.TemporaryDirectory() as store:
         llm = ChatBlend(model="demo", store=store, max_tokens=1)
@@ -71,9 +71,9 @@ def blended_call() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Print the walk."""
+    """Print the functions of each file, and their number."""
     parser = argparse.ArgumentParser(description="Trace one blended LangChain call.")
-    parser.add_argument("--json", action="store_true", help="One JSON object.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     seen = blended_call()
     count = sum(map(len, seen.values()))

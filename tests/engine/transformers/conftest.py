@@ -1,4 +1,4 @@
-"""Saved models that the tests of this folder share, and a cache of digests that is each test's own."""
+"""Saved models that the tests of this folder share, and a separate cache of digests for each test."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_digest_cache(tmp_path_factory, monkeypatch):
-    """Keep digests of weights apart from other tests' and from the user's home."""
+    """Store digests of weights in a new folder, apart from other tests and from the user's home."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory, tiny_model, make_tokenizer):
-    """`saved_model(family, **config)`: its folder as `save_pretrained` writes it. Shared: a test changes a copy."""
+    """Function `saved_model(family, **config)`: folder of the saved model. Shared; a test must only change a copy."""
     root = tmp_path_factory.mktemp("models")
 
     def save(family: str, **config: Any) -> Path:
@@ -34,5 +34,5 @@ def saved_model(tmp_path_factory, tiny_model, make_tokenizer):
 
 @pytest.fixture(scope="session")
 def saved(saved_model):
-    """A tiny Llama's folder."""
+    """Folder of a tiny Llama."""
     return saved_model("llama")

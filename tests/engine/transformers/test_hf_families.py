@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, WINDOWED, make_gemma3_that_sees, make_gemma4_that_sees, make_model
+from tiny_models import FAMILIES, WINDOWED, make_model, make_multimodal_gemma3, make_multimodal_gemma4
 
 from ragblend.engine.fusion.self_check import TOLERANCE, self_check
 from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
@@ -74,8 +74,8 @@ BUILT_WITH: dict[str, dict[str, Any]] = {
     "EXAONE 4": PER_TYPE,
 }  # fmt: skip
 THAT_SEE = {
-    "Gemma3ForConditionalGeneration": make_gemma3_that_sees,
-    "Gemma4ForConditionalGeneration": make_gemma4_that_sees,
+    "Gemma3ForConditionalGeneration": make_multimodal_gemma3,
+    "Gemma4ForConditionalGeneration": make_multimodal_gemma4,
 }
 # A row with one of these words is refused by its layers' types, without weights.
 BY_TYPE_ALONE = ("index", "recurrent", "convolutions", "blocks", "learned", "AltUp")

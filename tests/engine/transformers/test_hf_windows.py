@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import WINDOWED, make_gemma3_that_sees, make_gemma4_that_sees
+from tiny_models import WINDOWED, make_multimodal_gemma3, make_multimodal_gemma4
 from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(fami
         assert report.chunks[0].exact
 
 
-@pytest.mark.parametrize(("family", "make"), [("gemma3", make_gemma3_that_sees), ("gemma4", make_gemma4_that_sees)])
+@pytest.mark.parametrize(("family", "make"), [("gemma3", make_multimodal_gemma3), ("gemma4", make_multimodal_gemma4)])
 def test_gemma_that_reads_images_too_answers_text_as_its_decoder_alone(
     family, make, stock_model, make_tokenizer, tmp_path
 ):

@@ -1,4 +1,4 @@
-"""Servers of the page for tests: one over two records of the sample corpus, one over nothing yet."""
+"""Servers of the page: one over two records of the sample corpus, and one over an empty store."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ RECORDS = ("security-review.md", "budget-workshop.md")
 
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory):
-    """Settings of a place that holds the two records."""
+    """Settings of a folder into which the two records were ingested."""
     home = tmp_path_factory.mktemp("ui")
     settings, corpus = settings_in(home), sample_corpus()
     corpus.write(home / "corpus")
@@ -25,13 +25,13 @@ def filled(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def site(filled):
-    """A server over the records, for tests that leave them there."""
+    """Server over the two records, shared by tests that do not change them."""
     with running(filled) as made:
         yield made
 
 
 @pytest.fixture
 def empty(tmp_path):
-    """A server over nothing yet, which takes files of 1 MiB."""
+    """Server over an empty store, with a file size limit of 1 MiB."""
     with running(replace(settings_in(tmp_path), max_file_mib=1.0)) as made:
         yield made
