@@ -156,10 +156,7 @@ def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: Sto
 
 
 def encode_chunk(kv: MemoryKV, store_key: StoreKey | None = None) -> bytes:
-    """Return the bytes of the chunk file of `kv`, for stores such as Redis that have no files.
-
-    store_key: the key that signs the file; None: no signature.
-    """
+    """Return the bytes of the chunk file of `kv`, for stores without files, such as Redis; see `write_chunk`."""
     stream = io.BytesIO()
     write_chunk(stream, kv, header_nbytes(kv, store_key), store_key)
     return stream.getvalue()

@@ -249,10 +249,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes(lists_again=False)
 
     def certainly_fits(self, nbytes: int) -> bool:
-        """Return True if `nbytes` of new entries fit for certain; False if that is not known.
-
-        Fast, because the directory is not listed.
-        """
+        """Return True if `nbytes` of new entries certainly fit; False if unknown. The directory is not listed."""
         return self._evictor.certainly_fits(nbytes)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
@@ -300,8 +297,8 @@ class DiskStore(StoreMetadata, KVStore):
     def verify(self) -> Iterator[EntryCheck]:
         """Read every byte of every entry, and yield an EntryCheck for each. Damaged files are moved aside.
 
-        Files that were moved aside earlier are checked, too. An intact one is moved back. Shapes are compared with
-        those of `set_expected_spec`, or else with those of the models in the store's metadata.
+        Intact files that were moved aside earlier are moved back. Shapes are compared with `set_expected_spec`, or else
+        with the models in the store's metadata.
         """
         for fingerprint, facts in self.models().items():
             if fingerprint not in self._requirements.specs and (shape := KVSpec.from_facts(facts)) is not None:
@@ -339,9 +336,8 @@ class DiskStore(StoreMetadata, KVStore):
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_unreadable(self, key: str) -> None:
-        """Delete the files of `key` that cannot be read: the one that was moved aside, and an unreadable entry file.
-
-        An entry file of another format version counts as unreadable, even if it is intact.
+        """Delete the files of `key` that cannot be read: one that was moved aside, and an unreadable entry file. An
+        entry file of another format version is deleted, too, even if it is intact.
         """
         if self.contains(key):
             remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))

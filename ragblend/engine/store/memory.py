@@ -158,7 +158,7 @@ class MemoryStore(KVStore):
 
 
 def _own(layer: StoredLayer) -> StoredLayer:
-    """Return the layer in CPU memory of its own. A slice is copied, as it would keep the whole tensor in memory."""
+    """Return the layer in CPU memory that it does not share. A slice would keep the whole tensor in memory."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layer}
     if sum(storages.values()) == layer.nbytes and not any(map(_needs_copy, layer)):
         return layer

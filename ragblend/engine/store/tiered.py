@@ -123,19 +123,13 @@ class TieredStore(KVStore):
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the intact entry from the fastest tier that has it, with read-only tensors; None for a miss.
-
-        token_ids: the chunk's ids. An entry with other ids is a miss; None accepts any ids.
-        """
+        """Return the intact entry from the fastest tier that has it; None for a miss. See `KVStore.get`."""
         kv = self._find(key, token_ids, self._tiers)
         self._count(num_hits=kv is not None, num_misses=kv is None)
         return kv
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry from `fetched`, or else from a tier on this machine; None for a miss.
-
-        fetched: the result of `fetch_many`. Contacts no other machine. token_ids: as in `get`.
-        """
+        """Return the entry from `fetched` or a tier on this machine; None for a miss. See `KVStore.get_local`."""
         kv = fetched.get(key)
         if kv is None or not kv.header.has_ids(token_ids):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])

@@ -137,17 +137,11 @@ class RemoteStore(KVStore):
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the entry, whole and verified; None for a miss. A slow or unreachable backend is a miss.
-
-        token_ids: the chunk's ids. An entry with other ids is a miss; None accepts any ids.
-        """
+        """Return the entry, whole and verified; None for a miss (see `KVStore.get`) or without a reply in time."""
         return self.get_local(key, token_ids, self.fetch_many([key]))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry from `fetched`, the result of `fetch_many`. Sends no request to the backend.
-
-        Returns None if `fetched` has no entry of this key, or one whose token ids are not `token_ids`.
-        """
+        """Return the entry from `fetched`, the result of `fetch_many`; None for a miss. Sends no request."""
         kv = fetched.get(key)
         if kv is not None and not kv.header.has_ids(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from the requested ones", key, self.values.url)
@@ -301,10 +295,7 @@ class RemoteStore(KVStore):
         return 0.0 if self.breaker.is_closed else max(0.01, self.breaker.wait_s())
 
     def contains(self, key: str) -> bool:
-        """Return True if the entry is stored or queued.
-
-        Returns False if the entry is known to be damaged, or if the backend does not answer.
-        """
+        """Return True if the entry is stored or queued; False if it is damaged or the backend does not answer."""
         return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
@@ -328,10 +319,7 @@ class RemoteStore(KVStore):
         return [key in there for key in keys]
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; return True if there was one.
-
-        Raises BackendUnreachableError if the backend does not answer.
-        """
+        """Delete an entry; return True if there was one. Raises BackendUnreachableError without an answer."""
         queued = self._queue.peek(key) is not None
         self._queue.discard(key)
         self.drop_result(key)
