@@ -53,8 +53,8 @@ def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | No
     Returns None for T <= NUM_FIRST, and if a number is infinite or NaN. kv_dtype: "int8" or "fp8".
 
     A scale is the largest magnitude in a channel of the keys, or in a token of the values, divided by 127 (int8) or 448
-    (fp8). Error of a dequantized element: in int8, at most half its scale; in fp8, at most 1/16 of the element or
-    1/1024 of its scale, whichever is larger. Rounding to the tensor's dtype adds to this error.
+    (fp8). Error of a dequantized element: in int8, at most half its scale; in fp8, at most the larger of 1/16 of the
+    element and 1/1024 of its scale. Rounding to the tensor's dtype adds to this error.
     """
     if keys.shape[1] <= NUM_FIRST:
         return None

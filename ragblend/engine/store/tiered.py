@@ -297,8 +297,8 @@ class TieredStore(KVStore):
     def replace_dtype(self, kv: ChunkKV) -> None:
         """Replace the stored entry by `kv`, the same KV in another dtype.
 
-        A remote tier does not overwrite entries, so its entry is deleted first. Raises BackendUnreachableError, before
-        anything is changed, if a remote tier does not answer.
+        A remote tier does not overwrite entries, so its entry is deleted first. Raises BackendUnreachableError if a
+        remote tier does not answer; the entry on this machine is then unchanged.
         """
         for tier in self.remote_tiers:
             tier.delete(kv.header.key)

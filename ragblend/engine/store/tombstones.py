@@ -123,8 +123,8 @@ class Tombstones:
         """Apply new tombstones of other stores. Every five seconds, also write back tombstones that the remote tier has
         lost, and delete old ones.
 
-        Raises no errors. Several errors in a row are logged as one warning. An unreachable remote tier is no warning
-        here, because the next request to that tier logs one.
+        Errors of the remote tier and the disk are not raised. Several in a row are logged as one warning. There is no
+        warning for an unreachable remote tier, because the next request to that tier logs one.
         """
         with self._lock:
             try:

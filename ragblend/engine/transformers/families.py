@@ -322,7 +322,7 @@ def text_decoder(model: Any) -> Any:
 
 
 def uses_kv_of_other_layer(attention: Any) -> bool:
-    """Return True if a layer has no keys and values of its own and attends to those of another layer."""
+    """Return True if a layer computes no keys and values, and attends to those of another layer."""
     return getattr(attention, "is_kv_shared_layer", False)
 
 
