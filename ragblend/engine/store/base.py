@@ -213,7 +213,7 @@ class KVStore(ABC):
     def prefetch(self, keys: Sequence[str]) -> None:
         """Load entries into the fastest tier in the background. Returns at once."""
 
-    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
+    def set_expected_spec(self, fingerprint: str, spec: KVSpec) -> None:
         """Set the dtype and the KV shapes of the model with this `fingerprint`.
 
         Entries of the model that have another dtype or other shapes are then treated as damaged.

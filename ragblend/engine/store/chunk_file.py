@@ -75,23 +75,23 @@ _MAX_DIM = 1 << 31
 
 
 class UnreadableEntryError(Exception):
-    """Raised for bytes that are not a valid entry, or not the requested one. A store's `get` turns it into a miss."""
+    """Damaged bytes, or bytes that are not the requested entry. A store's `get` treats this error as a miss."""
 
 
 class IncompatibleEntryError(UnreadableEntryError):
-    """An intact entry that this reader cannot use: another format version, or other token ids."""
+    """An intact entry with another format version than this reader's, or with other token ids than requested."""
 
 
 class UnsignedEntryError(UnreadableEntryError):
-    """An entry without the signature that this reader's key makes."""
+    """An entry that is not signed with the reader's store key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequirements:
-    """What a reader requires of an entry, in addition to intact bytes.
+    """The conditions, other than intact bytes, under which a reader accepts an entry.
 
     `store_key`: the key that must have signed the entry; None accepts any entry. `specs`: the dtype and shapes of each
-    known model's KV, by the model's fingerprint; models may be added while the store is open.
+    known model's KV, by the model's fingerprint. Models may be added while the store is open.
     """
 
     store_key: StoreKey | None = None
@@ -122,7 +122,7 @@ _CHECKSUM, _SECURE = _Digest("layers_xxh3_128", 32, xxh3_128), _Digest("layers_b
 
 
 def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
-    """Return the size in bytes of length prefix and header, which is the offset of the tensors.
+    """Return the offset in bytes of the first tensor in a chunk's file: the size of the length prefix and the header.
 
     Raises UsageError if the header is larger than the format allows.
     """
@@ -138,7 +138,10 @@ def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
 
 
 def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: StoreKey | None = None) -> None:
-    """Write `kv` to an empty, seekable stream. `data_offset`: its `header_nbytes`. `store_key` None: not signed."""
+    """Write `kv` as a chunk file to an empty, seekable stream.
+
+    data_offset: the result of `header_nbytes` for `kv`. store_key: the key that signs the file; None: no signature.
+    """
     # Checksums belong in the header but come from the data: write that first, so each layer is copied once.
     stream.seek(data_offset)
     checksums = []
@@ -153,7 +156,7 @@ def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: Sto
 
 
 def encode_chunk(kv: MemoryKV, store_key: StoreKey | None = None) -> bytes:
-    """Return the bytes of a chunk's file, for stores that keep values instead of files."""
+    """Return the bytes of the chunk file of `kv`, for stores without files, such as Redis; see `write_chunk`."""
     stream = io.BytesIO()
     write_chunk(stream, kv, header_nbytes(kv, store_key), store_key)
     return stream.getvalue()
@@ -166,7 +169,7 @@ def _digest_for(store_key: StoreKey | None) -> _Digest:
 def _encode_header(
     header: KVHeader, layers: Sequence[StoredLayer], checksums: Sequence[str], store_key: StoreKey | None
 ) -> bytes:
-    """Return length prefix and header. Their length depends on the shapes and facts, not on the checksums."""
+    """Return the length prefix and the header. Their size in bytes does not depend on the checksums."""
     version = FORMAT_VERSION if header.is_lossless else QUANTIZED_FORMAT_VERSION
     facts = {
         "header_xxh3_128": "0" * 32,  # first, so that its digits sit at _DIGITS
@@ -341,9 +344,9 @@ def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
 
 
 class SharedFile:
-    """A file descriptor for reading that several readers share. It closes when the last of them releases it.
+    """A file, open for reading, that several readers share. It closes when no reader refers to it any more.
 
-    Until then the system cannot give the descriptor's number to another file.
+    Until then the system cannot assign its descriptor's number to another file.
     """
 
     __slots__ = ("fd",)
@@ -358,8 +361,9 @@ class SharedFile:
 
     @property
     def can_stay_open(self) -> bool:
-        """True if at least half of the process's file descriptors are free. This descriptor's number shows that,
-        because the kernel hands out the lowest free number.
+        """True if this descriptor's number is below half of the process's limit.
+
+        The kernel assigns the lowest free number, so a high number means that few descriptors are left.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2
@@ -398,7 +402,7 @@ class _InMemoryFile:
 
 
 def _header_bytes(source: SharedFile | _InMemoryFile) -> tuple[bytes, int]:
-    """Return length prefix with header, unverified, and the size of the file in bytes."""
+    """Return the length prefix with the header, unverified, and the size of the file in bytes."""
     size = source.nbytes
     prefix = bytearray(8)
     source.read(memoryview(prefix), 0)
@@ -440,10 +444,10 @@ def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> 
 
 
 def decode_chunk(data: bytes, key: str, requirements: ReadRequirements = _NOTHING) -> MemoryKV:
-    """Return the chunk in the bytes of a chunk file, with every byte verified.
+    """Decode and verify `data`, the bytes of a chunk file. Return the chunk.
 
-    Raises UnreadableEntryError for damage, for the chunk of another key and for an entry that does not meet
-    `requirements`. Raises IncompatibleEntryError for another format version.
+    Raises UnreadableEntryError if the bytes are damaged, have another key than `key`, or do not meet `requirements`.
+    Raises its subclass IncompatibleEntryError for another format version.
     """
     source = _InMemoryFile(data)
     entry = _decode_header(*_header_bytes(source), key, requirements)
@@ -451,11 +455,13 @@ def decode_chunk(data: bytes, key: str, requirements: ReadRequirements = _NOTHIN
 
 
 class DiskKV:
-    """ChunkKV in a file. Each `layer` call reads and verifies that layer alone, into newly allocated memory.
+    """ChunkKV in a file. Each `layer` call reads and verifies only that layer, into newly allocated memory.
 
-    The file stays open, so deleting or replacing the entry does not disturb a reader. When the process is short of
-    descriptors, `layer` opens the file again and accepts it if the header, and so every checksum, is the same. Safe to
-    share between threads.
+    The file stays open, so deleting or replacing the entry does not disturb a reader. If the process has few free
+    descriptors, the file is closed, and each `layer` call opens it again. A file with other contents is then rejected.
+    Safe to share between threads.
+
+    on_damage: called with key, path, open file and reason when a layer is damaged.
     """
 
     def __init__(
@@ -498,7 +504,7 @@ class DiskKV:
             raise DamagedEntryError(self.header.key, f"layer {index} cannot be read: {error}") from error
 
     def verify(self, file: SharedFile) -> None:
-        """Read every layer from `file`, from which this object was made. Raises UnreadableEntryError for damage."""
+        """Read and verify every layer. Raises UnreadableEntryError for damage. file: the file of this object, open."""
         for index in range(self.header.num_layers):
             self._read(file, index)
 

@@ -140,18 +140,18 @@ class DiskStore(StoreMetadata, KVStore):
 
     @property
     def disk_tier(self) -> DiskStore:
-        """This tier."""
+        """The tier on disk, which is this store itself."""
         return self
 
-    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
-        """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
-        self._requirements.specs[fingerprint] = shape
+    def set_expected_spec(self, fingerprint: str, spec: KVSpec) -> None:
+        """Set the dtype and the shapes of a model's KV. Entries of the model that differ are then read as damaged."""
+        self._requirements.specs[fingerprint] = spec
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> DiskKV | None:
-        """Return the entry with its header verified and no layer read; None for a miss. Never raises.
+        """Return the entry, whose header is verified and whose layers are not read yet; None for a miss. Never raises.
 
-        A damaged or unsigned file is moved aside. A file stays where it is if it has another format version, or token
-        ids other than `token_ids`, because another process may be able to use it.
+        token_ids: the chunk's ids; None accepts any ids. An entry with other ids, or of another format version, is a
+        miss, but its file stays, because another process may use it. A damaged or unsigned file is moved aside.
         """
         path, file = self.kv_dir / key[:2] / f"{key}{ENTRY_SUFFIX}", None
         try:
@@ -179,11 +179,11 @@ class DiskStore(StoreMetadata, KVStore):
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Store a chunk in place of an entry with the same key, and delete that entry's damaged copy.
+        """Store a chunk in place of an entry with the same key. Delete a damaged file of this key that was moved aside.
 
         With `fsync`, the entry survives a crash once `put` returns. Raises StoreFullError if the disk or the budget is
-        full, CorruptError if `put` must evict and a pin is damaged, StoreNotWritableError for other failures of the
-        disk. After an error, no part of the entry is left.
+        full, and StoreNotWritableError for other failures of the disk. Raises CorruptError if entries must be evicted
+        and a pin file is damaged. After an error, no part of the entry is left.
         """
         path = self._path(kv.header.key)
         held = load_into_memory(kv)
@@ -201,7 +201,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self.header(key) is not None
 
     def peek(self, key: str) -> DiskKV | None:
-        """Return the entry as `get` does, but count nothing, record no use and move no file."""
+        """Return the entry as `get` does, but change neither counters nor the time of last use, and move no file."""
         try:
             path = self._path(key)
             return DiskKV(key, path, SharedFile(path), self._quarantine, self._requirements)
@@ -209,12 +209,12 @@ class DiskStore(StoreMetadata, KVStore):
             return None
 
     def header(self, key: str) -> KVHeader | None:
-        """Return the verified header of an entry; None if there is no entry that this version reads. Counts nothing."""
+        """Return the verified header of an entry; None if there is no readable entry. Changes no counters."""
         kv = self.peek(key)
         return None if kv is None else kv.header
 
     def headers(self) -> Iterator[KVHeader]:
-        """Yield the verified header of each entry, in no order. A header is read when it is yielded."""
+        """Yield the verified header of each entry, in no particular order. A header is read when it is yielded."""
         for folder in self.kv_dir.glob("??"):
             for path in folder.glob(f"[!.]*{ENTRY_SUFFIX}"):
                 if (header := self.header(path.stem)) is not None:
@@ -234,7 +234,7 @@ class DiskStore(StoreMetadata, KVStore):
         return any(removed)
 
     def keys(self) -> Iterator[str]:
-        """Return the keys of all entries, unverified, without temporary and damaged files."""
+        """Return the keys of all entry files, which are not opened. Files that were moved aside are left out."""
         return (path.stem for path in self._files(ENTRY_SUFFIX))
 
     def nbytes(self) -> int:
@@ -249,7 +249,7 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes(lists_again=False)
 
     def certainly_fits(self, nbytes: int) -> bool:
-        """Return True if `nbytes` of new entries are within the budget, judged without listing the directory."""
+        """Return True if `nbytes` of new entries certainly fit; False if unknown. The directory is not listed."""
         return self._evictor.certainly_fits(nbytes)
 
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
@@ -273,8 +273,8 @@ class DiskStore(StoreMetadata, KVStore):
     def touch(self, key: str) -> None:
         """Record a use of an entry that a faster tier returned, so that `gc` keeps it.
 
-        A request touches every chunk that it gets from the memory tier, so the file's modification time is read and set
-        at most once in TOUCH_INTERVAL_S. Evictions use this time, which is accurate to a minute.
+        The last use is the file's modification time, accurate to a minute. It is read and set at most once in
+        TOUCH_INTERVAL_S, because a request touches every chunk that it gets from the memory tier.
         """
         now_s = time.time()
         # A due time beyond an interval from now means that the clock was set back and the time on disk may be ahead.
@@ -295,9 +295,10 @@ class DiskStore(StoreMetadata, KVStore):
                 os.utime(target)
 
     def verify(self) -> Iterator[EntryCheck]:
-        """Read every byte of every entry. Damaged files are moved aside; intact ones that were moved are restored.
+        """Read every byte of every entry, and yield an EntryCheck for each. Damaged files are moved aside.
 
-        Shapes are checked against those that an engine has set, or else against the models in the store's metadata.
+        Intact files that were moved aside earlier are moved back. Shapes are compared with `set_expected_spec`, or else
+        with the models in the store's metadata.
         """
         for fingerprint, facts in self.models().items():
             if fingerprint not in self._requirements.specs and (shape := KVSpec.from_facts(facts)) is not None:
@@ -314,30 +315,29 @@ class DiskStore(StoreMetadata, KVStore):
                 yield EntryCheck(path.stem, not reason, reason)
 
     def paths(self) -> Iterator[Path]:
-        """Yield the files of all entries, then those that were moved aside; unverified."""
+        """Yield the paths of all entries' files, then those of files that were moved aside. No file is opened."""
         yield from self._files(ENTRY_SUFFIX)
         yield from self._files(DAMAGED_SUFFIX)
 
     def read_entry_file(self, path: Path) -> MemoryKV:
-        """Return the entry in the file `path`, read whole. Raises DamagedEntryError and OSError; moves no file."""
+        """Read the whole entry in the file `path`. Raises DamagedEntryError or OSError. Moves no file."""
         try:
             return load_into_memory(DiskKV(path.stem, path, SharedFile(path), lambda *_: None, self._requirements))
         except UnreadableEntryError as error:
             raise DamagedEntryError(path.stem, str(error)) from error
 
     def has_file(self, key: str) -> bool:
-        """Return True if there is a file for the key, intact or not, that was not moved aside."""
+        """Return True if the key has an entry file, intact or damaged. A file that was moved aside does not count."""
         return self._path(key).exists()
 
     @property
     def has_evicted(self) -> bool:
-        """True if the budget has ever evicted an entry. An entry that is missing may then have been evicted."""
+        """True if an entry was ever evicted from this store. A missing entry may then have been evicted."""
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_unreadable(self, key: str) -> None:
-        """Delete the quarantined file of `key`. Also delete the entry's own file if this version cannot read it.
-
-        The entry's file may be intact and of another format version.
+        """Delete the files of `key` that cannot be read: one that was moved aside, and an unreadable entry file. An
+        entry file of another format version is deleted, too, even if it is intact.
         """
         if self.contains(key):
             remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))

@@ -52,10 +52,10 @@ class _TrackedEntry(NamedTuple):
 
 
 class DiskEvictor:
-    """Evicts entries of the directory `root`, so that all take at most `capacity` bytes; None evicts nothing.
+    """Evicts entries of the directory `root`, so that together they take at most `capacity` bytes.
 
-    `pinned` returns the keys of entries that must stay. `evicted` is called with the key of each evicted entry. Safe to
-    share between threads.
+    With `capacity` None, nothing is evicted. `pinned` returns the keys of entries that must stay. `evicted` is
+    called with the key of each evicted entry. Safe to share between threads.
     """
 
     def __init__(
@@ -95,9 +95,10 @@ class DiskEvictor:
                 self._unseen_bytes += nbytes
 
     def certainly_fits(self, nbytes: int) -> bool:
-        """Return True if `nbytes` more fit even if every used byte of the disk belongs to an entry. Lists no folder.
+        """Return True if an entry of `nbytes` fits for certain; False if that is not known.
 
-        A million entries take seconds to list, and on a disk that is less than half full "auto" needs no listing.
+        Lists no folder, because a million entries take seconds to list. The bytes that are used on the whole disk are
+        compared with the budget instead: entries cannot take more than these.
         """
         if self._capacity is None:
             return True
@@ -109,22 +110,22 @@ class DiskEvictor:
         return total_bytes - free_bytes + nbytes <= limit
 
     def record_use(self, key: str, nbytes: int) -> None:
-        """Record a use of an entry of that size."""
+        """Record in the table that an entry of `nbytes` was read now."""
         if self._capacity is not None:
             with self._lock:
                 self._track(key, nbytes)
 
     def record_delete(self, key: str) -> None:
-        """Record that an entry was deleted."""
+        """Remove a deleted entry from the table."""
         with self._lock:
             self._kept_bytes -= self._untrack(key)
 
     def held_bytes(self, *, lists_again: bool = True) -> int:
         """Return the size in bytes of all entries, damaged ones included.
 
-        Only folders that have changed are listed. If the directory cannot be listed, the last known bytes are returned.
-        lists_again: if False, no folder is listed, and the result is that of the last listing with the changes of this
-        process. A store without a budget, or that was never listed, lists in any case.
+        lists_again: True lists the folders that have changed. False lists nothing, so later changes by other processes
+        are not counted. Without a budget or an earlier listing, folders are listed in both cases. If folders cannot be
+        listed, the last known size is returned.
         """
         with self._put_lock:
             if lists_again or self._capacity is None or self._looked_s is None:
@@ -134,7 +135,7 @@ class DiskEvictor:
                 return self._used_bytes + sum(self._damaged_bytes.values())
 
     def invalidate(self) -> None:
-        """Mark the table as outdated after bulk changes of the directory. The next `put` lists the directory."""
+        """Mark the table of entries as outdated, after many files have changed. The next `put` lists the directory."""
         self._looked_s = None
 
     # -- the table; callers hold its lock
@@ -145,7 +146,7 @@ class DiskEvictor:
         self._used_bytes += nbytes
 
     def _untrack(self, key: str) -> int:
-        """Remove an entry from the table; return its bytes, 0 if it was not in it."""
+        """Remove an entry from the table; return its size in bytes, 0 for an unknown entry."""
         held = self._held.pop(key, None)
         nbytes = held.nbytes if held is not None else 0
         self._used_bytes -= nbytes
@@ -210,7 +211,7 @@ class DiskEvictor:
             return leaving if excess_bytes <= 0 else None
 
     def _remove(self, leaving: Iterable[str]) -> None:
-        """Delete entries, up to one that another process has used or deleted since; the caller then chooses again."""
+        """Delete entries in order, until one that another process used or deleted. The caller then chooses again."""
         for key in leaving:
             path = self._root / key[:2] / f"{key}{ENTRY_SUFFIX}"
             try:
@@ -299,10 +300,10 @@ class DiskEvictor:
 
 
 def auto_limit(root: Path, held_bytes: int) -> float:
-    """Return the byte limit that the capacity "auto" means for the entries in `root`.
+    """Return the budget, in bytes, of the entries in `root` for the capacity "auto".
 
-    It is AUTO_SHARE of (`held_bytes` + free space of the disk), where `held_bytes` is the size of the entries. It is
-    infinite if the file system does not report its size.
+    The budget is AUTO_SHARE of (`held_bytes` + free space of the disk). held_bytes: the size of all entries now. The
+    budget is infinite if the file system does not report its size.
     """
     try:
         total_bytes, free_bytes = _disk_size(root)

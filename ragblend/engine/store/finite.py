@@ -24,7 +24,10 @@ _PATTERNS = {
 
 
 def layer_is_finite(layer: StoredLayer) -> bool:
-    """Return True if all numbers of a contiguous CPU layer, read in its model's dtype, are finite."""
+    """Return True if no key or value of a stored layer is infinite or NaN. The tensors are contiguous, on the CPU.
+
+    Keys and values in eight bits are judged as they are after dequantization to the model's dtype.
+    """
     if isinstance(layer, LayerKV):
         return all(map(is_finite, layer))
     dtype = layer.first_keys.dtype

@@ -48,11 +48,11 @@ def chunk_key(
     namespace: str = "",
     context: str = "",
 ) -> str:
-    """Return 32 hex digits; equal exactly when layout version, model, prefix, token ids, namespace and context are
-    equal.
+    """Return the key of a chunk's entry: 32 hex digits.
 
-    Ids may be any integers below 2**32, NumPy's included. context: SIMILAR for KV that was computed after similar
-    chunks, "" for KV that was computed after the prefix alone.
+    Two keys are equal if and only if all arguments and LAYOUT_VERSION are equal. Ids may be any integers below 2**32,
+    also NumPy's. prefix_ids: the tokens of the prefix, without similar chunks. context: SIMILAR for KV that was
+    computed after similar chunks, "" for KV that was computed after the prefix alone.
 
     >>> chunk_key("model", [1], [5, 6]) == chunk_key("model", [1, 5], [6])
     False
@@ -73,7 +73,9 @@ def chunk_key(
 
 
 def key_from_header(header: KVHeader) -> str:
-    """Return the key of the entry with this header. Raises ValueError if its context is longer than its prefix.
+    """Return the key of the entry with this header.
+
+    Raises ValueError if the lengths in `header.context` are not positive, or are together more than `prefix_ids`.
 
     >>> key_from_header(KVHeader("", "model", (1, 5, 6), (7,), 1, "float32", context=(2,))) == chunk_key(
     ...     "model", [1], [7], context=SIMILAR
@@ -101,9 +103,10 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
 
 
 class IngestionContext(NamedTuple):
-    """The chunks between the prefix and a chunk in its prefill. No parts: the chunk follows the prefix.
+    """The similar chunks that are put between the prefix and a chunk when the chunk is precomputed.
 
-    Each part has the token ids of one such chunk and of the separator after it.
+    Each of `parts` has the token ids of one similar chunk and of the separator after it. Without parts, the chunk
+    directly follows the prefix.
     """
 
     policy: ContextPolicy = "none"
@@ -111,7 +114,11 @@ class IngestionContext(NamedTuple):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return all token ids. They are not in the cache key, because a prompt does not determine them."""
+        """Return the token ids of all parts.
+
+        A chunk's key does not depend on them, because a prompt does not show after which similar chunks the chunk was
+        precomputed.
+        """
         return tuple(itertools.chain.from_iterable(self.parts))
 
     @property
@@ -133,7 +140,7 @@ NO_CONTEXT = IngestionContext()
 
 
 class LookupContext(NamedTuple):
-    """A prefix and an ingestion context, which make the key under which a chunk of a prompt is looked up in the store.
+    """A prefix and a context policy, for which the store may have KV of a chunk. They are parts of the chunk's key.
 
     `exact`: the stored KV was computed after exactly the tokens that precede the chunk in the prompt.
     """
@@ -159,9 +166,9 @@ def lookup_contexts(
 ) -> list[LookupContext]:
     """Return the contexts in which to look up the chunk at index `start` of a prompt, the best first.
 
-    First the exact context, if any; then those of the store's `policy`; then those of "none". Each policy gives one
-    context per prefix (token ids), in the order of `prefixes`. is_beginning: True if the run at `start` begins with the
-    chunk's first token.
+    The exact context comes first, if there is one. The contexts of the store's `policy` follow, and then those of
+    "none". Each policy gives one context per prefix, in the order of `prefixes`. token_ids: the prompt. prefixes: token
+    ids of each prefix. is_beginning: False if the prompt has only a later part of the chunk, without its first token.
 
     >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]
@@ -184,7 +191,10 @@ def lookup_contexts(
 
 
 def fingerprint(weights_digest: str, config: Mapping[str, Any], dtype: str) -> str:
-    """Return 32 hex digits; equal if and only if weight bytes, architecture config (with RoPE) and dtype are."""
+    """Return a model's fingerprint: 32 hex digits, equal if and only if all three arguments are equal.
+
+    weights_digest: a digest of the weights, as from `digest_files`. config: the architecture, with RoPE.
+    """
     text = json.dumps([weights_digest, dict(config), dtype], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -49,7 +49,7 @@ StoredLayer = LayerKV | QuantizedLayer
 
 @dataclass(frozen=True, slots=True)
 class KVHeader:
-    """The facts that a chunk's KV was computed from, and how it is stored. Equal keys mean equal KV."""
+    """Model, tokens and dtype of a chunk's KV, and how the KV is stored. Entries with equal keys have equal KV."""
 
     key: str  # keys.key_from_header(header), a hash of the other facts
     fingerprint: str  # of the model: weights, config, dtype, RoPE
@@ -60,7 +60,7 @@ class KVHeader:
     namespace: str = ""
     layout_version: int = LAYOUT_VERSION
     kv_dtype: str | None = None  # a name in CODE_DTYPES; None: stored as computed, bit for bit
-    context: tuple[int, ...] = ()  # lengths of the similar chunks; their ids end `prefix_ids`, and are not in the key
+    context: tuple[int, ...] = ()  # lengths of the similar chunks; their ids end `prefix_ids`; not in the key
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +73,7 @@ class KVHeader:
 
     @property
     def context_ids(self) -> list[tuple[int, ...]]:
-        """The ids of the similar chunks, in order, each with the separator that follows it."""
+        """The token ids of the ingestion context, one tuple per similar chunk; see `keys.IngestionContext.parts`."""
         parts, end = list[tuple[int, ...]](), len(self.prefix_ids)
         for length in reversed(self.context):
             parts.append(self.prefix_ids[end - length : end])
@@ -113,7 +113,7 @@ class KVSpec(NamedTuple):
         return cls(dtype, shapes * count if len(shapes) == 1 else shapes) if dtype in DTYPES else None
 
     def as_facts(self) -> dict[str, Any]:
-        """Return the spec as plain JSON values, for a store's metadata of the model."""
+        """Return the spec as JSON values, for the facts about the model in a store's metadata."""
         shapes = self.layers[:1] if len(set(self.layers)) == 1 else self.layers
         return {"dtype": self.dtype, "num_layers": len(self.layers), "kv_shapes": [list(each) for each in shapes]}
 
@@ -182,7 +182,7 @@ class MemoryKV:
         return dequantized(self.layers[index])
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """Return one layer as it is held."""
+        """Return one layer as it is stored, in eight bits or as computed."""
         return self.layers[index]
 
 
@@ -195,10 +195,10 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -> tuple[TensorSpec, ...]:
-    """Return the specs of the tensors of each layer, in the order of LayerKV's or QuantizedLayer's fields.
+    """Return name, dtype and shape of each tensor of a layer, in the order of LayerKV's or QuantizedLayer's fields.
 
-    keys, values: shapes of a layer's keys and values, [H, T, D]. Of a QuantizedLayer they are the shapes of its codes,
-    [H, T - S, D], without the S tokens that it does not quantize.
+    keys, values: the shapes [H, T, D] of the layer's keys and values. If `header` has a `kv_dtype`, the shapes
+    [H, T - S, D] of the codes; the first S tokens are not quantized.
     """
     heads, dim, value_heads, value_dim = keys[0], keys[-1], values[0], values[-1]
     dtype, num_tokens = DTYPES[header.dtype], header.num_tokens
@@ -220,15 +220,15 @@ def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -
 
 
 def dequantized(layer: StoredLayer) -> LayerKV:
-    """Return keys and values of a layer in the dtype of the computation; the layer itself if it is not quantized."""
+    """Return keys and values in the dtype of the computation. A layer that is not quantized is returned unchanged."""
     return layer if isinstance(layer, LayerKV) else LayerKV(*dequantize(layer))
 
 
 def convert_kv_dtype(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
-    """Return the chunk as a store of `kv_dtype` holds it: "auto" as computed, "int8" or "fp8" in eight bits.
+    """Return the chunk with KV in a store's `kv_dtype`: "auto" as computed, "int8" or "fp8" in eight bits.
 
-    Returns the chunk itself if it is already in eight bits (a second rounding would add to the error), if conversion
-    saves nothing (a few tokens), or if a value is infinite or NaN.
+    A chunk in eight bits is returned unchanged, because a second rounding would add to the error. A chunk is also
+    returned unchanged if conversion would save no bytes (a few tokens), or if a value is infinite or NaN.
     """
     if kv_dtype == "auto" or not kv.header.is_lossless:
         return kv
@@ -244,15 +244,17 @@ def convert_kv_dtype(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
 
 
 def load_into_memory(kv: ChunkKV) -> MemoryKV:
-    """Read and verify every layer into memory, as it is stored. A MemoryKV is returned unchanged."""
+    """Read and verify every layer. Return the chunk in memory, not dequantized. A MemoryKV is returned unchanged."""
     if isinstance(kv, MemoryKV):
         return kv
     return MemoryKV(kv.header, tuple(kv.stored_layer(index) for index in range(kv.header.num_layers)))
 
 
 def aligned_nbytes(tensor: Tensor) -> int:
-    """Return the tensor's size in bytes, rounded up to a multiple of 256. In a block of several tensors, each begins at
-    such a multiple."""
+    """Return the tensor's size in bytes, rounded up to a multiple of 256.
+
+    Tensors that share one block of memory begin at multiples of 256 bytes.
+    """
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -262,7 +264,7 @@ def view_as(block: Tensor, like: Tensor) -> Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name, in headers, of a dtype that KV is computed in. Raises ValueError for others.
+    """Return the name of `dtype` in headers. Raises ValueError for a dtype that a store does not accept.
 
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
@@ -274,12 +276,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def slice_kv_rows(kv: ChunkKV, start: int, end: int) -> ChunkKV:
-    """Return the rows of tokens [start, end) of a chunk; the chunk itself if that is all of it."""
+    """Return the KV of the tokens [start, end) of a chunk. If these are all tokens, return the chunk itself."""
     return kv if (start, end) == (0, kv.header.num_tokens) else RowSlice(kv, start, end)
 
 
 def is_in_memory(kv: ChunkKV) -> bool:
-    """Return True if the layers of a chunk, or of rows of one, are tensors in memory."""
+    """Return True if a chunk's layers are tensors in memory. For a RowSlice, its source chunk decides."""
     return isinstance(kv.source if isinstance(kv, RowSlice) else kv, MemoryKV)
 
 
@@ -309,7 +311,7 @@ class KVView:
 
 
 class RowSlice(KVView):
-    """The rows of tokens [start, end) of a stored chunk. Checksums cover whole layers, so all rows are read."""
+    """The KV of the tokens [start, end) of a stored chunk. A read loads all tokens, as checksums cover whole layers."""
 
     def __init__(self, source: ChunkKV, start: int, end: int) -> None:
         super().__init__(source)
@@ -318,11 +320,11 @@ class RowSlice(KVView):
 
     @property
     def header(self) -> KVHeader:
-        """The facts that the KV was computed from, with the token ids of the rows alone."""
+        """The header of the source chunk, with the token ids [start, end) only."""
         return self._header
 
     def stored_layer(self, index: int) -> StoredLayer:
-        """Return the rows of one layer as they are stored."""
+        """Return the tokens [start, end) of one layer as it is stored."""
         layer, (start, end) = self.source.stored_layer(index), self._rows
         if isinstance(layer, LayerKV):
             return LayerKV(layer.keys[:, start:end], layer.values[:, start:end])
@@ -340,7 +342,7 @@ class RowSlice(KVView):
 
 
 class HeadSlice(KVView):
-    """Some KV heads of a stored chunk. Checksums cover whole layers, so all heads are read."""
+    """Some KV heads of a stored chunk. A read loads all heads, as checksums cover whole layers."""
 
     def __init__(self, source: ChunkKV, heads: slice) -> None:
         super().__init__(source)

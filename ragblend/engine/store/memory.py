@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class _MemoryEntry(NamedTuple):
-    """An entry in memory, and the write counters of its tensors when it was put."""
+    """An entry in memory, and the write counts of its tensors when it was put."""
 
     kv: MemoryKV
     versions: tuple[int, ...]
@@ -63,7 +63,7 @@ class MemoryStore(KVStore):
 
     @property
     def memory_tier(self) -> MemoryStore:
-        """This tier."""
+        """The tier in memory, which is this store itself."""
         return self
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
@@ -75,7 +75,7 @@ class MemoryStore(KVStore):
                 return None
             if not held.kv.header.has_ids(token_ids):
                 problem = "its token ids differ from the requested ones"
-            elif write_counters(held.kv.layers) != held.versions:
+            elif tensor_write_counts(held.kv.layers) != held.versions:
                 problem = "a caller wrote into its tensors, which are read-only; it is dropped"
                 self._drop(key)
             else:
@@ -87,10 +87,10 @@ class MemoryStore(KVStore):
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Hold a chunk and evict the least recently used ones. The caller must not write to its tensors any more.
+        """Store a chunk, and evict the least recently used ones if necessary.
 
-        Tensors that are slices of larger ones, or not on the CPU, are copied. Raises StoreFullError if the chunk alone
-        exceeds the capacity.
+        The caller must no longer write to the chunk's tensors. Tensors that are slices of larger ones, or not on the
+        CPU, are copied. Raises StoreFullError if the chunk alone exceeds the capacity.
         """
         if not self.fits(kv):
             raise StoreFullError(
@@ -104,7 +104,7 @@ class MemoryStore(KVStore):
             while self._used_bytes + held.nbytes > self.capacity_bytes:
                 self._drop(next(iter(self._entries)))
                 self._count(num_evicted=1)
-            self._entries[held.header.key] = _MemoryEntry(held, write_counters(held.layers))
+            self._entries[held.header.key] = _MemoryEntry(held, tensor_write_counts(held.layers))
             self._used_bytes += held.nbytes
             self._count(num_puts=1)
             assert self._used_bytes <= self.capacity_bytes
@@ -114,7 +114,7 @@ class MemoryStore(KVStore):
         return kv.nbytes <= self.capacity_bytes
 
     def contains(self, key: str) -> bool:
-        """Return True if the entry is held; does not count as a use."""
+        """Return True if the store has the entry. Does not count as a use."""
         with self._lock:
             return key in self._entries
 
@@ -124,17 +124,17 @@ class MemoryStore(KVStore):
             return self._drop(key)
 
     def keys(self) -> Iterator[str]:
-        """Return the keys held now, least recently used first."""
+        """Return the keys of all entries, the least recently used first."""
         with self._lock:
             return iter(tuple(self._entries))
 
     def headers(self) -> Iterator[KVHeader]:
-        """Return the headers of the entries held now. Counts nothing and records no use."""
+        """Return the headers of all entries. Does not count as hits, misses or uses."""
         with self._lock:
             return iter([held.kv.header for held in self._entries.values()])
 
     def nbytes(self) -> int:
-        """Return the size in bytes of all tensors held, never more than `capacity_bytes`."""
+        """Return the size in bytes of all entries' tensors, never more than `capacity_bytes`."""
         with self._lock:
             return self._used_bytes
 
@@ -158,7 +158,7 @@ class MemoryStore(KVStore):
 
 
 def _own(layer: StoredLayer) -> StoredLayer:
-    """Return the layer in CPU memory that it does not share: a slice would keep the whole tensor in memory."""
+    """Return the layer in CPU memory that it does not share. A slice would keep the whole tensor in memory."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in layer}
     if sum(storages.values()) == layer.nbytes and not any(map(_needs_copy, layer)):
         return layer
@@ -191,8 +191,8 @@ def _needs_copy(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_inference() or not tensor.is_contiguous()
 
 
-def write_counters(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
-    """Return how often torch has written into each tensor of `layers`, through the tensor or a view of it.
+def tensor_write_counts(layers: Sequence[StoredLayer]) -> tuple[int, ...]:
+    """Return, for each tensor of `layers`, how often torch has written into it or into a view of it.
 
     The count is 0 for inference tensors, for which torch does not count writes.
     """

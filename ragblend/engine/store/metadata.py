@@ -51,7 +51,7 @@ class StoreDefaults(NamedTuple):
 class StoreMetadata:
     """The metadata files of a store: pins, models, calibrations, context policy and defaults.
 
-    `root`: the store's folder. `store_key`: signs the files that decide on answers; None signs nothing.
+    `root`: the store's folder. `store_key`: signs all files except pins and the context policy; None signs nothing.
     """
 
     root: Path
@@ -59,25 +59,26 @@ class StoreMetadata:
     _directory: Directory  # writes below `root`
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Exempt a document's entries, stored now or later, from eviction until `unpin`, across restarts and processes.
+        """Protect a document's entries from eviction until `unpin`, in all processes and also after restarts.
 
-        Replaces an earlier pin of the document. Raises StoreNotWritableError if the pin cannot be written.
+        document: its name in the index. keys: the keys of its entries, which may be stored later. Replaces an earlier
+        pin of the document. Raises StoreFullError or StoreNotWritableError if the pin cannot be written.
         """
         self._write_metadata(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
 
     def unpin(self, document: str) -> bool:
-        """End the pin of a document; return True if it was pinned. Raises what `pin` raises."""
+        """Delete the pin of a document; return True if it was pinned. Raises StoreNotWritableError."""
         return remove_file(self._pin_path(document))
 
     def pins(self) -> dict[str, tuple[str, ...]]:
-        """Return the keys of each pinned document. Unreadable pins are skipped with a warning."""
+        """Return the entries' keys of each pinned document, by document. Unreadable pins are skipped with a warning."""
         return {
             str(note["document"]): tuple(map(str, note["keys"]))
             for _, note in self._read_metadata(PINS_DIR, log.warning)
         }
 
     def pinned_keys(self) -> frozenset[str]:
-        """Return the keys of all pinned documents. Raises CorruptError for an unreadable pin."""
+        """Return the entries' keys of all pinned documents. Raises CorruptError for an unreadable pin."""
         damaged: list[str] = []
         notes = [
             note for _, note in self._read_metadata(PINS_DIR, lambda *warning: damaged.append(warning[0] % warning[1:]))
@@ -90,11 +91,11 @@ class StoreMetadata:
         return frozenset(str(key) for note in notes for key in note["keys"])
 
     def pin_location(self, document: str) -> str:
-        """Return the path of a document's pin in the store, as `verify_metadata` reports it."""
+        """Return the path, below `root`, of a document's pin file. It is the `key` in `verify_metadata`'s checks."""
         return _place(self._pin_path(document))
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
-        """Store facts about a model (name, dtype, number of layers, ...) as JSON. Raises what `put` raises."""
+        """Store facts about a model (name, dtype, number of layers, ...) as JSON. Raises the errors of `pin`."""
         self._write_metadata(self._model_path(fingerprint), facts)
 
     def models(self) -> dict[str, dict[str, Any]]:
@@ -106,17 +107,17 @@ class StoreMetadata:
         return self._model_path(fingerprint).exists()
 
     def put_calibration(self, filename: str, facts: Mapping[str, Any]) -> Path:
-        """Store a calibration under `filename`; return its path. Raises what `put` raises."""
+        """Store the `facts` of a calibration under `filename`; return the file's path. Raises the errors of `pin`."""
         path = self.root / CALIBRATIONS_DIR / filename
         self._write_metadata(path, facts)
         return path
 
     def put_defaults(self, defaults: StoreDefaults) -> None:
-        """Store model and system prompt of the latest ingestion, in place of earlier ones. Raises what `put` raises."""
+        """Store model and system prompt of the latest ingestion. Replaces earlier ones. Raises the errors of `pin`."""
         self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
 
     def read_defaults(self) -> StoreDefaults:
-        """Return what `put_defaults` stored. Raises CorruptError for a file that is damaged or not signed."""
+        """Return the stored defaults; empty ones if none are. Raises CorruptError for a damaged or unsigned file."""
         path = self.root / DEFAULTS_FILE
         try:
             note = decode_signed_json(read_file(path), DEFAULTS_FILE, self._note_key(path))
@@ -131,7 +132,7 @@ class StoreMetadata:
             ) from error
 
     def put_context_policy(self, policy: ContextPolicy) -> None:
-        """Store the context policy with which chunks are precomputed. Raises what `put` raises."""
+        """Store the context policy with which chunks are precomputed. Raises the errors of `pin`."""
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
     def read_context_policy(self) -> ContextPolicy | None:
@@ -156,8 +157,9 @@ class StoreMetadata:
     ) -> Iterator[EntryCheck]:
         """Yield an EntryCheck for each metadata file with a problem. Its `key` is the file's path below `root`.
 
-        A file has a problem if it is damaged or lacks its signature, or if `problem_of` returns one. problem_of: called
-        with the path and the facts of each intact model, calibration, machine and pin; returns "" for no problem.
+        A file has a problem if it is damaged, is not signed with the store's key, or has a problem by `problem_of`.
+        problem_of: called with path and facts of each intact model, calibration, machine and pin file. Returns the
+        problem as text; "" for none.
         """
         found = list[EntryCheck]()
 
@@ -176,9 +178,9 @@ class StoreMetadata:
                 found.append(EntryCheck(name, False, str(error.__cause__)))
         yield from found
 
-    def delete_metadata(self, place: str) -> None:
-        """Delete a metadata file. place: the `key` that `verify_metadata` yielded. Raises StoreNotWritableError."""
-        remove_file(self.root / place)
+    def delete_metadata(self, location: str) -> None:
+        """Delete a metadata file. location: its path below `root`. Raises StoreNotWritableError."""
+        remove_file(self.root / location)
 
     def _read_metadata(
         self, folder: str, complain: Callable[[str, Path, Exception], object] = lambda *_: None
@@ -193,7 +195,7 @@ class StoreMetadata:
                 complain("%s is damaged (%s)", path, error)
 
     def _write_metadata(self, path: Path, facts: Mapping[str, Any]) -> bool:
-        """Return False where these facts were in the file already."""
+        """Write the file. Return False, without writing, if it has these facts already."""
         data = encode_signed_json(facts, _note_kind(path), self._note_key(path))
         with suppress(OSError):
             if read_file(path) == data:
@@ -205,8 +207,10 @@ class StoreMetadata:
         return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
 
     def sign_metadata_files_again(self, source: StoreMetadata) -> int:
-        """Sign the metadata files that `source` accepts and this store does not. Return their number. source: the same
-        directory, opened with another key or with none."""
+        """Sign metadata files with this store's key if only `source` accepts them. Return the number of signed files.
+
+        source: the metadata of the same directory, opened with another key or with none.
+        """
         count = 0
         for folder in METADATA_DIRS:
             signed = {path for path, _ in self._read_metadata(folder)}
@@ -238,7 +242,7 @@ def _place(path: Path) -> str:
 
 
 def checked_name(name: str) -> str:
-    """Return `name`, a key or a fingerprint. Raises UsageError if it does not match NAME, so cannot name a file."""
+    """Return `name`, a key or a fingerprint, unchanged. Raises UsageError if it cannot be a file name (NAME)."""
     if not NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a file of a store; use `store.keys`'s chunk_key or fingerprint")
     return name

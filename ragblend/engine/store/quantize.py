@@ -48,11 +48,13 @@ class QuantizedLayer(NamedTuple):
 
 
 def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | None:
-    """Return codes and scales of pre-RoPE `keys` and `values` [H, T, D]; None if they cannot be stored in eight bits.
+    """Return pre-RoPE `keys` and `values` [H, T, D] in eight bits: codes and scales.
 
-    A dequantized int8 element differs by at most half its scale, an fp8 element by at most the larger of 1/16 of itself
-    and 1/1024 of its scale. Rounding to the tensor's dtype adds to this. The scale is the largest magnitude of the
-    channel (K) or token (V), divided by 127 or 448. None is returned for T <= NUM_FIRST, infinities or NaNs.
+    Returns None for T <= NUM_FIRST, and if a number is infinite or NaN. kv_dtype: "int8" or "fp8".
+
+    A scale is the largest magnitude in a channel of the keys, or in a token of the values, divided by 127 (int8) or 448
+    (fp8). Error of a dequantized element: in int8, at most half its scale; in fp8, at most the larger of 1/16 of the
+    element and 1/1024 of its scale. Rounding to the tensor's dtype adds to this error.
     """
     if keys.shape[1] <= NUM_FIRST:
         return None
@@ -80,9 +82,10 @@ def dequantize(layer: QuantizedLayer) -> tuple[Tensor, Tensor]:
 
 
 def stored_bytes_per_token(head_dims: int, heads: int, itemsize: int, kv_dtype: str) -> int:
-    """Return the stored bytes of one token in one layer, for a chunk so long that its other bytes can be neglected.
+    """Return the number of bytes that each further token of a long chunk adds to one stored layer.
 
-    head_dims: elements of the token's K and V over all heads. itemsize: bytes per element in the model's dtype.
+    head_dims: number of elements of a token's K and V in all heads together. heads: number of KV heads. itemsize: bytes
+    per element in the model's dtype. kv_dtype: "auto", "int8" or "fp8".
 
     >>> stored_bytes_per_token(2 * 4 * 64, 4, 2, "auto"), stored_bytes_per_token(2 * 4 * 64, 4, 2, "int8")
     (1024, 528)

@@ -16,8 +16,9 @@ CHECKSUM, SIGNATURE = "xxh3_128", "signature"
 
 
 def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None = None) -> bytes:
-    """Return `facts` as the bytes of a JSON file. Checksum and signature include `kind`, so a file of another kind is
-    rejected.
+    """Return `facts` as the bytes of a JSON file with a checksum, and with a signature if `key` is given.
+
+    kind: any text. It is part of checksum and signature, so `decode_signed_json` rejects a file of another kind.
 
     >>> decode_signed_json(encode_signed_json({"document": "a.txt"}, "pin"), "pin")
     {'document': 'a.txt'}
@@ -26,7 +27,10 @@ def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None
 
 
 def decode_signed_json(data: bytes, kind: str, key: StoreKey | None = None) -> dict[str, Any]:
-    """Return the facts in a file. Raises ValueError if they have changed, or lack the key's signature."""
+    """Return the facts in `data`, the result of `encode_signed_json`. key: None checks no signature.
+
+    Raises ValueError if the facts were changed, are of another kind, or are not signed with `key`.
+    """
     try:
         found: dict[str, Any] = dict(json.loads(data))
         signature = found.pop(SIGNATURE, None)

@@ -35,7 +35,7 @@ _SALT = b"ragblend store key"
 
 
 class StoreKey:
-    """A key that signs and verifies. Its `id` distinguishes keys and may be shown; the key itself is never shown."""
+    """A secret key that signs entries and metadata. The key is never shown; its `id` identifies it in messages."""
 
     __slots__ = ("_secret",)
 
@@ -46,8 +46,12 @@ class StoreKey:
 
     @classmethod
     def parse(cls, text: str, origin: str = "the store key") -> StoreKey:
-        """Return the key in a text: 64 hex digits, or any other text of at least 16 letters, from which the key is
-        derived slowly to make guessing slow. Raises UsageError, which does not show the text."""
+        """Return the key in `text`: 64 hex digits are the key itself.
+
+        From any other text of at least 16 letters, the key is derived with scrypt, which is slow by design, so that
+        guessing the text is slow. Raises UsageError for a shorter text, without showing it. origin: name of the text's
+        source, for that error.
+        """
         text = text.strip()
         try:
             secret = bytes.fromhex(text) if len(text) == 2 * _KEY_BYTES else b""
@@ -68,15 +72,15 @@ class StoreKey:
         return self._derived("id").hex()[:8]
 
     def sign(self, namespace: str, message: bytes | bytearray | memoryview) -> str:
-        """Return the signature, 64 hex digits, of the entry's header `message` in this namespace."""
+        """Return the signature, 64 hex digits, of an entry of `namespace`. message: the bytes of the entry's header."""
         return _mac(self._derived("entry", namespace), message)
 
     def has_signed(self, namespace: str, message: bytes | bytearray | memoryview, signature: str) -> bool:
-        """Return True if `signature` is this key's signature of the entry's header `message` in this namespace."""
+        """Return True if `signature` is the result of `sign` for the same `namespace` and `message`."""
         return hmac.compare_digest(self.sign(namespace, message).encode(), signature.encode())
 
     def sign_metadata(self, kind: str, facts: Mapping[str, Any]) -> str:
-        """Return the signature, 64 hex digits, of the JSON object `facts`, which is of this `kind`."""
+        """Return the signature, 64 hex digits, of the JSON object `facts`. A signature is valid for one `kind` only."""
         return _mac(self._derived("note", kind), json.dumps(dict(facts), sort_keys=True).encode())
 
     def _derived(self, purpose: str, name: str = "") -> bytes:
@@ -108,10 +112,12 @@ def resolve_key(choice: KeyChoice) -> StoreKey | None:
 def find_process_key() -> StoreKey | None:
     """Return the key of this process; None if there is none.
 
-    It is `RAGBLEND_STORE_KEY`, else the content of the file that `store_key_file` names (RAGBLEND_STORE_KEY_FILE, or
-    the user's own configuration), else the file that `ragblend init-key` wrote into the user's configuration folder.
-    Raises UsageError or NotFoundError for a configured key that cannot be used, because unsigned entries would be
-    accepted without it.
+    The first of these is used: the variable RAGBLEND_STORE_KEY; the file that the setting `store_key_file` names; the
+    file at `key_path`, which `ragblend init-key` writes. The setting is read from RAGBLEND_STORE_KEY_FILE or from the
+    user's own configuration.
+
+    Raises UsageError or NotFoundError if the configured key cannot be used. Without a key, the process would accept
+    unsigned entries.
     """
     if (text := os.environ.get(KEY_VARIABLE)) is not None:
         return StoreKey.parse(text, KEY_VARIABLE)
@@ -127,15 +133,18 @@ def key_path() -> Path:
 
 
 def key_origin() -> str:
-    """Return the variable or the file that `find_process_key` reads, for a message."""
+    """Return the name of the variable, or the path of the file, that `find_process_key` reads. For messages."""
     if KEY_VARIABLE in os.environ:
         return KEY_VARIABLE
     return str(trusted_setting("store_key_file") or key_path())
 
 
 def read_key(path: Path) -> StoreKey:
-    """Return the key in a file. Raises NotFoundError for a missing file. Raises UsageError if the file has no key,
-    belongs to another user than this one or root, may be written by its group, or may be read or written by others."""
+    """Return the key in a file. Raises NotFoundError for a missing file, UsageError for a file without a valid key.
+
+    Raises UsageError, too, if other users could have written or read the key: the file must belong to this user or
+    root. Its group may read but not write it, and others have no permission at all.
+    """
     try:
         with os.fdopen(open_regular_file(path), "rb") as stream:
             facts = os.fstat(stream.fileno())

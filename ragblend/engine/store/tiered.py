@@ -30,7 +30,7 @@ from ragblend.engine.store.kv import (
     convert_kv_dtype,
     load_into_memory,
 )
-from ragblend.engine.store.memory import MemoryStore, write_counters
+from ragblend.engine.store.memory import MemoryStore, tensor_write_counts
 from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
@@ -54,13 +54,13 @@ class TieredStore(KVStore):
 
     `get` tries the tiers from the fastest. An entry of a slower tier is promoted once all its layers have been read and
     verified: at once into memory, in the background into other tiers. Concurrent readers of one entry share the layers
-    that one of them has read. `put` writes to every tier. `close` waits for background work within a time limit; the
-    store stays usable.
+    that one of them has read. `put` writes to every tier. `close` waits for background work; the store stays
+    usable.
 
     `kv_dtype`: how `put` stores KV, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). Reading does
     not depend on it: each entry's header names its dtype.
 
-    Other stores over the same remote tier apply each `delete_everywhere` by its tombstones (see `tombstones`).
+    `delete_everywhere` also deletes from other stores with the same remote tier (see `tombstones`).
     """
 
     def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto", catalog: str | None = None) -> None:
@@ -108,28 +108,28 @@ class TieredStore(KVStore):
 
     @property
     def counters(self) -> StoreCounters:
-        """Current counts: one hit or miss per `get`, one put per `put`; the other counts are sums over the tiers."""
+        """Current counts. Hits, misses and puts are counted once per call; the other counts are sums over the tiers."""
         tiers = [tier.counters for tier in self._tiers]
         sums = {each.name: sum(getattr(counters, each.name) for counters in tiers) for each in fields(StoreCounters)}
         sums |= {name: getattr(self._counters, name) for name in ("num_hits", "num_misses", "num_puts")}
         sums["num_dropped"] += sum(queue.num_dropped for queue in self._promotions.values())
         return StoreCounters(**sums)
 
-    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
-        """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
+    def set_expected_spec(self, fingerprint: str, spec: KVSpec) -> None:
+        """Set the dtype and the shapes of a model's KV. Entries of the model that differ are then read as damaged."""
         for tier in self._tiers:
-            tier.set_expected_spec(fingerprint, shape)
+            tier.set_expected_spec(fingerprint, spec)
 
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the intact entry from the fastest tier that has it, else None. Its tensors are read-only."""
+        """Return the intact entry from the fastest tier that has it; None for a miss. See `KVStore.get`."""
         kv = self._find(key, token_ids, self._tiers)
         self._count(num_hits=kv is not None, num_misses=kv is None)
         return kv
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry from a tier on this machine, or from `fetched`. Contacts no other machine."""
+        """Return the entry from `fetched` or a tier on this machine; None for a miss. See `KVStore.get_local`."""
         kv = fetched.get(key)
         if kv is None or not kv.header.has_ids(token_ids):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
@@ -139,8 +139,8 @@ class TieredStore(KVStore):
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
         """Fetch from remote tiers, in parallel, the entries that no local tier has, and promote them.
 
-        Returns when every entry has arrived or missed, at the latest at `until_s`, in seconds of the monotonic clock.
-        None: now plus the largest time limit of the remote tiers, for all of them together.
+        Returns when every entry has arrived or is known to be missing, at the latest at `until_s`. until_s: the
+        deadline, in seconds of the monotonic clock; None: now plus the largest `timeout_s` of the remote tiers.
         """
         until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
@@ -166,7 +166,7 @@ class TieredStore(KVStore):
     def prefetch(self, keys: Sequence[str]) -> None:
         """Load entries into the fastest tier in the background, for a later request. Returns at once.
 
-        Prefetch no more than that tier holds: later entries would evict earlier ones.
+        The entries must fit into that tier together, or later ones evict earlier ones.
         """
         with self._lock:
             missing = [key for key in dict.fromkeys(keys) if key not in self._prefetching]
@@ -214,7 +214,7 @@ class TieredStore(KVStore):
         return kv if kv is not None and kv.header.has_ids(token_ids) else None
 
     def _with_promotion(self, kv: ChunkKV, position: int, num_deletes: int) -> ChunkKV:
-        """Return the entry for the caller, who promotes it to the faster tiers by reading it to the end."""
+        """Return the entry for the caller. It is promoted to the faster tiers once all its layers are read."""
         faster = [upper for upper in range(position) if self._tiers[upper].fits(kv)]
         if not faster:
             return kv
@@ -227,10 +227,11 @@ class TieredStore(KVStore):
         return promoting
 
     @contextmanager
-    def recorded(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
-        """Context manager: the caller writes the entry inside the block. Records the write's start for the tombstones.
+    def recorded_write(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
+        """Context manager: the caller writes an entry inside the block.
 
-        is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
+        The write's start is recorded, so that a tombstone that arrives during the write also deletes the entry.
+        header: of the entry. is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
         """
         for tombstones in self._tombstones:
             tombstones.record_write(header, is_copy=is_copy)
@@ -251,7 +252,7 @@ class TieredStore(KVStore):
     def _promote(self, kv: MemoryKV, positions: Sequence[int]) -> None:
         for position in positions:
             if position in self._promotions:
-                with self.recorded(kv.header, is_copy=True):
+                with self.recorded_write(kv.header, is_copy=True):
                     self._promotions[position].put(kv)
                 continue
             try:
@@ -278,7 +279,7 @@ class TieredStore(KVStore):
             )  # fmt: skip
             return
         failure: RagblendError | None = None
-        with self.recorded(held.header, is_copy=False):
+        with self.recorded_write(held.header, is_copy=False):
             for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
                 if not tier.fits(held):
                     continue
@@ -294,10 +295,10 @@ class TieredStore(KVStore):
         self._count(num_puts=1)
 
     def replace_dtype(self, kv: ChunkKV) -> None:
-        """Replace the stored entry by `kv`, the same KV in another dtype. Deletes the remote entry first, because a
-        remote tier does not overwrite entries.
+        """Replace the stored entry by `kv`, the same KV in another dtype.
 
-        Raises BackendUnreachableError if a remote tier does not answer; nothing is changed then.
+        A remote tier does not overwrite entries, so its entry is deleted first. Raises BackendUnreachableError if a
+        remote tier does not answer; the entry on this machine is then unchanged.
         """
         for tier in self.remote_tiers:
             tier.delete(kv.header.key)
@@ -315,8 +316,10 @@ class TieredStore(KVStore):
         return self.delete_from(key, [tier for tier in self._tiers if not tier.is_remote])
 
     def delete_from(self, key: str, tiers: Sequence[KVStore]) -> bool:
-        """Delete the entry from these tiers, the slowest first so that it is not promoted again. Return True if any had
-        it. Raises BackendUnreachableError like `delete`."""
+        """Delete the entry from `tiers`, which are tiers of this store. Return True if any had it.
+
+        The slowest tier is first, so that the entry is not promoted again. Raises the errors of `delete`.
+        """
         with self._lock:
             self.num_deletes += 1
         if (shared := self._being_read.pop(key, None)) is not None:
@@ -336,10 +339,11 @@ class TieredStore(KVStore):
         return removed
 
     def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
-        """Delete entries from every tier of this store. Then write tombstones, records by which other processes and
-        machines delete the entries from their tiers. See KVStore for `whole_namespace` and the result.
+        """Delete entries from every tier of this store. Then write tombstones: records from which other processes and
+        machines learn that they must delete the entries, too.
 
-        A tombstone is written after the deletion, so that a store which has applied it cannot fetch the entry again.
+        See KVStore for `whole_namespace`, result and errors. Tombstones are written last, because another store could
+        otherwise apply one and then fetch the entry again.
         """
         found: set[str] = set()
         failure: BackendUnreachableError | None = None
@@ -390,8 +394,10 @@ class TieredStore(KVStore):
         return any(tier.contains(key) for tier in self._tiers)
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
-        """Return for each key True if any tier has it. Remote tiers are queried for keys that no local tier has, in
-        batches, and not after `until_s` on the monotonic clock."""
+        """Return for each key whether any tier has the entry. Remote tiers are queried for keys that no local tier has.
+
+        until_s: no query is sent after this time of the monotonic clock, in seconds; keys that are left are False.
+        """
         there = {key for key in dict.fromkeys(keys) if self.is_local(key)}
         for tier in self.remote_tiers:
             left = [key for key in dict.fromkeys(keys) if key not in there]
@@ -399,7 +405,7 @@ class TieredStore(KVStore):
         return [key in there for key in keys]
 
     def keys(self) -> Iterator[str]:
-        """Yield every key that some tier has, once."""
+        """Yield the keys of all tiers' entries, each key once."""
         seen: set[str] = set()
         for tier in self._tiers:
             for key in tier.keys():  # noqa: SIM118 (a KVStore is not a dict)
@@ -446,7 +452,7 @@ class _PromotingKV(KVView):
     def __init__(self, source: ChunkKV, tier: KVStore, promote: Callable[[MemoryKV], None]) -> None:
         super().__init__(source)
         self._tier, self._promote = tier, promote
-        self._read: dict[int, tuple[StoredLayer, tuple[int, ...]]] = {}  # layers, with their write counters when read
+        self._read: dict[int, tuple[StoredLayer, tuple[int, ...]]] = {}  # layers, with their write counts at that time
         self._promoted = False
         self._lock = threading.Lock()
         self.is_good = True  # False once a layer was damaged, or the entry deleted
@@ -455,7 +461,7 @@ class _PromotingKV(KVView):
         """Return one layer as it is stored, read and verified by the slower tier."""
         with self._lock:  # a second reader of the layer waits for the first, and uses its result
             known = self._read.get(index)
-            if known is not None and write_counters([known[0]]) == known[1]:
+            if known is not None and tensor_write_counts([known[0]]) == known[1]:
                 return known[0]
             try:
                 layer = self.source.stored_layer(index)
@@ -463,7 +469,7 @@ class _PromotingKV(KVView):
                 self.is_good = False
                 raise
             if known is None:
-                self._read[index] = layer, write_counters([layer])
+                self._read[index] = layer, tensor_write_counts([layer])
             whole = len(self._read) == self.header.num_layers and not self._promoted
             self._promoted = self._promoted or whole
         if whole:
@@ -476,7 +482,7 @@ class _PromotingKV(KVView):
 
     def _promote_entry(self) -> None:
         layers = [self._read[index] for index in range(self.header.num_layers)]
-        written_into = any(write_counters([layer]) != counters for layer, counters in layers)
+        written_into = any(tensor_write_counts([layer]) != counters for layer, counters in layers)
         # An entry that another process deleted while it was being read must not be written again.
         if self.is_good and not written_into and self._tier.contains(self.header.key):
             self._promote(MemoryKV(self.header, tuple(layer for layer, _ in layers)))

@@ -56,7 +56,7 @@ class _Write(NamedTuple):
 
 
 class Tombstones:
-    """Writes tombstones of `store` to `remote`, a tier of `store`, and applies the tombstones of other stores."""
+    """Writes tombstones (records of deleted entries) of `store` to its remote tier. Applies those of other stores."""
 
     def __init__(self, store: TieredStore, remote: RemoteStore) -> None:
         self._store, self._remote, self._disk = store, remote, store.disk_tier
@@ -71,9 +71,9 @@ class Tombstones:
         self._lock = threading.Lock()
 
     def publish(self, keys: Collection[str] = (), *, whole_namespace: str | None = None) -> None:
-        """Write tombstones for entries that were deleted from this store: the entries of `keys`, and all entries of
-        `whole_namespace`, if given.
+        """Write tombstones for entries that were deleted from this store.
 
+        These are the entries of `keys`, and all entries of `whole_namespace` unless it is None.
         Raises BackendUnreachableError if the remote tier does not answer; other stores then keep these entries.
         """
         listed = sorted(keys)
@@ -86,13 +86,17 @@ class Tombstones:
                 self._record_applied(name, data)
 
     def record_write(self, header: KVHeader, *, is_copy: bool) -> None:
-        """Record that the store begins to write an entry. is_copy: the entry was fetched from the remote tier."""
+        """Record that the store begins to write an entry now.
+
+        `poll` compares this time with tombstones to decide whether they delete the entry. is_copy: the entry was
+        fetched from the remote tier. Any tombstone with its key deletes such an entry, as it can be fetched again.
+        """
         self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
     def watch(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
-        """Start a thread that polls at once, then every POLL_INTERVAL_S seconds. Wait up to `timeout_s` seconds for the
-        first poll, which applies the tombstones that were written before the store was opened.
+        """Start a thread that calls `poll` at once, and then every POLL_INTERVAL_S seconds.
 
+        Waits up to `timeout_s` seconds for the first poll. It applies tombstones from before the store was opened.
         skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
         if self._watch_ended is not None:
@@ -116,10 +120,11 @@ class Tombstones:
             self._watch_ended = None
 
     def poll(self) -> None:
-        """Apply new tombstones. Every five seconds, write back tombstones that the remote tier lost; delete old ones.
+        """Apply new tombstones of other stores. Every five seconds, also write back tombstones that the remote tier has
+        lost, and delete old ones.
 
-        Logs one warning for several errors in a row, and none if the remote tier does not answer, because the next
-        request to that tier logs it.
+        Errors of the remote tier and the disk are not raised. Several in a row are logged as one warning. There is no
+        warning for an unreachable remote tier, because the next request to that tier logs one.
         """
         with self._lock:
             try:
@@ -225,7 +230,7 @@ def _poll_repeatedly(reference: weakref.ref[Tombstones], ended: threading.Event,
 
 
 def _first_name(time_s: float) -> str:
-    """Return what the names of tombstones since a time (seconds since the epoch) begin with, or sort after."""
+    """Return the time, in seconds since the epoch, as a text. The names of later tombstones sort after it."""
     return f"{int(time_s * 1e3):013d}"
 
 

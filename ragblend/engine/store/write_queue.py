@@ -23,13 +23,18 @@ MAX_WAITING = 100_000  # chunks, most of them by key alone
 
 
 class WriteQueue:
-    """Chunks queued for a slow target, oldest first; the latest chunk of a key replaces an earlier one. Thread-safe.
+    """Chunks that wait to be written to a slow target, such as a server. A thread writes the oldest first. Thread-safe.
 
-    `write(kv)` stores one chunk. If it raises BackendUnreachableError the chunk moves to the back and is written again
-    after a pause; after any other error it is dropped. `pause_s()` returns the seconds to wait before the next write, 0
-    for none. With `read_back(key)`, a chunk that does not fit into the queue is kept by key alone and read again at its
-    turn; `read_back` returns None for a deleted chunk. Each dropped chunk adds 1 to `num_dropped`, and logs a warning
-    that ends with the text `fix`. `put` never waits.
+    A new chunk replaces a queued one of the same key. Each dropped chunk adds 1 to `num_dropped` and logs a warning.
+
+    - write(kv): writes one chunk. If it raises BackendUnreachableError, the chunk is queued again and written after a
+      pause. After any other error, the chunk is dropped.
+    - capacity_bytes: the largest size of the queued chunks together.
+    - name: of the thread, for messages. fix: text at the end of the warning for a dropped chunk.
+    - pause_s(): returns the seconds to wait before the next write; 0 for none.
+
+    The attribute `read_back(key)` may be set; it reads a chunk from another place, and returns None if it was deleted.
+    A chunk that does not fit is then queued without its tensors, which are read when it is written.
     """
 
     def __init__(
@@ -59,11 +64,15 @@ class WriteQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Number of chunks not written yet, including those that are queued by key alone."""
+        """Number of chunks not written yet, including those that are queued without tensors."""
         return len(self._waiting) + (self._current is not None)
 
     def put(self, kv: MemoryKV) -> bool:
-        """Queue a chunk. If the queue is full, count the chunk as dropped and return False."""
+        """Queue a chunk, and return True. Never waits.
+
+        Returns False, and counts the chunk as dropped, if it does not fit and there is no `read_back`. The same holds
+        if MAX_WAITING chunks are queued or the process ends.
+        """
         key = kv.header.key
         with self._changed:
             known = self._waiting.get(key)
@@ -105,9 +114,9 @@ class WriteQueue:
             self._forget(key)  # its write may have failed and put it back
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every queued chunk is written or dropped; return False after `timeout_s` seconds.
+        """Wait until every queued chunk is written or dropped, and return True; return False after `timeout_s` seconds.
 
-        With `timeout_s` None it waits without a limit, also while the target does not answer.
+        timeout_s: None waits without a limit, also while the target does not answer.
         """
         with self._changed:
             return self._changed.wait_for(lambda: not self.num_waiting, timeout_s)

@@ -35,7 +35,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def base_model_name(path: Path) -> str:
-    """Return the name of the model that the adapter in `path` was trained on. Raises NotFoundError without one."""
+    """Return the name of the adapter's base model, from the config in `path`. Raises NotFoundError if it has none."""
     base = _config(path).get("base_model_name_or_path")
     if not base:
         raise NotFoundError(f"{path / ADAPTER_CONFIG} names no base model; pass model=BASE, adapter={str(path)!r}")
@@ -43,10 +43,10 @@ def base_model_name(path: Path) -> str:
 
 
 def with_adapter(model: Any, path: Path) -> Any:
-    """Return `model` with the adapter in the directory `path` in its layers.
+    """Load the adapter in the directory `path` into the layers of `model`, and return the model.
 
-    Raises ImportError with the install command if peft is missing, NotFoundError without safetensors weights, and
-    UnsupportedModelError for an adapter that changes more than layers.
+    Raises ImportError with the install command if peft is missing. Raises NotFoundError if the adapter has no
+    safetensors weights, UnsupportedModelError if it changes more than the layers.
     """
     reject_unsupported_adapter(_config(path), str(path))
     if not (path / ADAPTER_WEIGHTS).is_file():
@@ -62,7 +62,10 @@ def with_adapter(model: Any, path: Path) -> Any:
 
 
 def adapter_digest(path: Path) -> str:
-    """Return the fingerprint's part for the adapter in `path`: equal exactly when weights and config are equal."""
+    """Return a text for the adapter in `path`, as a part of a model's fingerprint.
+
+    Two texts are equal if and only if the weights and the relevant config fields are equal.
+    """
     digest = blake2b(read_file(path / ADAPTER_WEIGHTS), digest_size=16)
     digest.update(_relevant(_config(path)).encode())
     return f"+adapter {digest.hexdigest()}"
@@ -92,15 +95,16 @@ def describe_adapters(model: Any) -> str:
 
 
 def describe_active_adapters(model: Any) -> str:
-    """Return the active adapters and their scalings, a line per layer."""
+    """Return the active adapters of `model` and their scalings as text, one line per layer with an adapter."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "active_adapters"))
     return "\n".join(f"{name} {[getattr(layer, each, None) for each in names]}" for name, layer in layers)
 
 
 def reject_unsupported_adapter(config: dict[str, Any], name: str) -> None:
-    """Raise UnsupportedModelError for an adapter that does more than change how a layer computes a token, such as one
-    that adds tokens.
+    """Raise UnsupportedModelError for an adapter that changes more than the computation in the layers.
+
+    An example is an adapter that adds tokens. config: the adapter's config. name: the adapter's name, for the error.
     """
     kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
     why = "" if kind in _OF_LAYERS else "may change more than a layer's computation of a token"

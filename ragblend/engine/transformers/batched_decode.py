@@ -26,16 +26,19 @@ weights from four rows on, which is worth its time from about 16 rows on."""
 
 
 class SequenceRows(NamedTuple):
-    """One prompt's rows in a batch: their span in the batch, and their span in the prompt."""
+    """The new tokens (rows) of one prompt in a batch."""
 
-    span: slice
-    prompt_span: slice
-    rows: Tensor  # the same, positions [R]
-    fused: FusedKV
+    span: slice  # indices of the rows in the batch
+    prompt_span: slice  # positions of the rows in the prompt
+    rows: Tensor  # the same positions, [R]
+    fused: FusedKV  # KV of the prompt
 
 
 def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.device) -> tuple[SequenceRows, ...]:
-    """Return the rows of each prompt: `counts[i]` rows after those of `fused[i]`. The batch has them in this order."""
+    """Return the rows of each prompt in a batch. Prompt i has `counts[i]` new tokens and the KV `fused[i]` before them.
+
+    In the batch, the rows are in the order of the prompts. device: of the tensors `rows`.
+    """
     places, begin = [], 0
     for count, each in zip(counts, fused, strict=True):
         there = slice(each.length, each.length + count)
@@ -79,8 +82,10 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
         return key_states, value_states
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Set `kv`, from which attention reads, to the prompts' keys and values of `layer`. Return those of the first
-        prompt, because transformers expects one pair."""
+        """Set `kv` to each prompt's keys and values of `layer`; `attend_batch` reads them from there.
+
+        Returns the keys and values of the first prompt, because transformers expects one pair.
+        """
         self.kv = []
         for _, there, _, fused in self.sequences:
             whole = LayerKV(fused.keys(layer)[:, : there.stop], fused.values(layer)[:, : there.stop])

@@ -176,6 +176,7 @@ def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | Non
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that may change the KV.
 
-    They are read from the file, because transformers adds defaults with each release, and a store outlives an upgrade.
+    `config` is the file's content, without the defaults that transformers adds. They differ between releases, but the
+    fingerprint must stay the same.
     """
     return {name: value for name, value in config.items() if name not in IRRELEVANT_FIELDS and value is not None}

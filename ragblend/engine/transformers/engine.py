@@ -56,7 +56,10 @@ log = logging.getLogger(__name__)
 class TransformersEngine(BlendingEngine):
     """Engine over a TransformersLayers model, a Renderer and a KVStore. Use as a context manager, or `close()` it.
 
-    `options` are the keyword arguments of `LocalEngine`, such as system, namespace, on_miss and shadow.
+    - check: run `self_check`, which raises UnsupportedModelError if blending does not work with the model.
+    - machine: if given, requests without a ratio decide by these measurements whether to reuse KV.
+    - max_num_seqs: the largest number of prompts that are decoded together.
+    - options: the keyword arguments of `LocalEngine`, such as system, namespace, on_miss and shadow.
     """
 
     keeps_conversations = True  # `stream` takes `conversation=`
@@ -88,7 +91,7 @@ class TransformersEngine(BlendingEngine):
 
     @property
     def bytes_per_token(self) -> int:
-        """Return the number of bytes of stored KV per token of a long chunk, all layers."""
+        """Number of bytes of stored KV per token of a long chunk, in all layers together."""
         item, kv_dtype = self.layers.like.element_size(), self.store.kv_dtype
         return sum(
             stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
@@ -98,11 +101,13 @@ class TransformersEngine(BlendingEngine):
     # -- ingestion
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
-        """Precompute chunks, and yield the number of bytes stored for each. Chunks with an ingestion context come last.
+        """Precompute chunks. Yield, for each chunk, the number of bytes stored; 0 if it was stored before.
 
-        Short chunks share a pass; KV is written during the next pass. The KV is bit-identical to that of `precompute`
-        if a row of a matrix product does not depend on the number of rows, as in float32 on the CPUs tested. Otherwise
-        it differs by rounding.
+        Chunks without an ingestion context are first. Several short chunks are prefilled in one pass of the model.
+        Their KV is written to the store while the next pass runs.
+
+        The KV may differ from that of `precompute` by rounding, because a row of a matrix product can depend on the
+        number of rows. In float32 it was bit-identical on the CPUs tested.
         """
         self.add_known_chunks(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
@@ -119,9 +124,9 @@ class TransformersEngine(BlendingEngine):
         self.store.prefetch(self.likely_keys(chunks))
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after an ingestion context.
+        """Prefill and store a chunk, given as token ids. Return the number of bytes stored; 0 if it was stored before.
 
-        Returns the number of bytes stored, 0 if the KV was stored already.
+        context: the similar chunks that are put before the chunk.
         """
         if not self._is_missing(token_ids, context):
             return 0
@@ -163,9 +168,9 @@ class TransformersEngine(BlendingEngine):
         return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[EngineKeywords]) -> list[Generation]:
-        """Return `generate`'s result for each prompt; `max_num_seqs` prompts are decoded together.
+        """Return the result of `generate` for each prompt. Up to `max_num_seqs` prompts are decoded together.
 
-        Raises the first error after the other answers have ended.
+        If answers fail, raises the first error once the other answers have ended.
         """
         streams = [self.stream(prompt, **options) for prompt in prompts]
         for error in self.run_to_end(streams):
@@ -176,7 +181,7 @@ class TransformersEngine(BlendingEngine):
     def run_to_end(
         self, streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None
     ) -> list[BaseException | None]:
-        """Run all `streams` to their end, together with other answers. Return the error of each, or None."""
+        """Wait until all `streams` have ended. Return the error of each stream; None if its answer is complete."""
         try:
             if self.store.remote_tiers:
                 # Fetched KV stays in memory until the prompt's prefill, so only a few prompts are fetched ahead.
@@ -240,7 +245,7 @@ class TransformersEngine(BlendingEngine):
         )
 
     def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor:
-        """Append `tokens` to `fused` and return the logits [vocabulary] of the next token."""
+        """Run `tokens` through the model and add their KV to `fused`. Return the next token's logits [vocabulary]."""
         return self.loop.call(lambda: self._decode([DecodeStep(tokens, fused)]))[0]
 
     @torch.inference_mode()
@@ -260,7 +265,7 @@ class TransformersEngine(BlendingEngine):
         return logits.unbind()
 
     def close(self) -> None:
-        """Finish background work, the store's within its timeout, and release the threads."""
+        """Finish background work and end the threads. Also close the store, which waits at most 10 s for its writes."""
         if not self.is_usable:
             return
         super().close()

@@ -56,11 +56,14 @@ class AttentionFamily:
         return hasattr(attention, "k_proj") and hasattr(attention, "v_proj")
 
     def kv_shape(self, attention: Any) -> tuple[int, int, int]:
-        """Return H, D of keys and D of values of a layer, as they are stored."""
+        """Return the stored shape of a layer's KV: (H, D of keys, D of values)."""
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the modules that compute the stored keys and values. Their number of parameters estimates the cost."""
+        """Return the modules that compute the stored keys and values.
+
+        The cost of computing KV is estimated from their number of parameters.
+        """
         return [attention.k_proj, attention.v_proj]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,14 +76,14 @@ class AttentionFamily:
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the pre-RoPE keys [R, H, D], given the output of the module `key_module`.
 
-        The QK-norm is computed here again from that output. The output of the model's own norm is not used, because it
+        A QK-norm is computed from that output, too. The output of the model's own norm is not used, because it
         is [R, H, D] in some models and [H, R, D] in others.
         """
         keys = self.split_heads(output)
         return attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
 
     def split_heads(self, projected: Tensor) -> Tensor:
-        """Return [R, H * D] as [R, H, D]."""
+        """Return `projected` [R, H * D] as [R, H, D]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
 
@@ -99,7 +102,7 @@ class PackedQKVProjection(AttentionFamily):
         return [attention.qkv_proj]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last two parts of the projection's output [R, (Hq + 2H) * D]."""
+        """Return keys and values [R, H, D], the last two parts of the projection's output [R, (Hq + 2H) * D]."""
         qkv, width = attention.qkv_proj(normed), self.num_kv_heads * self.head_dim
         return self.split_heads(qkv[..., -2 * width : -width]), self.split_heads(qkv[..., -width:])
 
@@ -122,7 +125,7 @@ class JointHeadNorm(AttentionFamily):
         return bool(width) and width == getattr(projection, "out_features", 0) != getattr(attention, "head_dim", 0)
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys, normed before they are split into heads, and values."""
+        """Return keys and values [R, H, D]. Keys are normed before they are split into heads."""
         return self.split_heads(attention.k_norm(attention.k_proj(normed))), self.split_heads(attention.v_proj(normed))
 
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
@@ -162,8 +165,9 @@ class SinkAttention(AttentionFamily):
 
 
 class ValueNormAttention(AttentionFamily):
-    """Normed values, and heads whose number and size differ by layer (Gemma 4). Its last layers attend to the KV of
-    earlier ones, and nothing is stored for them.
+    """Normed values, and heads whose number and size differ by layer (Gemma 4).
+
+    The last layers attend to the KV of earlier layers. No KV is stored for these last layers.
     """
 
     shares_kv = True
@@ -203,10 +207,10 @@ class ValueNormAttention(AttentionFamily):
 class LatentAttention(AttentionFamily):
     """Multi-head latent attention, MLA (DeepSeek V3, GLM-4 MoE Lite).
 
-    In each layer, a token has one latent vector, which is expanded into the keys and values of all heads, and one
-    rotary part of the keys, which all heads share. Both are stored as one head: the rotary part as keys, before
-    rotation, and the normed latent as values. The expansion is linear, so drift correction of the latent corrects the
-    expanded keys and values, too.
+    In each layer, a token has one latent vector and one rotary part. The model expands the latent into the keys and
+    values of all heads. The rotary part belongs to the keys, and all heads share it. Both are stored as one head: the
+    rotary part as keys, before rotation, and the normed latent as values. The expansion is linear, so drift correction
+    of the latent corrects the expanded keys and values, too.
     """
 
     key_module = "kv_a_proj_with_mqa"
@@ -243,7 +247,7 @@ class LatentAttention(AttentionFamily):
         return _split_pairs(keys) if self.in_pairs else keys
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
-        """Return the stored form of `cached`, the KV for a layer's cache: rotary part as keys, latent as values."""
+        """Return the KV that a layer writes to its cache in the stored form: rotary part as keys, latent as values."""
         return LayerKV(cached.values, cached.keys)
 
     def from_stored(self, stored: LayerKV) -> LayerKV:
@@ -251,7 +255,11 @@ class LatentAttention(AttentionFamily):
         return LayerKV(stored.values, stored.keys)
 
     def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
-        """Return rotated keys and values [heads, T, D] of `stored`, T tokens. The layer's own module expands them."""
+        """Expand the stored latent of one layer. Return the rotated keys and the values [heads, T, D] of its T tokens.
+
+        layers: all layers of the decoder. layer: index of the layer. stored: its rotary part, already rotated, and its
+        latent.
+        """
         keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(stored)))
         return LayerKV(keys[0], values[0])
 
@@ -314,7 +322,7 @@ def text_decoder(model: Any) -> Any:
 
 
 def uses_kv_of_other_layer(attention: Any) -> bool:
-    """Return True if a layer's attention is over the keys and values of another layer."""
+    """Return True if a layer computes no keys and values, and attends to those of another layer."""
     return getattr(attention, "is_kv_shared_layer", False)
 
 
@@ -333,22 +341,26 @@ def kv_source_layers(layers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """Return a config's RoPE settings by layer type (Gemma 3). If all layers share them, the only key is ""."""
+    """Return a config's RoPE settings by layer type. If they are the same for all types, the only key is ""."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     by_type = {kind: dict(each) for kind, each in found.items() if isinstance(each, Mapping)}
     return by_type or {"": found}
 
 
 def context_length(config: Any) -> int:
-    """Return the largest number of tokens, prompt plus answer, for which all keys can be placed. Raises
-    UnsupportedModelError for an unsupported RoPE type."""
+    """Return the largest number of tokens, of prompt and answer together, that blending supports for this model.
+
+    For the RoPE type "longrope" this is the original length, because longer prompts use other RoPE frequencies. Raises
+    UnsupportedModelError for an unsupported RoPE type.
+    """
     longest = config.max_position_embeddings
     return min(max_placeable_tokens(each, longest) for each in rope_parameters(config).values())
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return the attention window of every layer in tokens, counting the attending token; None for a layer without a
-    window.
+    """Return the attention window of every layer, in tokens; None for a layer without a window.
+
+    The attending token is counted, too.
     """
     window = getattr(config, "sliding_window", None)
     count: int = config.num_hidden_layers
@@ -359,7 +371,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def reject_unsupported_model(model: Any) -> None:
-    """Raise UnsupportedModelError, with the layer type and the fix, unless every layer can be fused exactly."""
+    """Raise UnsupportedModelError if a layer cannot be fused exactly. The error names the layer type and a fix."""
     config, name = model.config.get_text_config(), type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ())
     unsupported_types = sorted(kinds - {"full_attention", WINDOWED})

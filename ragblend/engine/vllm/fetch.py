@@ -81,7 +81,7 @@ class RemoteFetcher:
                 return
             kv = self.remote.fetch_many([key], until_s).get(key)
             if kv is not None:
-                with self._store.recorded(kv.header, is_copy=True):
+                with self._store.recorded_write(kv.header, is_copy=True):
                     for tier in self._store.tiers:
                         if not tier.is_remote:
                             tier.put(kv)

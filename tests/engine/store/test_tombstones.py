@@ -143,7 +143,7 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path):
     fetched = RemoteStore(values).fetch_many(keys_of(1))
     one.delete_everywhere(keys_of(1))
     machine(tmp_path / "two", RemoteStore(values)).apply_deletions()  # another process over the same disk
-    with two.recorded(KVS[1].header, is_copy=True):
+    with two.recorded_write(KVS[1].header, is_copy=True):
         two.tiers[1].put(fetched[KVS[1].header.key])
     assert on_disk(two) == {*keys_of(1)}
     two.apply_deletions()

@@ -16,11 +16,12 @@ State = Literal["closed", "open", "half-open"]
 class CircuitBreaker:
     """Decides whether requests are sent to a server that may fail. Thread-safe.
 
-    States: closed, all requests are sent; open, no request is sent for a pause; half-open, one probe was sent. A
-    request that exceeds its time limit is a failure. `threshold` consecutive failures open the breaker for `pause_s`
-    seconds; each further failure doubles the pause, up to `max_pause_s`. A successful probe closes the breaker. Only a
-    successful request resets the pause, so the pauses of a server that answers nothing but pings become longer each
-    time.
+    A closed breaker lets all requests pass. An open breaker lets none pass until a pause has ended. A half-open breaker
+    waits for the answer to one probe (a ping).
+
+    `threshold` consecutive failures open the breaker for `pause_s` seconds. A request that exceeds its time limit is a
+    failure, too. A successful probe closes the breaker. Each time it opens again, the pause is doubled, up to
+    `max_pause_s`. Only a successful request resets the pause: a server may answer pings, but no requests.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class CircuitBreaker:
             return max(0.0, self._retry_at_s - self._clock()) if self._state != "closed" else 0.0
 
     def claim_probe(self) -> bool:
-        """Return True if the caller must probe and then call `record_probe_success` or `record_failure`."""
+        """Return True if a probe is due, which the caller must now send.
+
+        The caller then calls `record_probe_success` or `record_failure`.
+        """
         with self._lock:
             if self._state != "open" or self._clock() < self._retry_at_s:
                 return False
@@ -68,15 +72,13 @@ class CircuitBreaker:
             self._state, self._num_failures = "closed", self._threshold - 1
 
     def record_success(self) -> None:
-        """Record a successful request."""
+        """Record a successful request, which resets the pause and the number of failures."""
         with self._lock:
             if self._state == "closed":  # a request that was sent before the breaker opened is no evidence
                 self._num_failures, self._pause_s = 0, self._first_pause_s
 
     def record_write_success(self) -> None:
-        """Record a successful write. The pause before the next probe is reset only if no request has failed since the
-        last successful read.
-        """
+        """Record a successful write. It resets the pause if no request has failed since the last successful read."""
         with self._lock:
             if self._state == "closed" and not self._num_failures:
                 self._pause_s = self._first_pause_s

@@ -8,9 +8,9 @@ _CONNECT_SHARE = 10
 
 
 def connect_timeout_s(timeout_s: float) -> float:
-    """Return the time limit for connecting, in seconds, as a part of the limit `timeout_s` of the whole call.
+    """Return the time limit for connecting, in seconds. timeout_s: the time limit of the whole call.
 
-    Connecting to a host that is down fails after one second, or after a tenth of `timeout_s` if that is longer. It is
-    not less, because a process that computes on every core can take a second until it reads its sockets.
+    The result is a tenth of `timeout_s`, but at least one second: a process that computes on every core can take a
+    second until it reads its sockets. The result never exceeds `timeout_s`.
     """
     return min(timeout_s, max(CONNECT_TIMEOUT_S, timeout_s / _CONNECT_SHARE))

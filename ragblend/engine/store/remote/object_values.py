@@ -40,10 +40,10 @@ _user_pid: int | None = None  # the process that sent the first request
 
 
 class ObjectValues:
-    """ByteStore in a bucket or folder: `PREFIX/ab/abcdef....safetensors`, with the layout of a disk store's directory.
+    """ByteStore in a bucket or folder. Values are the objects `PREFIX/ab/abcdef....safetensors`, as in a disk store.
 
-    `timeout_s` limits each request with its body; writes and lists have WRITE_TIMEOUT_S. A size that a reply announces
-    is checked before its body is read. obstore retries nothing here, because the tier's breaker counts failures.
+    `timeout_s` limits each request, body included; WRITE_TIMEOUT_S limits writes and lists. A reply is rejected before
+    its body is read if it announces too large a size. Failed requests are not repeated: the caller counts failures.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
@@ -91,7 +91,7 @@ class ObjectValues:
         return True
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name True if there is an object. All names are queried in parallel, within one time limit."""
+        """Return for each name whether there is an object. All names are queried in parallel, within one time limit."""
         queries = ThreadPoolExecutor(_NUM_QUERIES, thread_name_prefix="ragblend-objects")
         try:
             with self._errors(self._timeout_s):
@@ -112,7 +112,7 @@ class ObjectValues:
         return self._directory.remove_stale_files() if self._directory is not None else 0
 
     def list_metadata(self, after: str = "") -> list[str]:
-        """Return the names of the metadata values that sort after `after`. A bucket does not list the earlier ones."""
+        """Return the names of the metadata values that sort after `after`; all names for ""."""
         return [name for name, _ in self._list(NOTES, ".json", self._note(after) if after else None)]
 
     def get_metadata(self, name: str) -> bytes | None:
@@ -128,7 +128,7 @@ class ObjectValues:
         self._remove(self._note(name))
 
     def ping(self) -> None:
-        """Make one round trip. Raises BackendUnreachableError also for a bucket that does not exist."""
+        """Send one small request. Raises BackendUnreachableError, also for a bucket that does not exist."""
         with self._errors(self._timeout_s):
             next(iter(obstore.list(self._reader, f"{self._prefix}{NOTES}", chunk_size=1)), None)
 

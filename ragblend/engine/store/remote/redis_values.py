@@ -45,8 +45,8 @@ _SCAN_BATCH = 500
 class RedisValues:
     """ByteStore in one Redis database or cluster, under `ragblend:kv:KEY`. Connects at the first call.
 
-    `timeout_s` limits each call, except `put` (WRITE_TIMEOUT_S) and `sizes` (WALK_TIMEOUT_S). Nothing is retried here;
-    the caller counts failures.
+    `timeout_s` limits each call, except `put` (WRITE_TIMEOUT_S) and `sizes` (WALK_TIMEOUT_S). Failed calls are not
+    repeated: the caller counts failures.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
@@ -91,7 +91,7 @@ class RedisValues:
         return self.contains_many([name])[0]
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """Return for each name True if there is a value; one round trip."""
+        """Return for each name whether there is a value, in one round trip."""
         return [bool(length) for length in self._lengths([f"{PREFIX}{name}".encode() for name in names])]
 
     def _lengths(self, keys: Sequence[bytes]) -> list[int | None]:
@@ -112,7 +112,7 @@ class RedisValues:
             return bool(self._client.delete(PREFIX + name))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Yield every name with its value's size in bytes. Raises BackendUnreachableError if the scan does not end."""
+        """Yield every name with its value's size in bytes. Raises BackendUnreachableError after WALK_TIMEOUT_S."""
         until_s = monotonic() + WALK_TIMEOUT_S
         with self._call(self._timeout_s):
             found = self._client.scan_iter(match=f"{PREFIX}*", count=_SCAN_BATCH)
@@ -130,7 +130,7 @@ class RedisValues:
         return 0
 
     def list_metadata(self, after: str = "") -> list[str]:
-        """Return the names of the metadata values that sort after `after`. Redis does not read the earlier ones."""
+        """Return the names of the metadata values that sort after `after`; all names for ""."""
         with self._call(self._timeout_s):
             found = self._client.zrangebylex(NOTE_NAMES, f"({after}", "+") if after else self._client.hkeys(NOTES)
             return [name.decode("utf-8", "replace") for name in cast("list[bytes]", found)]
@@ -141,7 +141,7 @@ class RedisValues:
             return cast("bytes | None", self._client.hget(NOTES, name))
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        """Write a metadata value in one step, and then its name for `list_metadata`."""
+        """Write a metadata value. Then add its name to the set that `list_metadata` reads."""
         with self._call(self._timeout_s):
             self._client.hset(NOTES, name, data)
             self._client.zadd(NOTE_NAMES, {name: 0})
@@ -153,7 +153,7 @@ class RedisValues:
             self._client.zrem(NOTE_NAMES, name)
 
     def ping(self) -> None:
-        """Make one round trip; in a cluster, to any node that holds chunks and answers."""
+        """Ping the server. In a cluster, ping the primary nodes in random order until one answers."""
         with self._call(self._timeout_s):
             if not self._is_cluster:
                 self._client.ping()
@@ -177,7 +177,7 @@ class RedisValues:
 
     @property
     def _client(self) -> Any:
-        """The client of all calls, whose time limits `_call` sets. A cluster's connects when it is made."""
+        """The client of all calls; `_call` sets their time limits. A cluster's client connects when it is created."""
         with self._opening:
             if self._opened is None:
                 self._opened = self._open()

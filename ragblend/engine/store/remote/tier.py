@@ -55,7 +55,9 @@ _OVERDUE = 0.9  # share of the time limit after which a missing result counts as
 class RemoteStatus(NamedTuple):
     """The state of a remote tier. `latency_s`: round trip of a ping in seconds, None if it failed.
 
-    `num_waiting`: writes queued or in progress; `num_dropped`: writes dropped since the RemoteStore was created.
+    `problem`: why the ping failed; "" if it did not. `breaker`: state of the CircuitBreaker. `num_failures`,
+    `num_dropped`: requests that failed and writes that were dropped since the RemoteStore was created. `num_waiting`:
+    writes queued or in progress; `queued_bytes`: their bytes in memory.
     """
 
     url: str
@@ -114,7 +116,7 @@ class RemoteStore(KVStore):
 
     @property
     def remote_tiers(self) -> tuple[RemoteStore]:
-        """This tier."""
+        """The remote tiers: this store alone."""
         return (self,)
 
     @property
@@ -128,18 +130,18 @@ class RemoteStore(KVStore):
         self._counters.num_dropped = self._queue.num_dropped
         return self._counters
 
-    def set_expected_spec(self, fingerprint: str, shape: KVSpec) -> None:
-        """Treat later entries of the model `fingerprint` as damaged unless they have this dtype and these shapes."""
-        self._requirements.specs[fingerprint] = shape
+    def set_expected_spec(self, fingerprint: str, spec: KVSpec) -> None:
+        """Set the dtype and the shapes of a model's KV. Entries of the model that differ are then read as damaged."""
+        self._requirements.specs[fingerprint] = spec
 
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the entry, whole and verified; None for a miss. A slow or unreachable backend is a miss."""
+        """Return the entry, whole and verified; None for a miss (see `KVStore.get`) or without a reply in time."""
         return self.get_local(key, token_ids, self.fetch_many([key]))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry from `fetched`; None if it is not there or has other ids. Contacts no other machine."""
+        """Return the entry from `fetched`, the result of `fetch_many`; None for a miss. Sends no request."""
         kv = fetched.get(key)
         if kv is not None and not kv.header.has_ids(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from the requested ones", key, self.values.url)
@@ -297,9 +299,10 @@ class RemoteStore(KVStore):
         return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
-        """Return `contains` for each key, in batches. Keys not queried by `until_s`, or after a failure, are False.
+        """Return the result of `contains` for each key. The backend is queried in batches.
 
-        until_s: on the monotonic clock.
+        After `until_s` or a failure, no more batches are queried, and the keys left are False. until_s: a time of the
+        monotonic clock, in seconds.
         """
         there = {key for key in keys if self._queue.peek(key) is not None}
         left = [key for key in dict.fromkeys(keys) if key not in there and key not in self._bad]
@@ -316,7 +319,7 @@ class RemoteStore(KVStore):
         return [key in there for key in keys]
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; return True if there was one. Raises BackendUnreachableError if that is unknown."""
+        """Delete an entry; return True if there was one. Raises BackendUnreachableError without an answer."""
         queued = self._queue.peek(key) is not None
         self._queue.discard(key)
         self.drop_result(key)
@@ -342,7 +345,7 @@ class RemoteStore(KVStore):
         return sum(size for _, size in self._sizes())
 
     def verify(self) -> Iterator[EntryCheck]:
-        """Fetch and verify every value. A damaged value is rewritten by the next `put` of its key.
+        """Fetch and verify every entry, and yield an EntryCheck for each. The next `put` rewrites a damaged entry.
 
         Raises BackendUnreachableError if the backend does not answer.
         """
@@ -358,7 +361,7 @@ class RemoteStore(KVStore):
     # -- state
 
     def status(self) -> RemoteStatus:
-        """Ping the backend, also while the breaker is open, and return its state."""
+        """Ping the backend, also while the breaker is open. Return the state of this tier."""
         start_s, problem = perf_counter(), ""
         try:
             self.values.ping()
@@ -379,7 +382,7 @@ class RemoteStore(KVStore):
         )
 
     def is_available(self) -> bool:
-        """Return True if the backend is expected to answer. If its breaker is open, send the probe when it is due."""
+        """Return True if requests may be sent, because the breaker is closed. Otherwise, send a probe if one is due."""
         if not self.breaker.is_closed:
             self._probe_when_due()
         return self.breaker.is_closed
