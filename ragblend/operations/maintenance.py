@@ -287,7 +287,7 @@ def collect_garbage(
     - KV that was computed after such a chunk,
     - pins of documents that are not indexed.
 
-    Documents that are ingested meanwhile keep their entries. With `orphans`, raises RagblendError if the index's
+    Documents that are ingested during the call keep their entries. With `orphans`, raises RagblendError if the index's
     tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
