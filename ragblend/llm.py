@@ -37,7 +37,7 @@ try:
     from langchain_core.runnables.config import ContextThreadPoolExecutor
     from langchain_core.tools import BaseTool
 
-    from ragblend.langchain.model import LangChainModel, PromptWithRoles, keep_roles, named_message, token_usage
+    from ragblend.langchain.model import LangChainModel, PromptWithRoles, keep_roles, message_and_chunks, token_usage
     from ragblend.langchain.model import PromptOverflowError as PromptOverflowError
 except ImportError as error:
     raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
@@ -45,14 +45,16 @@ except ImportError as error:
 
 # LangChain names the first argument of `_generate` and `_stream` differently in its two classes.
 class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
-    """LangChain chat model that answers from fused chunk KV.
+    """LangChain chat model that answers from the stored KV of chunks.
 
-    `ChatBlend(model="demo", store="kv/")`, or `ChatBlend(engine=engine)`. Every call may set mode, rule, strict, stop,
-    recompute_ratio, max_tokens, and the sampling options: temperature, top_k and others. `logprobs=True` adds
-    `logprobs` to `response_metadata`, in OpenAI's form. `n` answers to one prompt are `n` generations.
+    Make it by `ChatBlend(model="demo", store="kv/")` or `ChatBlend(engine=engine)`. Every call may set mode, rule,
+    strict, stop, recompute_ratio, max_tokens, and the sampling options: temperature, top_k and others. `logprobs=True`
+    adds `logprobs` to `response_metadata`, in OpenAI's form. With `n`, the result has `n` generations for each prompt.
 
-    A message names chunks by content blocks `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`, or by the
-    documents in a ToolMessage's artifact. If the store lacks the KV of a named chunk, it is stored for later prompts.
+    A message may name its chunks: by content blocks `{"type": "text", "text": ..., "extras": {"chunk_id": ...}}`, or by
+    the documents in a ToolMessage's artifact. If the store lacks the KV of a named chunk, the engine stores the KV for
+    later prompts.
+
     `bind_tools` and `with_structured_output` constrain the answer during decoding, so that calls and JSON are valid
     with any model. They need the extra `structured`, except with vLLM. A prompt beyond the context length raises
     PromptOverflowError, which is a PromptTooLongError and LangChain's ContextOverflowError.
@@ -134,7 +136,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
     def _request(self, prompt: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
         if not prompt:
             raise UsageError("no messages given; pass at least one message with text")
-        return self._prepare(map(named_message, prompt), stop=stop, **call)
+        return self._prepare(map(message_and_chunks, prompt), stop=stop, **call)
 
     def generate(
         self,
@@ -204,7 +206,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
 
 
 class BlendLLM(LangChainModel, BaseLLM):
-    """LangChain string model that answers from fused chunk KV. Its arguments are those of `ChatBlend`.
+    """LangChain string model that answers from the stored KV of chunks. Its arguments are those of `ChatBlend`.
 
     A string prompt is one user turn in the model's chat template; with `raw=True` it is the whole prompt, without a
     template. Chat prompts keep their roles. LangChain's answer cache ignores the options of a call to a string model;
@@ -269,7 +271,7 @@ class BlendLLM(LangChainModel, BaseLLM):
         if call.get("tools"):
             self.bind_tools(call["tools"])
         if isinstance(prompt, PromptWithRoles):
-            return self._prepare(map(named_message, prompt.messages), stop=stop, **call)
+            return self._prepare(map(message_and_chunks, prompt.messages), stop=stop, **call)
         return self._prepare(prompt, raw=self.raw, stop=stop, **call)
 
     def _generate(

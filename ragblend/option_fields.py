@@ -79,7 +79,7 @@ def is_number(value: object) -> bool:
 
 
 class OptionSpec(NamedTuple):
-    """Metadata of a dataclass field made by `option`."""
+    """Description and validation of an option: metadata of a dataclass field made by `option`."""
 
     help: str
     check: Validator | None
@@ -87,7 +87,11 @@ class OptionSpec(NamedTuple):
 
 
 def option(default: Any, help: str, check: Validator | None = None, *, flag: str = "") -> Any:
-    """Return a dataclass field with an OptionSpec. The default is not validated, so None may mean "not given"."""
+    """Return a dataclass field for an option, with an OptionSpec as its metadata.
+
+    `help`: description on the command line. `check`: test of values; None accepts all. The default is not validated, so
+    None may mean "not given". `flag`: see OptionSpec.
+    """
     return field(default=default, metadata={"option": OptionSpec(help, check, flag)})
 
 

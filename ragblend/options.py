@@ -136,11 +136,11 @@ class TierKeywords(TypedDict, total=False):
 class ModelOptions:
     """Options for finding and loading a model, under transformers' names. Validated by the constructor.
 
-    `device` names one device. `device_map` is transformers' ("auto", a device, or a dictionary with one device); a map
-    with several devices is rejected, because layers run one at a time over KV on one device. `attn_implementation` is
-    for the model's own forward: mode "full", shadow comparisons and the self-check. Blending uses ragblend's attention,
-    because no other supports scattered rows. `model_kwargs` are passed to `from_pretrained`: quantization_config,
-    token, and fields of config.json, which are part of the model's fingerprint.
+    `device` names one device. `device_map` is the argument of transformers: "auto", a device, or a dictionary. A map
+    with several devices is rejected, because the KV of all layers is on one device. `attn_implementation`: attention of
+    the model's own forward, in mode "full", shadow comparisons and the self-check. Blending uses ragblend's attention,
+    because no other computes tokens at scattered positions. `model_kwargs` are passed to `from_pretrained`:
+    quantization_config, token, and fields of config.json, which are part of the model's fingerprint.
     """
 
     dtype: str = option(
@@ -165,11 +165,10 @@ class ModelOptions:
 
     @classmethod
     def from_keywords(cls, **given: Any) -> ModelOptions:
-        """Return options from arguments in the forms of transformers and LangChain. `torch_dtype` is another name of
-        `dtype`. The dtype may be a torch.dtype, the device a torch.device or a number, and `model_kwargs` may contain
-        any of these options.
+        """Return options from arguments in the forms of transformers and LangChain.
 
-        Raises UsageError for an option with two values.
+        `torch_dtype` is another name of `dtype`. The dtype may be a torch.dtype, the device a torch.device or a number,
+        and `model_kwargs` may contain any of these options. Raises UsageError for an option with two values.
         """
         kwargs = dict(given.pop("model_kwargs", None) or {})
         inside = {name: kwargs.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in kwargs}
@@ -258,9 +257,10 @@ class LoadOptions(TierOptions):
 class GenerationOptions:
     """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one string.
 
-    `recompute_ratio` (mode "blend"): share of chunk tokens to recompute. None and "auto" are the store's calibrated
-    ratio, else the rule's default. If `ragblend profile` has measured the machine, they are adapted: the ratio is
-    raised while recomputing takes no longer than loading, and full prefill replaces a blend that would be slower.
+    `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. None and "auto" mean the store's
+    calibrated ratio or, without one, the rule's default. If `ragblend profile` has measured the machine, this ratio is
+    raised as long as recomputing takes no longer than loading. A blend that would be slower than full prefill is then
+    replaced by full prefill.
 
     Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
     also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.

@@ -177,7 +177,8 @@ def precompute_chunks(
     KV in the model's dtype is rounded; KV in eight bits is prefilled again, because rounding cannot be undone. Before
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
-    - index: finds the texts after which similar variants are computed; None raises UsageError if a variant needs some.
+    - index: finds the similar texts after which chunks with the context "similar" are computed. If it is None, a chunk
+      that needs such texts raises UsageError.
     - register_texts: registers the chunks' texts; None registers them for `index`, or else as texts without an id.
     - prefill: computes and stores the KV; by default in this process.
     """
@@ -318,7 +319,8 @@ def precompute_documents(
       that no document has any more is deleted.
     - versions: for each chunk, the version of its document, for example a hash of the file. Chunks with the stored
       version are added to the earlier chunks of their id, so that a document may be passed in several calls.
-    - workers: processes that prefill instead of this one (`RayWorkers`). prefill: a function to call instead of both.
+    - workers: processes that prefill instead of this one (`RayWorkers`). prefill: a function that prefills instead;
+      `workers` is then ignored.
 
     A chunk that the engine cannot prefill (longer than the model's context length, or not Unicode) does not stop the
     others: it is logged, and listed in `report.failures` with its id and source. A chunk without visible text is in

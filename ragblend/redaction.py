@@ -46,7 +46,9 @@ def redact_url(url: str) -> str:
 
 
 def redact_message(message: str, url: str) -> str:
-    """Return the message of a library that was called with `url`, without the secrets of `url` and of URLs in it.
+    """Return a library's error message without secrets. The library was called with `url`.
+
+    The message may contain `url`, a piece of it, or other URLs. Their secrets are replaced by `***`.
 
     >>> redact_message("Port could not be cast to integer value as 'sec'", "redis://:sec#ret@cache")
     "Port could not be cast to integer value as '***'"
@@ -64,9 +66,9 @@ def has_secret(url: str) -> bool:
 
 
 def password_encoding_hint(url: str) -> str:
-    """Return the end of an error message: how to percent-encode characters of a password at which the URL was cut.
+    """Return a hint for the end of an error message: the percent-encoding of `#`, `/`, `?` and `@` in a password.
 
-    Returns "" if the URL's password has no such character.
+    These characters must be encoded in a URL. Returns "" if the password in `url` has none of them.
 
     >>> password_encoding_hint("redis://:a#b@cache")
     "; in a password, write '#' as %23, '/' as %2F, '?' as %3F, '@' as %40"

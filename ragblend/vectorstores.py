@@ -89,7 +89,7 @@ class LangChainEmbedder:
         return len(self.embeddings.embed_query("length"))
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """Return unit rows [n, dim] float32."""
+        """Return the vectors of texts, each of length 1: [n, dim] float32."""
         rows = self.embeddings.embed_documents(list(texts)) if texts else []
         return normalize_rows(np.reshape(np.array(rows, np.float32), (len(texts), self.dim)))
 
@@ -131,7 +131,9 @@ def _delegate(name: str) -> Any:
 
 
 class BlendVectorStore(VectorStore):
-    """A wrapper of any LangChain vector store that also precomputes the KV of its documents, and deletes it with them.
+    """A LangChain vector store around another one. It also precomputes the KV of added documents.
+
+    The KV of a document is deleted with the document.
 
     inner: the vector store with the documents: any LangChain vector store, an open ragblend index, or its folder.
     llm: a ChatBlend, a BlendLLM or an engine that precomputes; None: documents are only indexed. Documents are indexed

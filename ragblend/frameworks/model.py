@@ -69,8 +69,8 @@ _OPENED_WITH: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """Values of _ENGINE_FIELDS for each engine that a BlendModel loaded. "pair": the loaded model that was passed."""
 
 
-NamedMessage = tuple[Message, Sequence[Chunk]]
-"""Message of a framework, and the chunks that it names."""
+MessageAndChunks = tuple[Message, Sequence[Chunk]]
+"""A framework's message as a Message of ragblend, and the chunks that it names."""
 
 
 class Request(NamedTuple):
@@ -262,7 +262,7 @@ class BlendModel(BaseModel):
 
     # --- prompts ---
 
-    def _prepare(self, content: str | Iterable[NamedMessage], *, raw: bool = False, **call: Any) -> Request:
+    def _prepare(self, content: str | Iterable[MessageAndChunks], *, raw: bool = False, **call: Any) -> Request:
         """Return the prompt and options of a call. A string is one user turn or, with `raw`, the whole prompt."""
         options = self._options(call)
         if options.tools or options.response_format or options.tool_choice:

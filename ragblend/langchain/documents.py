@@ -24,7 +24,8 @@ SOURCE_PREFIX = "langchain/"  # source, in the index, of a document that was add
 def make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | None) -> list[Document]:
     """Return the texts with their metadata as LangChain documents.
 
-    Raises UsageError if there are not as many `metadatas` as `texts`; None gives empty metadata.
+    `metadatas`: None or [] gives every document empty metadata. Raises UsageError if there are not as many `metadatas`
+    as `texts`, and if `texts` is one string.
     """
     if isinstance(texts, str):
         raise UsageError("texts is one string; pass a list of texts: add_texts([text])")
@@ -36,9 +37,9 @@ def make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | N
 
 
 def given_or_own_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -> list[str]:
-    """Return `ids` unless they are None, else the id of each document; a document without an id has "".
+    """Return an id for each document: those in `ids`, or the documents' own ids if `ids` is None or [].
 
-    Raises UsageError if there are not as many `ids` as documents.
+    A document without an id gets "". Raises UsageError if there are not as many `ids` as documents.
     """
     names = normalize_ids(ids or [document.id for document in documents])
     if len(names) != len(documents):
@@ -49,7 +50,10 @@ def given_or_own_ids(documents: Sequence[Document], ids: Sequence[Any] | None) -
 
 
 def normalize_ids(ids: Sequence[Any]) -> list[str]:
-    """Return ids as strings: integers as their digits, None as "". Raises UsageError for other ids or one string."""
+    """Return ids as strings: integers as their digits, UUIDs in their usual form, None as "".
+
+    Raises UsageError for ids of other types, and if `ids` is one string.
+    """
     if isinstance(ids, str):
         raise UsageError(f"ids is one string, {ids!r}; pass a list of ids: [{ids!r}]")
     other = next((name for name in ids if not isinstance(name, str | int | uuid.UUID | None)), None)

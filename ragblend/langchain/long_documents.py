@@ -2,7 +2,7 @@
 
 A document longer than the context is read in overlapping windows. Windows are made of whole chunks, so that chunks in
 two windows are stored once and reused in both. Depends on langchain-core and `ragblend.llm`. Read
-`LongDocumentChain.chain` first.
+`LongDocumentChain.build` first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Rounds = Generator[tuple[Runnable[Any, Any], list[list[BaseMessage]]], Any, dic
 
 @dataclass(frozen=True, slots=True)
 class LongDocumentChain:
-    """Builds the chain that `create_long_document_chain` returns. See there for the fields except `chat` and `sizes`.
+    """Builder of the chain that `create_long_document_chain` returns. That function explains the other fields.
 
     `chat`: a ChatBlend, with bound options or without. `sizes`: `window_tokens`, `overlap_tokens` and `chunk_tokens`.
     """
@@ -64,8 +64,9 @@ class LongDocumentChain:
             _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
     def build(self) -> Runnable[Any, dict[str, Any]]:
-        """Return the chain. It answers from each window (adjacent chunks that fit into a prompt), makes the final
-        answer from these answers, and returns it with the other fields of the result.
+        """Return the chain. It answers the question from each window of the document, and makes one answer of these.
+
+        A window consists of adjacent chunks that fit into one prompt. `create_long_document_chain` explains the result.
         """
         return (
             RunnableLambda(self._read, self._aread)
@@ -326,7 +327,10 @@ class DocumentWindow:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The first chunk's source and start, and the last chunk's source and end. Offsets are in characters."""
+        """Return "source" and "start" of the first chunk, "last_source" and "end" of the last one.
+
+        "start" and "end" are offsets in characters.
+        """
         first, last = self.chunks[0], self.chunks[-1]
         return {"source": first.source, "start": first.start, "last_source": last.source, "end": last.end}
 
@@ -369,10 +373,10 @@ def make_windows(
 
 
 def window_spans(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[int, int]]:
-    """Return the windows over chunks of these `sizes`, in tokens, each as [start, end): indices of its chunks.
+    """Divide chunks into windows. Return for each window (start, end): the window has the chunks [start, end).
 
-    A window has as many chunks as `budget` tokens allow. It begins with the last chunks of the window before it, which
-    have at least `overlap` tokens together. It begins with fewer of them if no new chunk would fit otherwise.
+    `sizes`: tokens of each chunk. A window has as many chunks as `budget` tokens allow. It begins with the last chunks
+    of the previous window that have at least `overlap` tokens together, or with fewer if no new chunk would fit.
 
     >>> window_spans([3, 3, 3, 3, 3], budget=9, overlap=3)
     [(0, 3), (2, 5)]
@@ -397,7 +401,11 @@ def window_spans(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[
 
 
 def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
-    """Return the number of chunk tokens that fit into a prompt with `text` and the answer. Raises UsageError for 0."""
+    """Return the number of tokens that a prompt has for chunks: the context length without everything else.
+
+    `text`: question and instructions. `answer_tokens`: tokens that are kept free for the answer. Raises UsageError if
+    no token is left for chunks.
+    """
     num_other = len(engine.renderer.render(Prompt(["."], text, system)))
     budget = engine.context_length - num_other - answer_tokens
     if budget < 1:

@@ -26,7 +26,7 @@ from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import is_media, text_and_chunks
-from ragblend.frameworks.model import MAY_HOLD_SECRETS, BlendModel, NamedMessage, Request, redact_setting
+from ragblend.frameworks.model import MAY_HOLD_SECRETS, BlendModel, MessageAndChunks, Request, redact_setting
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk, Message, ToolCall
 from ragblend.redaction import redact_url
@@ -38,13 +38,19 @@ class PromptOverflowError(PromptTooLongError, ContextOverflowError):
 
 
 class LangChainModel(BlendModel):
-    """Common base of ChatBlend and BlendLLM, which add their requests, results and stream chunks."""
+    """Common base of ChatBlend and BlendLLM: tokens, batches, streams, the serialized form.
+
+    The two classes convert LangChain's prompts to requests, and answers to LangChain's results.
+    """
 
     _overflow_error: ClassVar[type[PromptTooLongError]] = PromptOverflowError
 
     @classmethod
     def from_model_id(cls, model_id: str, task: str | None = "text-generation", **settings: Any) -> Self:
-        """Return the model `model_id`, as in langchain-huggingface. `settings`: the constructor's other arguments."""
+        """Return the model `model_id`, with the signature of langchain-huggingface's method.
+
+        `settings`: the constructor's other arguments. Raises UsageError for another `task`.
+        """
         if task not in (None, "text-generation"):
             raise UsageError(f"task is {task!r}, but only 'text-generation' is supported; leave it out")
         if settings.get("backend") in ("default", "pipeline"):  # langchain-huggingface's names for transformers
@@ -64,12 +70,12 @@ class LangChainModel(BlendModel):
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the number of tokens of the prompt of these messages, chat template and `tools` included.
 
-        If the template rejects the messages, such as an answer alone, the number is the sum over their texts.
+        If the template rejects the messages (an answer alone, for example), the tokens of their texts are counted.
         """
         from ragblend.langchain.tools import describe_tools
 
         try:
-            request = self._prepare(map(named_message, messages), tools=describe_tools(tools or ()))
+            request = self._prepare(map(message_and_chunks, messages), tools=describe_tools(tools or ()))
             return len(self.engine.renderer.render(request.prompt))
         except UsageError:
             return sum(len(self.get_token_ids(message.text)) for message in messages)
@@ -234,7 +240,7 @@ _ROLES = {
 
 
 class PromptWithRoles(str):
-    """Chat prompt as a string, which BaseLLM requires, with its messages."""
+    """Chat prompt as a string with the attribute `messages`. BaseLLM passes prompts on as strings only."""
 
     messages: Sequence[BaseMessage]
 
@@ -256,8 +262,9 @@ class _RolesPromptValue(ChatPromptValue):
 
 
 def keep_roles(prompt: PromptValue) -> PromptValue:
-    """Return a chat prompt as a PromptValue whose string also holds the messages with their roles. Any other prompt is
-    returned unchanged.
+    """Return a chat prompt whose string is a PromptWithRoles, so that BaseLLM keeps the messages and their roles.
+
+    Any other prompt is returned unchanged. Raises UsageError for a chat prompt without messages.
     """
     if isinstance(prompt, ChatPromptValue) and not isinstance(prompt, _RolesPromptValue):
         if not prompt.messages:
@@ -266,8 +273,11 @@ def keep_roles(prompt: PromptValue) -> PromptValue:
     return prompt
 
 
-def named_message(message: BaseMessage) -> NamedMessage:
-    """Return a LangChain message as a Message, and its chunks. Raises UsageError for an unsupported role or content."""
+def message_and_chunks(message: BaseMessage) -> MessageAndChunks:
+    """Return a LangChain message as a Message of ragblend, and the chunks that the LangChain message names.
+
+    Raises UsageError for an unsupported role or content.
+    """
     name = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
     role = _ROLES.get(name)
     if role is None:

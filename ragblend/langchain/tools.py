@@ -156,7 +156,10 @@ def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
 
 
 def tool_chunks(reader: CallReader, pieces: Iterator[str]) -> Iterator[AIMessageChunk]:
-    """Yield an answer, whose text arrives in `pieces`, as message chunks of text and of tool calls."""
+    """Yield a streamed answer as message chunks. Each has a piece of text or a piece of a tool call.
+
+    `pieces`: the answer's text, piece by piece. `reader`: a new CallReader, which finds the calls in the text.
+    """
     for piece in pieces:
         for found in reader.push(piece):
             if isinstance(found, str):

@@ -15,7 +15,7 @@ from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import Block, reject_block, text_and_chunks
-from ragblend.frameworks.model import BlendModel, NamedMessage, Request
+from ragblend.frameworks.model import BlendModel, MessageAndChunks, Request
 from ragblend.frameworks.tools import may_return_calls, split_text_and_calls
 from ragblend.prompt.tools import CallFormat, CallReader
 from ragblend.prompt.types import Chunk, Message, ToolCall
@@ -58,14 +58,17 @@ _ROLES = {
 
 
 class BlendLLM(BlendModel, FunctionCallingLLM):
-    """A LlamaIndex LLM that answers from fused chunk KV, calls tools and fills schemas.
+    """A LlamaIndex LLM that answers from the stored KV of chunks, calls tools and fills schemas.
 
-    `BlendLLM(model="demo", store="kv/")`, or `BlendLLM(engine=engine)`. Every call may set mode, rule, recompute_ratio,
-    max_tokens, temperature, stop and strict. A `CitableBlock` names a chunk; if the store lacks its KV, it is stored in
-    the background. Responses have the report in `raw["ragblend"]`. With `is_chat_model=False` LlamaIndex sends a string
-    instead of messages; `raw=True` sends this string without the model's template. Agents, `structured_predict` and
-    `as_structured_llm` constrain the answer to calls and schemas during generation. They need the extra `structured`,
-    except with vLLM. A stream yields a call once it is complete.
+    Make it by `BlendLLM(model="demo", store="kv/")` or `BlendLLM(engine=engine)`. Every call may set mode, rule,
+    recompute_ratio, max_tokens, temperature, stop and strict. A response has the report on reuse in `raw["ragblend"]`.
+    A `CitableBlock` in a message names a chunk. If the store lacks the chunk's KV, the KV is stored in the background.
+
+    Agents, `structured_predict` and `as_structured_llm` constrain the answer to calls and schemas during generation.
+    They need the extra `structured`, except with vLLM. A stream yields a call once the call is complete.
+
+    is_chat_model: False makes LlamaIndex send a string instead of messages. raw: True sends this string to the model
+    without the chat template.
     """
 
     is_chat_model: bool = True
@@ -78,7 +81,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context length, longest answer and names of the model; LlamaIndex packs prompts by them."""
+        """Return the model's name, context length and longest answer. LlamaIndex limits prompts by both lengths."""
         return LLMMetadata(
             context_window=self.engine.context_length,
             num_output=self._options({}).max_tokens,
@@ -89,8 +92,11 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @property
     def tokenizer(self) -> Callable[[str], list[int]]:
-        """The model's tokenizer. `Settings.tokenizer = llm.tokenizer` makes LlamaIndex pack prompts by it. LlamaIndex's
-        default tokenizer counts GPT's tokens, so packed prompts may exceed this model's context length."""
+        """Return the model's tokenizer: a function from a text to its token ids.
+
+        Set `Settings.tokenizer = llm.tokenizer`, so that LlamaIndex counts this model's tokens. Its default counts
+        GPT's tokens, so that prompts may exceed this model's context length.
+        """
         return lambda text: list(self.engine.renderer.text_ids(text))
 
     # --- chat ---
@@ -178,8 +184,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer the string `prompt`. It is sent as a user turn; with `raw=True` in the constructor, without the chat
-        template.
+        """Answer the string `prompt`, which is sent as a user turn. If the field `raw` is True, no turn is written.
 
         If `formatted` is False and the model has a `completion_to_prompt`, that function converts `prompt` first.
         """
@@ -209,7 +214,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def _chat_request(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Request:
         if not messages:
             raise UsageError("no messages given; pass at least one ChatMessage with text")
-        return _one_answer(self._prepare(map(_named_message, messages), **call))
+        return _one_answer(self._prepare(map(_message_and_chunks, messages), **call))
 
     def _text_request(self, prompt: str, formatted: bool, call: dict[str, Any]) -> Request:
         if not formatted and self.completion_to_prompt is not None:
@@ -258,8 +263,8 @@ def _one_answer(request: Request) -> Request:
     return request
 
 
-def _named_message(message: ChatMessage) -> NamedMessage:
-    """Return a LlamaIndex message, and its CitableBlocks as chunks.
+def _message_and_chunks(message: ChatMessage) -> MessageAndChunks:
+    """Return a LlamaIndex message as a Message of ragblend, and its CitableBlocks as chunks.
 
     Text blocks are separate lines, as in `ChatMessage.content`. A model's thinking is omitted.
     """

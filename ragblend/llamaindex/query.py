@@ -68,10 +68,11 @@ __all__ = [
 
 
 class BlendSynthesizer(BaseSynthesizer):
-    """One answer from all nodes in one prompt: the nodes as chunks, then the question, in the model's own layout.
+    """A synthesizer that answers from one prompt with all nodes: the nodes as chunks, then the question.
 
-    The report is in `response.metadata["ragblend"]`; a stream fills it at its end. A node's chunk is its plain text.
-    `metadata_mode` selects metadata that are written before the text, and are prefilled in every prompt.
+    The prompt has the model's chat template, and no prompt template of LlamaIndex. A node is written as its plain text.
+    `metadata_mode` selects metadata that are written before this text; they are prefilled in every prompt. The report
+    on reuse is in `response.metadata["ragblend"]`, for a stream after its end.
     """
 
     def __init__(
@@ -237,10 +238,10 @@ class BlendQueryEngine(RetrieverQueryEngine):
         system: str | None = None,
         **kwargs: Any,
     ) -> BlendQueryEngine:
-        """Return a query engine over a LlamaIndex index or a ragblend index (open, or its folder).
+        """Return a query engine over a LlamaIndex index, or over a ragblend index: an open one, or its folder.
 
-        Only a ragblend index has `neighbours` and `order`. Raises UsageError for other arguments; pass your own
-        retriever to `from_args`.
+        `neighbours`, `order`: see `ChunkIndex.search`. Raises UsageError for them with a LlamaIndex index, and for
+        unknown arguments. To use your own retriever, call `from_args`.
         """
         _reject_unknown("from_index", kwargs)
         if isinstance(index, BaseIndex):
@@ -275,7 +276,11 @@ def _reject_unknown(where: str, unknown: Iterable[str]) -> None:
 
 
 class BlendIndexRetriever(BaseRetriever):
-    """The chunks of a ragblend index as nodes, best first. `index` is an open ChunkIndex or its folder."""
+    """A retriever over a ragblend index, whose chunks it returns as nodes.
+
+    `index`: an open ChunkIndex, or its folder. `neighbours`, `order`: see `ChunkIndex.search`; by default the nodes are
+    sorted by score.
+    """
 
     def __init__(
         self,
@@ -326,13 +331,15 @@ _COLLECTION = "llamaindex"  # of documents whose caller names none
 
 
 class BlendIngestion(TransformComponent):
-    """Last step of an IngestionPipeline: precomputes the KV of its nodes, and returns them unchanged.
+    """The last step of an IngestionPipeline. It precomputes the KV of all nodes, and returns the nodes unchanged.
 
-    Put it after the splitter. `llm` is a BlendLLM or an engine. A changed document replaces the stored document with
-    its id, and KV and texts that no document has any more are deleted. Nodes of an unchanged document are added to its
-    stored nodes, also from a later batch or another splitter. A pipeline does not report deletions; `delete_ref_doc`
-    deletes a document and its KV. If two pipelines have different documents with equal ids, give each a `collection`.
-    A node that cannot be prefilled is logged with its id, and returned like the others.
+    Put it after the splitter. `llm` is a BlendLLM or an engine. A node that cannot be prefilled is logged with its id,
+    and returned like the others.
+
+    If a document has changed, its new nodes replace the stored nodes with its id, and KV that no document needs any
+    more is deleted. Otherwise its nodes are added to the stored ones, so several batches or splitters may pass it. A
+    pipeline does not report deletions; `delete_ref_doc` deletes a document and its KV. If two pipelines have different
+    documents with equal ids, give each pipeline its own `collection`.
 
     The pipeline's cache never skips this step. A node with stored KV costs one lookup. A pipeline with a docstore
     passes only changed documents to this step, so fill a new store once with `precompute_documents`.
@@ -342,8 +349,10 @@ class BlendIngestion(TransformComponent):
     collection: str = _COLLECTION
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the fields and a new unique id. LlamaIndex derives its cache key from them, so it never skips this
-        step as cached."""
+        """Return the fields and a new unique id.
+
+        LlamaIndex makes its cache key of the result, so that its cache never has the result of this step.
+        """
         return {**super().to_dict(**kwargs), "call_id": uuid.uuid4().hex}
 
     def __getstate__(self) -> dict[str, Any]:

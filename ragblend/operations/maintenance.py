@@ -51,9 +51,9 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify` and of a repair. The dictionaries map keys or paths to the reasons why they are reported."""
+    """Result of `verify_and_quarantine`, extended by a repair. Dictionaries map keys or paths to the problems."""
 
-    checked: int = 0  # entries
+    checked: int = 0  # entries that were read
     damaged: dict[str, str] = field(default_factory=dict)  # entries, by key
     missing: dict[str, str] = field(default_factory=dict)  # recorded entries without a file and without eviction
     damaged_files: dict[str, str] = field(default_factory=dict)  # other files of the store, by relative path
@@ -72,7 +72,10 @@ class VerifyReport:
         return any(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields. `damaged`, `missing`, `damaged_remote` are counts; `damaged_keys` etc. have reasons."""
+        """Return the fields as JSON values. Three of them are numbers here: "damaged", "missing" and "damaged_remote".
+
+        Their dictionaries have the names "damaged_keys", "missing_keys" and "damaged_remote_keys".
+        """
         facts = asdict(self)
         for name in ("damaged", "missing", "damaged_remote"):
             facts |= {f"{name}_keys": facts[name], name: len(facts[name])}
@@ -198,7 +201,11 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 
 
 def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: str | None = None) -> None:
-    """Delete what prevents an engine from opening the store: damaged defaults, a damaged catalogue or its bad rows."""
+    """Delete the damaged files that prevent an engine from opening the store: its defaults and its catalogue.
+
+    Only the damaged rows of a catalogue are deleted, if that repairs it. `report` says which files are damaged, and
+    receives the deletions in `dropped`.
+    """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if DEFAULTS_FILE in report.damaged_files:
         disk.delete_metadata(DEFAULTS_FILE)
@@ -271,13 +278,17 @@ def collect_garbage(
     orphans: bool = False,
     kv_dir: str | None = None,
 ) -> GcResult:
-    """Remove temp files, damaged entries and, if `orphans` is True, orphans; then the least recently used KV over
-    `max_bytes`.
+    """Delete temporary files and damaged entries, then the least recently used KV until at most `max_bytes` remain.
 
-    Orphans are, for all models and prefixes: KV of chunks that no document of the index, a framework or a server has,
-    KV with such a chunk in its ingestion context, registered texts of such chunks, and pins of documents that are not
-    indexed. Documents that are ingested during the run keep their entries. A dry run removes nothing. With `orphans`,
-    raises RagblendError if the index's tokenizer cannot be loaded.
+    `max_bytes`: None sets no limit. `dry_run`: True deletes nothing, and returns the same result. `orphans`: True also
+    deletes data that no document needs, for all models and prefixes:
+
+    - KV and registered texts of chunks that no document of the index, a framework or a server has,
+    - KV that was computed after such a chunk,
+    - pins of documents that are not indexed.
+
+    Documents that are ingested during the call keep their entries. With `orphans`, raises RagblendError if the index's
+    tokenizer cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if not orphans:
@@ -363,12 +374,12 @@ def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[st
 
 @dataclass(slots=True)
 class PushReport:
-    """Result of `push_store`, as numbers of entries and bytes."""
+    """Result of `push_store`: numbers of entries, and the bytes that were sent."""
 
     num_sent: int = 0
     num_known: int = 0  # entries that the remote tier had
-    num_damaged: int = 0
-    num_dropped: int = 0  # entries that were not sent
+    num_damaged: int = 0  # entries that the directory could not read, and that were not sent
+    num_dropped: int = 0  # entries that were not sent because the remote tier failed or is full
     sent_bytes: int = 0
     problem: str = ""  # why the last dropped entry was not sent
     is_full: bool = False  # the remote tier has no free space

@@ -28,13 +28,13 @@ def sign_store(
     progress: Progress = ignore_progress,
     kv_dir: str | None = None,
 ) -> dict[str, Any]:
-    """Sign every entry and metadata file of the directory with `key`, quarantined unsigned entries included.
+    """Sign every entry and metadata file of a store's folder with `key`, also the entries in quarantine.
 
-    Return the numbers of signed entries, of those that were signed with the key before ("num_known"), of signed
-    metadata files ("num_notes") and of refused entries, whose reasons are in "refused_keys".
+    signed_with: an older key; only entries and files with its signature are signed again. None: every intact entry is
+    signed, so the caller trusts everyone who could write to the store. After an interruption, call the function again.
 
-    signed_with: an older key; only what it has signed is signed again. If it is None, every intact entry is signed, so
-    the caller trusts everyone who could write to the store. After an interruption, call it again.
+    The result has the numbers "num_signed" (entries), "num_known" (entries that `key` had signed before), "num_notes"
+    (signed metadata files) and "refused" (entries). "refused_keys" has the reason for each refused entry, by key.
     """
     num_signed, num_known, refused = 0, 0, dict[str, str]()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
@@ -73,7 +73,7 @@ def set_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
 
 
 def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
-    """Read every byte of a remote tier. Return the reason by key for entries that are damaged or wrongly signed.
+    """Read every byte of a remote tier. Return its damaged or wrongly signed entries: their keys, each with the reason.
 
     store: the directory with the models' KV shapes. Raises BackendUnreachableError if the remote tier does not answer.
     """

@@ -196,9 +196,9 @@ class Renderer:
         return rendered.ids_within(first, len(rendered.text[: rendered.text.index(second)].rstrip(" ")))
 
     def ids_with_separators(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the ids of each text as a chunk, followed by the ids of the separator between two chunks.
+        """Return for each text its ids as a chunk, followed by the ids of the separator between two chunks.
 
-        Another chunk can be computed after these ids.
+        The KV of another chunk can be computed after these ids, because prompts continue with a chunk there.
         """
         return tuple(self.chunk_ids(text) + self.separator_ids for text in texts)
 

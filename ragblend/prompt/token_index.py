@@ -287,7 +287,7 @@ class _Anchors:
 
 
 def anchor_offsets(chunk_length: int) -> range:
-    """Return the offsets, all below 2**16, at which the index hashes WINDOW ids of a chunk: the chunk's anchors.
+    """Return a chunk's anchors: the offsets at which the index hashes WINDOW ids of the chunk. All are below 2**16.
 
     A chunk of fewer than MIN_RUN tokens has an anchor at every offset, so that it is found even if tokens at its edges
     differ in the prompt. A longer chunk has an anchor every STRIDE ids from offset 1 on. A chunk that is too short for

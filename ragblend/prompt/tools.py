@@ -1,8 +1,8 @@
 """Tools in a prompt and calls in an answer: the format of calls, a grammar for answers that are calls, a reader.
 
 A `CallFormat` is the text around a call. `find_call_format` reads it from calls that the model's chat template renders.
-For a model whose template does not support tools, `tools_as_text` describes them and the format `HERMES` in the system
-text. Depends on texts and JSON, not on tokens, engines or frameworks.
+For a model whose template does not support tools, `tool_use_as_text` describes them and the format `HERMES` in the
+system text. Depends on texts and JSON, not on tokens, engines or frameworks.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Se
 
 
 def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
-    """Return the call format of a chat template; None if it has no tool support, or writes arguments in another form
-    than JSON.
+    """Return the format in which a chat template writes tool calls.
 
-    `apply_template`: a function of turns, tools and `add_generation_prompt`, which is False if no answer follows.
+    The result is None if the template does not support tools, or does not write arguments as JSON.
+    `apply_template(turns, tools, add_generation_prompt=...)` returns the template's text; False: no answer follows.
     """
     names, slots = ("ragblendone", "ragblendtwo"), ("RAGBLENDSLOT0END", "RAGBLENDSLOT1END")
     tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in names]
@@ -166,10 +166,10 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def tool_use_as_text(prompt: Prompt) -> Prompt:
     """Return `prompt` with its tools, calls and results as text, for a template that does not support tools."""
-    return tools_as_text(prompt) if prompt.tools else tool_results_as_text(prompt)
+    return _tools_in_system_text(prompt) if prompt.tools else _results_in_user_turns(prompt)
 
 
-def tools_as_text(prompt: Prompt) -> Prompt:
+def _tools_in_system_text(prompt: Prompt) -> Prompt:
     """Return `prompt` with its tools described in the system text, and calls and results as text of the turns.
 
     Adjacent turns that then have the same role are merged.
@@ -190,11 +190,11 @@ def tools_as_text(prompt: Prompt) -> Prompt:
     return Prompt.from_messages(merged, chunks=prompt.chunks)
 
 
-def tool_results_as_text(prompt: Prompt) -> Prompt:
-    """Return `prompt`, which has no tools, with the results of earlier calls as text.
+def _results_in_user_turns(prompt: Prompt) -> Prompt:
+    """Return `prompt` with the results of earlier tool calls as text of user turns. The prompt has no tools.
 
-    The results, separated by blank lines, are moved before the question that the calls were for, where a model expects
-    documents. Turns without text are left out.
+    A result is written before the question for which the model called the tool, where the model expects documents. A
+    blank line follows each result. Turns without text are left out.
     """
     turns: list[tuple[str, list[str]]] = []
     num_results = 0  # results at the front of the last user turn

@@ -82,12 +82,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Prompt:
-    """Messages and tools for one answer, as text, and the chunks that the messages are known to contain.
+    """Messages and tools for one answer, as text, and the chunks that the caller names in the messages.
 
-    `Prompt(chunks=[...], question=..., system=...)` is the usual form. `from_messages` takes any order of turns.
-    `from_text` is plain text for a completion, without a chat template. An engine also finds stored chunks that the
-    prompt does not name. If a named chunk is not stored, the engine stores it for later prompts. `tools`: functions
-    that the model may call, in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}.
+    `Prompt(chunks=[...], question=..., system=...)` is the usual form: one user turn, in which `separator` is written
+    after each chunk. `from_messages` makes a prompt of any turns. `from_text` makes one of plain text, for a completion
+    without a chat template.
+
+    An engine stores the named chunks that are not stored yet, for later prompts. It also finds stored chunks that the
+    prompt does not name. `tools`: functions that the model may call, in OpenAI's form: {"type": "function", "function":
+    {"name", "description", "parameters"}}.
     """
 
     messages: tuple[Message, ...]
@@ -230,7 +233,7 @@ class ChunkRun:
         return replace(self, chunk_start=self.chunk_start + start - self.start, start=start, end=end)
 
     def without(self, others: Iterable[ChunkRun]) -> list[ChunkRun]:
-        """Return the parts of the run that no other run covers, if they are long enough."""
+        """Return the parts of the run that no other run covers. Parts that are too short for a run are left out."""
         parts = [self]
         for other in others:
             parts = [
@@ -262,7 +265,7 @@ class MatchedPrompt:
     """Token ids of a prompt, and the runs of chunks in them in the order of the prompt.
 
     `prefix_ids`: the ids before the first user message's text, or the special tokens before a plain text; () for none.
-    Stored chunks may have been computed with these ids before them.
+    KV that was stored for this prefix was computed after these ids.
     """
 
     token_ids: list[int]
@@ -301,8 +304,11 @@ class MatchedPrompt:
 
     @property
     def runs_by_chunk(self) -> list[list[int]]:
-        """Return for each matched chunk the indices of its runs, in prompt order. Adjacent runs of one chunk are
-        grouped if the second one continues the first."""
+        """Return the runs grouped by chunk: for each matched chunk, the indices of its runs in `runs`, in order.
+
+        Two adjacent runs are in one group if the second is a later part of the same chunk. A chunk that the prompt
+        contains twice has two groups.
+        """
         found: list[list[int]] = []
         for index, run in enumerate(self.runs):
             before = self.runs[index - 1] if index else None

@@ -78,7 +78,10 @@ class RoutesMiddleware:
 
 
 def install_routes(app: Any) -> Readiness:
-    """Add ragblend's routes to vLLM's application `app`, and reports to its streams. Return the server's Readiness."""
+    """Add ragblend's routes to vLLM's application `app`, and the reports on reuse to its streamed answers.
+
+    Return the server's Readiness, which rejects requests while the server is stopping.
+    """
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
@@ -111,7 +114,10 @@ def install_routes(app: Any) -> Readiness:
 
 
 def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None:
-    """Add the routes of documents to `app`, and start storing the documents that are waiting."""
+    """Add the routes under /v1/ragblend/documents to `app`, and start storing the documents that are waiting.
+
+    `respond`: the result of `make_request_handler`.
+    """
     from ragblend.server.documents import DocumentIngester
     from ragblend.server.routes import documents_router
 
@@ -169,7 +175,7 @@ class ServerResources:
 
     @cached_property
     def renderer(self) -> Renderer:
-        """Renderer with the model's own tokenizer, which clients use as well."""
+        """Return a renderer with the model's own tokenizer, which clients use as well."""
         options = vllm_model_options(self._model)
         path = find_model(self._model.model, options=options)
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))

@@ -147,7 +147,10 @@ class DocumentIngester:
                 self._num_removing -= 1
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
-        """Return a `requests.IngestionSummary` of a namespace, for one collection and ingestion; None: all."""
+        """Return the state of a namespace's documents, with the fields of `requests.IngestionSummary`.
+
+        `collection`, `ingestion`: only documents of this collection and this ingestion are counted; None counts all.
+        """
         storing, done, total = self._progress
         if storing != namespace:  # clients do not learn about other namespaces
             done = total = 0

@@ -125,8 +125,9 @@ class StoredCounts(BaseModel):
 
 
 class DocumentCounts(StoredCounts):
-    """Numbers of stored, pending and failed documents. `num_waiting`: documents whose latest text is not stored yet,
-    that is pending documents, and stored documents that were sent again.
+    """Numbers of stored, pending and failed documents.
+
+    `num_waiting`: documents whose latest text is not stored yet: pending ones, and stored ones that were sent again.
     """
 
     num_stored: int
@@ -136,7 +137,7 @@ class DocumentCounts(StoredCounts):
 
 
 class DocumentReason(BaseModel):
-    """Status of a document, and the reason why it is not stored or has no chunk; "" without such a reason."""
+    """Status of a document. `reason`: why the document failed or has no chunk; "" if neither is the case."""
 
     collection: str
     id: str
@@ -147,7 +148,8 @@ class DocumentReason(BaseModel):
 class IngestionSummary(BaseModel):
     """Documents of a namespace, by collection. `reasons`: why documents failed or have no chunk, for at most 1,000.
 
-    `batch`: prefilled chunks and all chunks of the current batch; 0 if the batch belongs to another namespace.
+    `batch`: progress of the documents that are being stored now: "num_done" of "num_chunks" chunks are prefilled. Both
+    are 0 if no documents of this namespace are being stored.
     """
 
     collections: dict[str, DocumentCounts]
@@ -177,8 +179,9 @@ _COLLECTION: TypeAdapter[str] = TypeAdapter(Collection)
 def read_documents(body: bytes, content_type: str, collection: str | None) -> list[SentDocument]:
     """Return the documents of a POST body: one JSON object, or JSON lines with one document per line.
 
-    `collection`: of JSON lines, by default "default"; a JSON object names its own. Raises UsageError with the position
-    of the error, and for an id that is given twice.
+    `collection`: the collection of documents in JSON lines; None means "default". A JSON object names its own.
+    Raises UsageError for an invalid body, with the position of the error; for `collection` with a JSON object; and for
+    a document without a `version` whose id an earlier document of the body has.
     """
     if "ndjson" in content_type or "jsonl" in content_type or "json-lines" in content_type:
         named = _validated(lambda: _COLLECTION.validate_python(collection or "default"), "the collection")

@@ -15,7 +15,7 @@ from ragblend.config import Settings
 from ragblend.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragblend.lab.traffic.tokens import Tokens
+    from ragblend.lab.traffic.tokens import Tokenizer
 
 SCHEMA_VERSION = 2
 
@@ -62,10 +62,10 @@ def analyze(
     from ragblend.lab.traffic.analysis import analyze as run
     from ragblend.lab.traffic.cost_model import blending_verdict, precompute_hint
 
-    tokens = _tokens_of(model, settings)
+    tokenizer = _choose_tokenizer(model, settings)
     blend = _blend_options(settings, model, profile, ratio)
     with progress_bars() as progress:
-        facts = run(logs, tokens, **blend, show_texts=show_texts, progress=progress)
+        facts = run(logs, tokenizer, **blend, show_texts=show_texts, progress=progress)
     facts |= {
         "schema_version": SCHEMA_VERSION,
         "ratio": blend["ratio"],
@@ -80,15 +80,15 @@ def analyze(
     )
 
 
-def _tokens_of(model: str | None, settings: Settings) -> Tokens:
-    from ragblend.lab.traffic.tokens import EstimatedTokens, ModelTokens
+def _choose_tokenizer(model: str | None, settings: Settings) -> Tokenizer:
+    from ragblend.lab.traffic.tokens import EstimatingTokenizer, ModelTokenizer
 
     if model is None:
-        return EstimatedTokens()
+        return EstimatingTokenizer()
     from ragblend.engine.transformers.model import load_tokenizer
 
     tokenizer, _ = load_tokenizer(model, settings.model_options)
-    return ModelTokens(tokenizer, Path(model).name)
+    return ModelTokenizer(tokenizer, Path(model).name)
 
 
 def _blend_options(settings: Settings, model: str | None, profile: str | None, ratio: float | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ragblend.lab.traffic.cost_model import mean_work_by_mode
 from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hit_tokens, merge_adjacent_chunks
 from ragblend.lab.traffic.logs import Piece, RequestLog
 from ragblend.lab.traffic.passages import PrefixCache, RepeatedPassages
-from ragblend.lab.traffic.tokens import Ids, Tokens
+from ragblend.lab.traffic.tokens import Ids, Tokenizer
 
 TOP = 10  # number of listed chunks
 NUM_STORES = 8  # points of the curve: capacity for all repeated tokens, half of them, a quarter, ...
@@ -32,7 +32,7 @@ CACHED_TEXTS = 1 << 16  # texts whose token ids are cached, because conversation
 
 def analyze(
     paths: Sequence[str | Path],
-    tokens: Tokens,
+    tokenizer: Tokenizer,
     *,
     ratio: float = 0.15,
     probes_first: bool = False,
@@ -52,7 +52,7 @@ def analyze(
 
     @lru_cache(CACHED_TEXTS)
     def ids_of(piece: Piece) -> Ids:
-        return tokens.ids(piece) if isinstance(piece, str) else np.asarray(piece, np.int32)
+        return tokenizer.ids(piece) if isinstance(piece, str) else np.asarray(piece, np.int32)
 
     prefixes, passages = PrefixCache(), RepeatedPassages()
     counts = array("i"), array("i"), array("i")  # of each request: tokens, in its prefix, elsewhere
@@ -77,8 +77,8 @@ def analyze(
         "traces": log.files,
         "num_requests": len(counts[0]),
         "num_tokens": num_tokens,
-        "tokens_by": tokens.name,
-        "tokens_are_estimated": tokens.is_estimate,
+        "tokens_by": tokenizer.name,
+        "tokens_are_estimated": tokenizer.is_estimate,
         "num_skipped": log.num_skipped,
         "skipped": log.skipped,
         "num_media": num_media,
@@ -89,7 +89,7 @@ def analyze(
         },
         "first_use_share": int(uses.sizes.sum()) / num_tokens,  # new tokens of chunks that are repeated later
         "num_chunks": len(chunks),
-        "chunks": _top(chunks, passages, tokens if show_texts else None),
+        "chunks": _top(chunks, passages, tokenizer if show_texts else None),
         "kv_bytes_per_token": kv_bytes_per_token,
         "curve": _curve(uses, num_tokens, num_elsewhere, kv_bytes_per_token),
         "saving": mean_work_by_mode(zip(*counts, strict=True), ratio, probes_first, profile),
@@ -97,13 +97,13 @@ def analyze(
 
 
 def _top(
-    chunks: Sequence[tuple[int, int, int]], passages: RepeatedPassages, tokens: Tokens | None
+    chunks: Sequence[tuple[int, int, int]], passages: RepeatedPassages, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    """Return the chunks that most requests need from a store; with `tokens`, also their first words."""
+    """Return the chunks that most requests need from a store; with a `tokenizer`, also their first words."""
     found = []
     for start, end, count in sorted(chunks, key=lambda each: (-each[2], each[0]))[:TOP]:
         ids = passages.ids(start, end)
-        text = {} if tokens is None else {"text": tokens.text(ids[:SHOWN_TOKENS].tolist())}
+        text = {} if tokenizer is None else {"text": tokenizer.text(ids[:SHOWN_TOKENS].tolist())}
         digest = xxhash.xxh3_64_hexdigest(ids.tobytes())
         found.append({"hash": digest, "tokens": end - start, "requests": count, **text})
     return found

@@ -25,10 +25,10 @@ MAX_PASSAGE = 1 << 16
 
 
 class PrefixCache:
-    """Simulates prefix caching: counts the tokens at a prompt's start that are cached from earlier prompts.
+    """Simulation of vLLM's prefix cache: counts the tokens at a prompt's start that earlier prompts had, too.
 
-    Only whole blocks are cached. The cache holds at most `capacity` blocks; the default is 67 million tokens, more than
-    GPUs hold. A full cache drops its older half.
+    Only whole blocks of BLOCK tokens are cached. `capacity`: largest number of cached blocks; by default they
+    have 67 million tokens, more than GPUs hold. A full cache drops the older half of its blocks.
     """
 
     def __init__(self, capacity: int = 1 << 22) -> None:
@@ -37,7 +37,11 @@ class PrefixCache:
         self._older: set[int] = set()
 
     def count_cached_and_add(self, ids: Ids, namespace: str = "") -> int:
-        """Return a prompt's number of cached tokens, and cache it. The last token is always computed, as in vLLM."""
+        """Return the number of cached tokens at a prompt's start, and add the prompt to the cache.
+
+        `ids`: the prompt's tokens. Prompts of different namespaces share no blocks. The last token never counts as
+        cached, because vLLM always computes it.
+        """
         data, size, keys = ids.tobytes(), BLOCK * ids.itemsize, list[int]()
         key = xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "replace"))
         for start in range(0, len(data) - size + 1, size):
@@ -56,13 +60,17 @@ class PrefixCache:
 
 
 class RepeatedPassages:
-    """Passages, which are token sequences that no earlier prompt contained, and their repetitions in later prompts."""
+    """The passages of all prompts, and their repetitions in later prompts.
+
+    A passage is a token sequence that no earlier prompt of its namespace contained.
+    """
 
     def __init__(self) -> None:
         self._texts: list[Ids] = []
         self._indexes: dict[str, TokenIndex] = {}  # by namespace: no namespace finds the tokens of another
         self.size = 0  # tokens of all passages
         self.starts, self.first_requests = array("q"), array("q")  # of each passage
+        # Of each repetition: its start in the concatenated passages, its number of tokens, its request's number.
         self.run_sources, self.run_lengths, self.run_requests = array("q"), array("i"), array("q")
 
     def ids(self, start: int, end: int) -> Ids:
@@ -73,10 +81,10 @@ class RepeatedPassages:
         return ids[start - self.starts[first] : end - self.starts[first]]
 
     def count_reusable_and_add(self, request: int, ids: Ids, prefix: int, namespace: str = "") -> int:
-        """Add a prompt. Return the number of its tokens that a store with all earlier prompts could provide.
+        """Add a prompt, and return the number of its tokens that repeat passages of earlier prompts.
 
-        `ids`: the prompt's tokens; the first `prefix` of them are not counted. `request`: the number of the request.
-        Only prompts of the same `namespace` are compared.
+        `ids`: the prompt's tokens; the first `prefix` of them are neither counted nor added. `request`: number of the
+        request, recorded for its passages and repetitions. Only prompts of the same `namespace` are compared.
         """
         index = self._indexes.setdefault(namespace, TokenIndex(self._texts.__getitem__))
         rest = ids[prefix:]

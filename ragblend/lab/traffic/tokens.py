@@ -24,8 +24,8 @@ _PIECE = re.compile(
 )
 
 
-class EstimatedTokens:
-    """Tokens without a tokenizer: pieces of words, about as many as a tokenizer would make."""
+class EstimatingTokenizer:
+    """A tokenizer without a model: cuts words into pieces, about as many as a model's tokenizer makes tokens."""
 
     name, is_estimate = "estimate", True
 
@@ -33,19 +33,22 @@ class EstimatedTokens:
         self._texts: dict[int, str] = {}
 
     def ids(self, text: str) -> Ids:
-        """Return one id for each piece of `text` (about a token): 31 bits of the piece's checksum."""
+        """Return one id for each piece of `text`: 31 bits of the piece's checksum, so equal pieces have equal ids."""
         pieces = _PIECE.findall(text)
         ids = [zlib.crc32(piece.encode("utf-8", "surrogatepass")) & 0x7FFFFFFF for piece in pieces]
         self._texts.update(zip(ids, pieces, strict=True))
         return np.asarray(ids, np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the joined text of the pieces with these ids."""
+        """Return the joined text of the pieces with these ids. Ids that `ids` has not returned before are left out."""
         return "".join(self._texts.get(each, "") for each in ids)
 
 
-class ModelTokens:
-    """A transformers tokenizer. Every text is tokenized alone, without special tokens."""
+class ModelTokenizer:
+    """A model's tokenizer from transformers. It adds no chat template and no special tokens.
+
+    `name`: the model's name in the analysis.
+    """
 
     is_estimate = False
 
@@ -63,4 +66,4 @@ class ModelTokens:
         return str(self._tokenizer.decode(list(ids)))
 
 
-Tokens = EstimatedTokens | ModelTokens
+Tokenizer = EstimatingTokenizer | ModelTokenizer

@@ -44,7 +44,10 @@ RetrieveChunks = Callable[[ChunkIndex, str, Settings], Sequence[SearchHit]]
 
 @dataclass
 class UiState:
-    """State of the page's server: the engine and the index, once they are open, and the latest questions."""
+    """State of the server of `ragblend ui`: the engine and the index, once they are open, and the latest questions.
+
+    `retrieve` returns the chunks for a question. `questions`: the latest answered questions, by an id for the page.
+    """
 
     settings: Settings
     retrieve: RetrieveChunks
@@ -106,7 +109,10 @@ class UiState:
 
 
 class QuestionRun:
-    """One question with its chunks, answered in one mode after the other. Full prefill comes first."""
+    """One question with its chunks, and its answers in several modes.
+
+    Call `answer` once for each mode, first for "full": the other answers are compared with that answer.
+    """
 
     def __init__(self, engine: Engine, prompt: Prompt, settings: Settings) -> None:
         self._engine, self._prompt = engine, prompt
@@ -146,7 +152,10 @@ class QuestionRun:
         )
 
     def emit_token_states(self, job: UiJob) -> None:
-        """Emit the token states of the last blend as HTML, or nothing if the engine does not expose its KV."""
+        """Emit the event "tokens": HTML that shows for each token of the prompt whether its KV was reused.
+
+        It shows the latest answer in mode "blend". Emits nothing if the engine does not expose its KV.
+        """
         if self._compared is not None:
             explanation = self._compared.explanation()
             counts = {state: explanation.count(state) for state in ("exact", "computed", "reused", "recomputed")}
@@ -170,9 +179,9 @@ class QuestionRun:
 
 
 def shared_beginning(answer: str, reference: str) -> str:
-    """Return the beginning of `answer`, up to the end of a word, that `reference` begins with, too.
+    """Return the longest common beginning of two texts, without a word that is only partly common.
 
-    White space before and after both texts does not count.
+    White space at both ends of each text is ignored.
 
     >>> shared_beginning("He is a trainer of dogs.", "He is a train driver.")
     'He is a '
@@ -189,7 +198,10 @@ def shared_beginning(answer: str, reference: str) -> str:
 
 
 def answer_question(job: UiJob, question: str, ui: UiState) -> None:
-    """Retrieve the question's chunks and answer it in every mode. Raises EmptyCorpusError without documents."""
+    """Retrieve the chunks for a question, answer the question in every mode, and emit all results as events of `job`.
+
+    The last event, "asked", has an id for `blend_again`. Raises EmptyCorpusError if the index has no documents.
+    """
     engine, index = ui.engine_and_index
     if question.strip() and not index.num_chunks:
         raise EmptyCorpusError("there are no documents yet; drop some on this page, then ask again")
@@ -215,7 +227,11 @@ def answer_question(job: UiJob, question: str, ui: UiState) -> None:
 
 
 def blend_again(job: UiJob, question_name: str, ratio: float, ui: UiState) -> None:
-    """Blend the question again with the recompute ratio `ratio`. Raises RagblendError if its KV is no longer held."""
+    """Answer a question again in mode "blend", with another recompute ratio, and emit the result as events of `job`.
+
+    `question_name`: the id from the event "asked". Raises RagblendError if the question is no longer in `ui.questions`,
+    because newer ones were asked.
+    """
     run = ui.questions.get(question_name)
     if run is None:
         raise RagblendError(

@@ -63,7 +63,11 @@ OpenEngine = Callable[[UiJob], tuple[Engine, ChunkIndex]]
 def make_app(
     settings: Settings, open_engine: OpenEngine, retrieve: RetrieveChunks, jobs: JobQueue, host: str = "127.0.0.1"
 ) -> ASGIApp:
-    """Return the app. `open_engine` opens engine and index as the first job; `retrieve` finds a question's chunks."""
+    """Return the ASGI app behind the page of `ragblend ui`.
+
+    `open_engine` opens the engine and the index. It runs as the first of `jobs`. `retrieve` returns the chunks for a
+    question. `host`: the address that the server listens on.
+    """
     ui = UiState(settings, retrieve)
 
     def load(job: UiJob) -> None:
@@ -158,7 +162,11 @@ def serve(
     browser: bool,
     notify: Callable[[str], None],
 ) -> None:
-    """Serve the page until Ctrl-C. Raises UsageError if the server cannot listen on the address."""
+    """Serve the page of `ragblend ui` until Ctrl-C. Raises UsageError if the server cannot listen on the address.
+
+    `open_engine`, `retrieve`: see `make_app`. `browser`: True opens the page in a browser. `notify` is called with
+    messages for the user.
+    """
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listening.getsockname()[1]}/"
@@ -208,7 +216,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _close_after_jobs(jobs: JobQueue, ui: UiState) -> None:
     """Close the engine and the index after the last job. May block."""
-    jobs.wait_for_running_job()
+    jobs.wait_for_jobs()
     ui.questions.clear()
     if ui.index is not None:
         ui.index.close()

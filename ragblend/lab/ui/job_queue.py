@@ -31,9 +31,10 @@ class JobCancelled(BaseException):
 
 
 class UiJob:
-    """A unit of work and its events, of which the last is "end". Consume them in the event loop that created the job.
+    """One job of a JobQueue: the function `work`, which runs in the queue's thread, and the events that it emits.
 
-    `is_kept`: the job runs to its end even if its listener, the page in the browser, is closed.
+    `work` is called with the job. `title` describes it on the page. The last event is "end". Read the events in the
+    event loop that created the job. `is_kept`: True runs the job to its end even if the page in the browser is closed.
     """
 
     def __init__(self, queue: JobQueue, work: Work, title: str, *, is_kept: bool) -> None:
@@ -44,12 +45,15 @@ class UiJob:
         self._stop = threading.Event()
 
     def emit(self, event: str, **facts: Any) -> None:
-        """Send an event to the listener."""
+        """Send an event to the job's listener, the page. `facts`: the event's content, as JSON values."""
         with suppress(RuntimeError):  # the loop is closed, so nothing listens
             self._loop.call_soon_threadsafe(self._events.put_nowait, (event, facts))
 
-    def progress(self, stage: str, done: int, total: int | None) -> None:
-        """Report that `done` of `total` of a stage are done. Raises JobCancelled if the job was cancelled."""
+    def report_progress(self, stage: str, done: int, total: int | None) -> None:
+        """Report that `done` of the `total` steps of a stage are finished. `total`: None if the number is unknown.
+
+        Raises JobCancelled if the job was cancelled.
+        """
         self.raise_if_cancelled()
         facts = {"stage": stage, "done": done, "total": total}
         self._queue.current = {"title": self.title, **facts}
@@ -61,7 +65,7 @@ class UiJob:
             raise JobCancelled
 
     def cancel_unless_kept(self) -> None:
-        """Cancel the job unless `is_kept`. It is called when the job's listener has closed the connection."""
+        """Cancel the job unless `is_kept` is True. Called when the page has closed its connection."""
         if not self._is_kept:
             self._stop.set()
 
@@ -102,7 +106,7 @@ class UiJob:
 class JobQueue:
     """Queue of jobs and the thread that runs one at a time.
 
-    `current`: the running job's title, its stage, and how far the stage is, as JSON values; None without a job.
+    `current`: "title", "stage", "done" and "total" of the running job, as JSON values; None if no job runs.
     """
 
     def __init__(self) -> None:
@@ -129,8 +133,11 @@ class JobQueue:
         for job in list(self._jobs):  # without the lock, because a signal handler calls this
             job.cancel()
 
-    def wait_for_running_job(self) -> None:
-        """Wait until all jobs have ended. Call `close` before: the waiting jobs then end without running."""
+    def wait_for_jobs(self) -> None:
+        """Wait until all jobs have ended. No job can be submitted afterwards.
+
+        Call `close` first, so that waiting jobs end without running.
+        """
         self._executor.shutdown(wait=True)
 
     def _run(self, job: UiJob) -> None:

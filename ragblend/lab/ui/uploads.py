@@ -75,7 +75,11 @@ def check_upload_size(name: str, num_bytes: int, max_mib: float) -> None:
 
 
 def save_upload(path: Path, file: IO[bytes], num_bytes: int) -> None:
-    """Write a complete upload to `path`, in one step. Raises the errors of `try_reading_in_child`."""
+    """Write an upload to `path`. The file appears there when it is complete.
+
+    `file`: the upload, with `num_bytes` bytes. Raises UnreadableDocumentError if it cannot be read
+    (`try_reading_in_child`).
+    """
     try_reading_in_child(file, num_bytes, path.suffix)
     folder = Directory(path.parent, fsync=False, full_hint="Make room and drop the file again")
     folder.remove_stale_files()
@@ -84,7 +88,7 @@ def save_upload(path: Path, file: IO[bytes], num_bytes: int) -> None:
 
 
 def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:
-    """Ingest uploads and emit the result as the event "ingested"."""
+    """Ingest uploads and emit the result as the event "ingested". `names`: their files in the folder of uploads."""
     folder = uploads_folder(settings.store)
     paths = [folder / validate_file_name(name) for name in names]
     try:
@@ -96,7 +100,7 @@ def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: Chun
             context=settings.context,
             max_file_mib=settings.max_file_mib,
             text_field=settings.text_field,
-            progress=job.progress,
+            progress=job.report_progress,
             notify=lambda line: job.emit("said", text=line),
         )
         _drop_unknown(paths, index)
@@ -126,7 +130,7 @@ def document_names(index: ChunkIndex) -> list[str]:
 
 
 def display_name(path: str) -> str:
-    """Return the last part of a path, printable."""
+    """Return the last part of a path, with control characters escaped."""
     return PurePath(display_source(path)).name or path
 
 

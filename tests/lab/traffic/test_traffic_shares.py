@@ -16,7 +16,7 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.lab.traffic.analysis import analyze
 from ragblend.lab.traffic.cost_model import blending_verdict, mean_work_by_mode
-from ragblend.lab.traffic.tokens import EstimatedTokens, ModelTokens, Tokens
+from ragblend.lab.traffic.tokens import EstimatingTokenizer, ModelTokenizer, Tokenizer
 
 POINT = 0.01
 
@@ -26,8 +26,8 @@ def write(path: Path, entries: Iterable[Any]) -> Path:
     return path
 
 
-def made(kind: str, tokens: Tokens, **changes: Any) -> Generated:
-    return generate(replace(KINDS[kind], **changes), lambda text: len(tokens.ids(text)))
+def made(kind: str, tokenizer: Tokenizer, **changes: Any) -> Generated:
+    return generate(replace(KINDS[kind], **changes), lambda text: len(tokenizer.ids(text)))
 
 
 def assert_close(found: dict[str, Any], truth: Generated) -> None:
@@ -40,23 +40,23 @@ def assert_close(found: dict[str, Any], truth: Generated) -> None:
     [("sessions", "worth it"), ("questions", ": worth it"), ("agents", "not worth it, because 8")],
 )
 def test_shares_are_the_true_ones_and_the_verdict_follows(kind, words, tmp_path):
-    truth = made(kind, EstimatedTokens())
-    found = analyze([write(tmp_path / "log", truth)], EstimatedTokens())
+    truth = made(kind, EstimatingTokenizer())
+    found = analyze([write(tmp_path / "log", truth)], EstimatingTokenizer())
     assert_close(found, truth)
     assert words in blending_verdict(found)
 
 
 def test_a_models_tokens_give_the_same_shares(make_tokenizer, tmp_path):
-    tokens = ModelTokens(make_tokenizer(), "tiny")
-    truth = made("questions", tokens, num_sessions=100)
-    found = analyze([write(tmp_path / "log", truth)], tokens)
+    tokenizer = ModelTokenizer(make_tokenizer(), "tiny")
+    truth = made("questions", tokenizer, num_sessions=100)
+    found = analyze([write(tmp_path / "log", truth)], tokenizer)
     assert not found["tokens_are_estimated"]
     assert_close(found, truth)
 
 
 def test_a_request_that_comes_again_and_again_is_all_prefix(tmp_path):
-    entry = next(iter(made("questions", EstimatedTokens())))
-    found = analyze([write(tmp_path / "log", [entry] * 2000)], EstimatedTokens())
+    entry = next(iter(made("questions", EstimatingTokenizer())))
+    found = analyze([write(tmp_path / "log", [entry] * 2000)], EstimatingTokenizer())
     assert found["shares"]["prefix"] > 0.98
     assert found["shares"]["elsewhere"] == 0
     assert "not worth it" in blending_verdict(found)
@@ -64,7 +64,7 @@ def test_a_request_that_comes_again_and_again_is_all_prefix(tmp_path):
 
 def test_memory_is_that_of_the_text_that_differs(tmp_path):
     """A trace of the same requests twenty times as long takes under 100 bytes more per request."""
-    entries = list(made("questions", EstimatedTokens(), num_sessions=50))
+    entries = list(made("questions", EstimatingTokenizer(), num_sessions=50))
 
     def peak(times: int) -> int:
         path = tmp_path / f"log-{times}"
@@ -73,7 +73,7 @@ def test_memory_is_that_of_the_text_that_differs(tmp_path):
                 file.writelines(json.dumps(entry) + "\n" for entry in entries)
         tracemalloc.start()
         try:
-            analyze([path], EstimatedTokens())
+            analyze([path], EstimatingTokenizer())
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -83,9 +83,9 @@ def test_memory_is_that_of_the_text_that_differs(tmp_path):
 
 
 def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path):
-    path = write(tmp_path / "log", made("questions", EstimatedTokens()))
-    plain = analyze([path], EstimatedTokens())["chunks"]
-    shown = analyze([path], EstimatedTokens(), show_texts=True)["chunks"]
+    path = write(tmp_path / "log", made("questions", EstimatingTokenizer()))
+    plain = analyze([path], EstimatingTokenizer())["chunks"]
+    shown = analyze([path], EstimatingTokenizer(), show_texts=True)["chunks"]
     assert [set(each) for each in plain] == [{"hash", "tokens", "requests"}] * len(plain)
     assert [each["hash"] for each in plain] == [each["hash"] for each in shown]
     assert plain[0]["requests"] >= plain[-1]["requests"] >= 2
@@ -97,7 +97,7 @@ def test_a_log_without_requests_is_an_error_with_the_number_of_lines(tmp_path):
     (tmp_path / "broken").write_text('{"messages": [\n')
     with pytest.raises(EmptyCorpusError, match="3 lines hold none"):
         analyze(
-            [write(tmp_path / "log", [{"level": "info"}, {"messages": []}]), tmp_path / "broken"], EstimatedTokens()
+            [write(tmp_path / "log", [{"level": "info"}, {"messages": []}]), tmp_path / "broken"], EstimatingTokenizer()
         )
 
 

@@ -345,7 +345,7 @@ def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_en
                 names.append(name)
                 if name == "piece":
                     job.cancel_unless_kept()
-            worker.wait_for_running_job()
+            worker.wait_for_jobs()
             return names
 
         names = asyncio.run(leave_after_a_piece())
