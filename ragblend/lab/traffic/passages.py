@@ -52,7 +52,7 @@ class PrefixCache:
         self._recent.update(keys)
         if len(self._recent) > self._half:
             self._older, self._recent = self._recent, set()
-        return min(num_cached, (len(ids) - 1) // BLOCK) * BLOCK
+        return min(num_cached, max(0, len(ids) - 1) // BLOCK) * BLOCK
 
     def __len__(self) -> int:
         """Return the number of cached blocks."""
