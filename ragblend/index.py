@@ -92,7 +92,7 @@ class Manifest:
 
     @property
     def chunker(self) -> str:
-        """Name of the application's splitter, or else the chunk size in words: "512 tokens". Calibrations record it."""
+        """Name and version of the application's splitter; without such a splitter the chunk size, "512 tokens"."""
         return self.splitter or f"{self.chunk_size} tokens"
 
 
@@ -107,9 +107,9 @@ def open_index(
 ) -> ChunkIndex:
     """Return the index in the folder `path`. With `create`, a missing index is created.
 
-    A relative path is resolved at once, so a later change of the working folder has no effect. `embedder` None: for a
-    new index `default_embedder()`, else the recorded embedder, which is loaded when the first text is embedded.
-    `tokenizer`, `tokenizer_fingerprint` and `chunk_size` (in tokens) are recorded in a new index, and else ignored.
+    A relative path is resolved at once, so a later change of the working folder has no effect. `embedder` None: a new
+    index gets `default_embedder()`; an existing index loads its recorded embedder when the first text is embedded.
+    `tokenizer`, `tokenizer_fingerprint` and `chunk_size` (in tokens) are for a new index only.
     Raises NotFoundError for a missing index, UsageError if `path` is a file, StoreMismatchError for another embedder or
     schema, CorruptError for damage. See `ChunkIndex.embedder` for the check of the embedder's vectors.
     """
@@ -358,9 +358,9 @@ class ChunkIndex(IndexedDocuments):
     ) -> list[SearchHit]:
         """Return the `k` chunks nearest to `query`, a question or a vector [dim]; fewer if the index has fewer.
 
-        neighbours: number of chunks before and after each hit in its document to return as well, without duplicates.
-        order: "score" sorts by hit; "document" sorts documents by their best hit, and their chunks by reading order.
-        is_allowed: returns False for chunks to leave out, both hits and neighbours; None allows all.
+        neighbours: number of chunks to add before and after each hit, from the hit's document. No chunk occurs twice.
+        order: "score" sorts hits by score, each with its neighbours. "document" sorts documents by their best hit, and
+        the chunks of a document by reading order. is_allowed: returns False for chunks to leave out; None allows all.
         The search includes every committed document of any process. Raises UsageError for `k` below 1, negative
         `neighbours` or another `order`.
         """

@@ -173,10 +173,10 @@ def disk_full_reason(error: OSError) -> str:
 
 
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
-    """Return in words which limit keeps a file of `nbytes` bytes in `folder` from growing; "" if no limit does.
+    """Return in words why a file of `nbytes` bytes in `folder` cannot grow; "" if it can. See `disk_full_reason`.
 
-    The limits are those of `disk_full_reason`. Writes a temporary file to find out. Call this after an I/O error of a
-    library, because such an error does not say whether the disk is full.
+    Writes a temporary file to find out. Call this after an I/O error of a library, because such an error does not say
+    whether the disk is full.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < nbytes + _PROBE_BYTES:

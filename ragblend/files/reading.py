@@ -98,8 +98,8 @@ def checked_file_size(fd: int) -> int:
 def check_regular_file(path: str | os.PathLike[str]) -> None:
     """Raise OSError if `path` exists and is not a regular file. Call it before a library opens the file.
 
-    Does not open the file, because closing it would release every lock that this process has on it, including those of
-    SQLite's other connections.
+    Does not open the file, because closing a file releases all locks that this process has on the file. SQLite
+    connections would lose their locks.
     """
     try:
         _check_mode(Path(path).stat().st_mode, path)

@@ -57,7 +57,7 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
 
 
 def row_checksum(*columns: object, start: int = 0) -> int:
-    """Return the checksum of a row's values. start: the checksum of the values before them.
+    """Return the checksum of the values `columns`. start: the checksum of the row's values before `columns`.
 
     >>> row_checksum("a", 1) == row_checksum("a1"), row_checksum("a", 1) == row_checksum(1, start=row_checksum("a"))
     (False, True)

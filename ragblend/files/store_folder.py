@@ -40,10 +40,10 @@ _LOCK_TIMEOUT_S = 5.0  # for another process that has the database open
 
 
 def resolve_and_migrate_store_folder(path: str | os.PathLike[str], name: str = "store") -> Path:
-    """Return the absolute path of the store's folder at `path`, which need not exist. Migrates an earlier layout.
+    """Return the absolute path of the store's folder `path`, which need not exist. Migrates an earlier layout.
 
-    The migration runs once and is logged. If `path` is the `kv` or `index` folder of the earlier layout, the folder
-    above it is the store's. name: the argument that has the path, for errors. Raises UsageError for an invalid path,
+    The migration runs once and is logged. If `path` is the `kv` or `index` folder of an earlier layout, returns the
+    parent of `path`. name: the argument that has the path, for errors. Raises UsageError for an invalid path,
     RagblendError if another process has the earlier version's database open.
     """
     folder = expand_user_path(path, name).absolute()
@@ -56,8 +56,9 @@ def resolve_and_migrate_store_folder(path: str | os.PathLike[str], name: str = "
 
 
 def find_kv_dir(folder: Path) -> Path:
-    """Return the default folder of the KV entries of the store in `folder`: `kv` in it, or `folder` itself if the store
-    still has the layout of an earlier version.
+    """Return the default folder of KV entries for the store in `folder`.
+
+    This is `folder`/kv. A store in the layout of an earlier version has its entries in `folder` itself.
     """
     return folder if next(_entry_folders(folder), None) is not None else folder / KV_DIR
 

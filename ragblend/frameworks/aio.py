@@ -36,8 +36,9 @@ async def run_in_thread(function: Callable[[threading.Event], T]) -> T:
 
 
 async def iterate_in_thread(generator: Generator[T]) -> AsyncGenerator[T]:
-    """Yield the items of `generator`, each made on a thread. Close `generator` at the end. If the caller stops early,
-    `generator` is closed as soon as it has made its current item.
+    """Yield the items of `generator`, which runs on threads. Close `generator` at the end.
+
+    If the caller stops early, `generator` is closed as soon as it has made its current item.
     """
     loop, done = asyncio.get_running_loop(), object()
     step: asyncio.Future[Any] | None = None

@@ -39,7 +39,8 @@ ENGINE_OPTIONS = {*MODEL_NAMES, *(each.name for each in fields(LoadOptions))} - 
 class CallOptions(GenerationOptions):
     """Options of one call to a BlendLLM, ChatBlend or LlamaIndex model.
 
-    Defaults are the model's fields and its `call_options`. Tools, their options and `response_format` have no defaults.
+    The model's fields and the model's `call_options` are the defaults. `tools`, `tool_choice`, `parallel_tool_calls`
+    and `response_format` have no defaults.
     """
 
     timeout: float | None = option(None, "Longest time for a whole answer, in seconds.", SECONDS)

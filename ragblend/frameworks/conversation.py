@@ -29,7 +29,7 @@ _REPHRASE_TOKENS = 96  # longest rewritten question
 class ChatSession:
     """The turns of a conversation and their KV. `stream` answers the next question and then adds a turn.
 
-    An engine without `keeps_conversations` (vLLM) is sent all turns each time and fuses their chunks again.
+    An engine without `keeps_conversations` (vLLM) receives all turns for each question, and fuses all chunks again.
     """
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
@@ -101,7 +101,7 @@ class ChatSession:
 
 
 class StreamedReply:
-    """The stream of one answer, as an iterator of texts. At its end it adds the question and answer to the session."""
+    """An iterator over the texts of one answer. After the last text, the session receives the question and answer."""
 
     def __init__(
         self, session: ChatSession, asked: Message, question: str, chunks: Sequence[Chunk], stream: Stream

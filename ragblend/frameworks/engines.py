@@ -46,7 +46,7 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
 
 
 def absolute_store(store: Any) -> Any:
-    """Return a directory's absolute path, the same from every working folder; any other store as it is."""
+    """Return the absolute path of a store that is a path; return any other store unchanged."""
     return str(expand_user_path(store, "store").resolve()) if isinstance(store, str | Path) else store
 
 

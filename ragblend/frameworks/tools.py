@@ -69,7 +69,10 @@ def may_return_calls(options: CallOptions) -> bool:
 
 
 def split_text_and_calls(text: str, form: CallFormat) -> tuple[str, list[tuple[str, str, str]]]:
-    """Return an answer's text and its calls as (id, name, arguments). Arguments are JSON, cut if the answer was cut."""
+    """Return an answer's text and its calls as (id, name, arguments).
+
+    The arguments are JSON. If the answer was cut, the JSON of the last call may be incomplete.
+    """
     content, calls = read_calls(text, form)
     return content, [(new_call_id(), name, arguments) for name, arguments in calls]
 

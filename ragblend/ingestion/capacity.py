@@ -20,8 +20,8 @@ def stored_kv_bytes(engine: Engine) -> int:
 def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     """Return a message: the free disk space, and whether `nbytes` bytes of new KV will cause evictions.
 
-    Raises StoreFullError if `nbytes` is above the free space, or above the automatic limit, which applies if no limit
-    is configured.
+    Raises StoreFullError if `nbytes` exceeds the free space. A store without a configured limit has an automatic limit;
+    StoreFullError is also raised if `nbytes` exceeds that limit.
     """
     free = shutil.disk_usage(disk.kv_dir if disk.kv_dir.is_dir() else disk.root).free
     if nbytes > free:

@@ -35,9 +35,9 @@ class SimilarChunkFinder(Protocol):
 def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
     """Set the engine's context policy to `requested`, and record the policy in the store.
 
-    The policy says which variants of a chunk are stored, see `chunk_variants`. None: the engine's current policy. The
-    default policy "none" is not recorded. Raises UsageError for "none" if the store has recorded "similar", because
-    its chunks would then have different variants.
+    The policy says which variants of a chunk are stored, see `chunk_variants`. `requested` None: keep the engine's
+    policy. Raises UsageError for the policy "none" if the store has recorded "similar": some chunks of the store would
+    have similar variants, others would not.
     """
     if requested is None and engine.context == engine.default_context == "none":
         return
@@ -54,8 +54,8 @@ def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> Non
 def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
     """Return the variants of `chunks` to store: each chunk and, for the policy "similar", also its similar variant.
 
-    The KV of the chunk itself is computed after the prefix alone. The KV of its similar variant is computed after
-    similar chunks. `attach_similar_texts` adds their texts as `context_texts`, which are empty here.
+    The KV of the chunk itself is computed after the prefix alone. The KV of the similar variant is computed after
+    similar chunks. The returned variants have no `context_texts`; `attach_similar_texts` adds them.
     """
     found: list[Chunk] = []
     for chunk in chunks:

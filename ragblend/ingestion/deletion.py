@@ -37,9 +37,9 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, str]:
     """Delete the KV, registry rows and pins of texts that were removed from the index.
 
-    A text is kept if it was added again, or if a document that was added through LangChain, LlamaIndex or a server has
-    it. Return the number of deleted entries and a problem: the error message if a remote tier did not answer, else "".
-    The keys of that tier's entries stay recorded, and the next call by an engine with the tier deletes them.
+    A text is kept if it was added again. It is also kept if it occurs in a document that was added through LangChain,
+    LlamaIndex or a server. Return the number of deleted entries and a problem: the error message if a remote tier did
+    not answer, else "". The next call with that remote tier deletes the tier's remaining entries.
     """
     disk = engine.store.disk_tier
     if disk is not None:
@@ -148,12 +148,11 @@ def _run_deletions(index: IndexedDocuments, engine: DocumentEngine, registry: Ch
 def delete_stale_kv(
     chunks: Collection[Chunk], engine: Engine, registry: ChunkRegistry, index: ChunkIndex | None = None
 ) -> int:
-    """Delete the KV of those `chunks` whose text, or a text in their context, was removed in the meantime.
+    """Delete the KV of those `chunks` whose text or `context_texts` another process removed during their prefill.
 
-    Call it after the chunks were stored. While their KV was computed, another process may have removed a text, and it
-    could not delete KV that was not stored yet. `index`: the index that contains the `context_texts`; None: `registry`
-    contains them. Return the number of deleted entries. If a remote tier does not answer, its entries stay recorded,
-    and a later deletion removes them.
+    Call this after the chunks were stored. The other process could not delete KV that was not stored yet. `index`: the
+    index that contains the `context_texts`; None: `registry` contains them. Return the number of deleted entries. If a
+    remote tier does not answer, a later deletion removes the entries of that tier.
     """
     removed = set(registry.find_unknown_texts(chunk.text for chunk in chunks))
     context_texts = (text for chunk in chunks for text in chunk.context_texts)
@@ -171,11 +170,11 @@ def delete_stale_kv(
 
 
 def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants: Collection[Chunk]) -> None:
-    """Delete stored similar `variants` that have a removed text in their context.
+    """Delete the stored entries of similar `variants` whose own text or a text of their context was removed.
 
-    variants: the similar variants that the registry does not record as stored. The store may have their entries
-    nevertheless: another process is storing them now, or was killed before it called `delete_stale_kv`. The entries say
-    which texts are in the context.
+    variants: the similar variants that the registry does not record as stored. The store may contain their entries
+    nevertheless. One cause is a process that stores them now. The other is a process that was killed before it called
+    `delete_stale_kv`.
     """
     keys = [engine.key(chunk) for chunk in variants]
     stored = [key for key, is_there in zip(keys, engine.store.contains_many(keys), strict=True) if is_there]
@@ -194,11 +193,11 @@ def delete_unrecorded_variants(engine: Engine, registry: ChunkRegistry, variants
 def keys_to_delete(
     texts: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry, *, everywhere: bool = False
 ) -> dict[str, str]:
-    """Return the keys of the entries to delete if `texts` are removed, in the order of deletion.
+    """Return {store key: removed text} of the entries to delete if `texts` are removed, in the order of deletion.
 
-    The value of each key is the removed text. `everywhere`: also return the entries of other models and prefixes in the
-    engine's namespace, and the entries of chunks that have one of `texts` in their context. Only entries that this
-    machine has recorded are found in this way.
+    Without `everywhere`, these are the keys of `texts` for this engine. `everywhere` adds two kinds of entries of the
+    engine's namespace, if they are known on this machine: entries of other models and prefixes, and entries of chunks
+    that have one of `texts` in their context.
     """
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}
@@ -262,8 +261,8 @@ def find_orphaned_keys(
 ) -> Iterator[tuple[str, Reason]]:
     """Yield (key, reason) of each entry whose chunk, or a chunk in its context, was removed.
 
-    headers: the headers of the entries to check. reason_of: returns the reason for the token ids of a removed chunk,
-    None for a chunk in use. separator_ids: the token ids between two chunks.
+    headers: the headers of the entries to check. reason_of: called with the token ids of a chunk; returns the reason to
+    yield if the chunk was removed, None if the chunk is in use. separator_ids: the token ids between two chunks.
     """
     for header in headers:
         before = [ids[: len(ids) - len(separator_ids)] for ids in reversed(header.context_ids)]

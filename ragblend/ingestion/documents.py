@@ -40,8 +40,8 @@ class Removal(NamedTuple):
 def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: str = LANGCHAIN_COLLECTION) -> int:
     """Delete the KV of documents that `precompute_documents` stored under these ids. Return the number of entries.
 
-    KV of a text that another document has stays. Unknown ids are ignored. Raises BackendUnreachableError if a remote
-    tier did not answer.
+    KV stays if its text is also in another document. Unknown ids are ignored. Raises BackendUnreachableError if a
+    remote tier did not answer.
     """
     engine: DocumentEngine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
@@ -59,7 +59,7 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
 
 
 def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = False) -> list[str]:
-    """Return the sources of the indexed documents of `name`, a file, folder or record; see `match_sources`.
+    """Return the sources of the indexed documents that `name` selects: a file, folder or record. See `match_sources`.
 
     include_unfinished: also return removed documents whose KV is not completely deleted. Raises NotFoundError if no
     document matches.
@@ -97,7 +97,7 @@ def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) 
 def remove_added_documents(documents: Iterable[DocumentKey], engine: DocumentEngine) -> Removal:
     """Delete the texts and KV of documents that `find_added_documents` returned. Vector stores are not changed.
 
-    KV of a text that another document has is kept. Raises BackendUnreachableError if a remote tier did not answer.
+    KV stays if its text is also in another document. Raises BackendUnreachableError if a remote tier did not answer.
     """
     ids_of: dict[str, list[str]] = {}
     for document in documents:

@@ -25,9 +25,9 @@ def open_engine_index(
 ) -> ChunkIndex:
     """Return the index at `path`. With `create`, a missing one is created for the engine's tokenizer.
 
-    `chunk_size` (in tokens) is recorded in a new index; None is the default size. `embedder` None: that of the index,
-    or the default one for a new index. Raises NotFoundError for a missing index, StoreMismatchError for an index with
-    another embedder, tokenizer or namespace.
+    `chunk_size` (in tokens) is recorded in a new index; None is the default size. `embedder` None: a new index gets the
+    default embedder, an existing index keeps its own. Raises NotFoundError for a missing index, StoreMismatchError for
+    an index with another embedder, tokenizer or namespace.
     """
     index = open_index(
         path,

@@ -47,14 +47,14 @@ class EngineConfig:
 
 
 class RayWorkers:
-    """Workers for `ingest` and `precompute_index`, on the cluster at `address`, or on this machine if it is None.
+    """Workers for `ingest` and `precompute_index` on the Ray cluster at `address`; None: on this machine.
 
     count: number of workers. Each reserves `num_cpus` cores and `num_gpus` GPUs. If the cluster has too little free
     capacity, some workers start later. `model`, `store` and `options` are the arguments of `load_engine`. `store` is a
     directory that all machines share. It may also be a local directory of each machine if `remote` is given. A context
     manager: at its end the workers stop, and so does Ray if this object started it.
 
-    Raises ImportError without Ray, UsageError for `count` below 1 or the URL of a server as `backend`,
+    Raises ImportError without Ray, UsageError if `count` is below 1 or `backend` is the URL of a server,
     BackendUnreachableError if no cluster answers at `address`.
     """
 
@@ -110,7 +110,7 @@ class RayWorkers:
         return self._count * BATCHES_PER_WORKER
 
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:
-        """Start to embed `texts` in a worker. Return a function that waits for and returns unit vectors [n, dim]."""
+        """Start to embed `texts` in a worker. Return a function that waits, then returns the unit vectors [n, dim]."""
         return partial(self._result, self._submit("embed", list(texts), embedder))
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:

@@ -59,7 +59,7 @@ class RegisteredChunkFinder:
         return [Chunk(each.text, context="similar") for each in requested if self._entry(each.text) == each.entry]
 
     def record_stored_variants(self, chunks: Iterable[Chunk]) -> None:
-        """Record in the registry that similar variants in `chunks` are stored, if the store has their KV."""
+        """Record in the registry those similar variants in `chunks` whose KV is in the store."""
         own = {self.engine.key(chunk) for chunk in chunks if chunk.context == "similar"}
         if unrecorded := own.intersection(each.entry for each in self.registry.variants_without_kv(self._name)):
             with self.registry.block_additions():  # so that no deletion is recorded in between

@@ -265,10 +265,10 @@ class _SyncPass:
 
 
 def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
-    """Return the number of moved files by `IngestedFile.top`, the path that their earlier ingestion was given.
+    """Return how many files were moved into `scan`, by `IngestedFile.top` of their earlier ingestion.
 
-    A moved file is an indexed file outside of `scan` that no longer exists, and a new file of `result` has the same
-    bytes. The documents of a moved file are in the index twice.
+    A moved file was indexed under a path outside of `scan`. No file is at that path any more, and a new file of
+    `result` has the same bytes. The documents of a moved file are in the index twice.
     """
     lost: dict[str, int] = {}
     for record in index.files().values() if result.new_versions else ():

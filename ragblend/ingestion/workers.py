@@ -29,7 +29,7 @@ class Workers(Protocol):
     def embed(self, texts: Sequence[str], embedder: str) -> Callable[[], FloatArray]:
         """Start to embed `texts` with the embedder of this name.
 
-        Return a function that waits for and returns the unit vectors [n, dim].
+        Return a function that waits until the texts are embedded, then returns the unit vectors [n, dim].
         """
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:

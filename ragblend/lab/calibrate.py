@@ -85,10 +85,10 @@ def calibrate(
 ) -> CalibrationRun:
     """Measure `rules` at `ratios` on `num_questions` of `questions`; fit a ratio per rule. Return the CalibrationRun.
 
-    `target`: agreement to reach, between 0 and 1. `save`: save the calibration in the engine's store. `num_held_out`:
-    number of other questions that evaluate it. `k`, `neighbours` and `order`: arguments of `index.search`. Prompts have
-    the engine's system text. Raises UsageError for too few questions for the target, for an engine without logits
-    (vLLM), and with `save` for a store without a directory.
+    `target`: agreement to reach, between 0 and 1. `num_held_out`: number of further questions, on which the fitted
+    ratio is evaluated. `save`: save the calibration in the engine's store. `k`, `neighbours` and `order`: arguments of
+    `index.search`. Prompts have the engine's system text. Raises UsageError for too few questions, for an engine that
+    is not a TransformersEngine, and if `save` is True and the store has no directory.
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     check_target(target, num_questions)
@@ -219,9 +219,9 @@ def measure_curves(
     ratios: Sequence[float],
     on_progress: Progress,
 ) -> dict[str, Curve]:
-    """Return the curve of each rule, by name: how well blending at each ratio agrees with full prefill.
+    """Return the curve of each rule, by the rule's name: the agreement with full prefill at each ratio.
 
-    Each prompt is blended like a request to a calibrated engine."""
+    The engine blends as it would with a calibration for the rule."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     unmeasured = tuple(CurvePoint(ratio, *(0.0,) * 6) for ratio in (0.0, 1.0))
@@ -248,9 +248,9 @@ def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurveP
 def evaluate_held_out(
     engine: TransformersEngine, prompts: Sequence[Prompt], calibration: Calibration, on_progress: Progress
 ) -> CurvePoint:
-    """Answer `prompts`, which the calibration did not use, with its best fit.
+    """Return how well the calibration's best fit agrees with full prefill on `prompts`.
 
-    Return the agreement with full prefill.
+    The calibration must not have been fitted on `prompts`.
     """
     fit, trials = calibration.fits[0], []
     for number, prompt in enumerate(prompts):
@@ -283,10 +283,10 @@ def _run_blend(
 
 
 def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_LAYER) -> RuleFit:
-    """Return the fit of `rule`: the smallest ratio from which on every measured ratio meets `target`; 1 if none does.
+    """Return the fit of `rule`: the smallest measured ratio that meets `target` together with all larger ones.
 
-    A ratio meets the target if the 95 % interval of its agreement is not below the target. check_layer: the
-    layer at which the rule selects tokens.
+    A ratio meets the target if the lower end of the 95 % interval of its agreement is at least `target`. If no ratio
+    does, the fit is the largest ratio. check_layer: the layer at which the rule selects tokens.
     """
     meets = [min(point.low for point in curve[place:]) >= target for place in range(len(curve))]
     place = meets.index(True) if True in meets else len(curve) - 1

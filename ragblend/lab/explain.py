@@ -35,7 +35,8 @@ reused: stored KV that was kept."""
 class ExplainedToken:
     """One token of the prompt, and how far its KV is from full prefill's.
 
-    `deviation` and `remaining` are means of `fuse.relative_deviation` over the layers. 0 means that the KV is equal.
+    `deviation` compares the stored KV with full prefill's, `remaining` the KV after blending. Each is the mean of
+    `fuse.relative_deviation` over the layers; 0 means equal KV.
     """
 
     id: int

@@ -20,10 +20,10 @@ _WORD = re.compile(rf"[{_HAN_AND_KANA}]|[^\W_{_HAN_AND_KANA}]+")
 
 
 class NearText(NamedTuple):
-    """A stored `text` of which the prompt contains NUM_WORDS or more words in a row.
+    """A stored `text` that has NUM_WORDS or more words in a row in common with the prompt.
 
-    `share`: the share of the text's words that the prompt contains. `difference`: the first difference; "" if the
-    prompt has the text unchanged.
+    `share`: the share of the text's words that are in such common runs. `difference`: the first difference between text
+    and prompt; "" if the prompt contains the text unchanged.
     """
 
     text: str
@@ -45,11 +45,11 @@ class _Candidate(NamedTuple):
 def find_near_texts(
     texts: Iterable[str], prompt: str, is_matched: Callable[[str], bool] = lambda text: False
 ) -> list[NearText]:
-    """Return the texts most of whose words are in `prompt`: at most MAX_NEAR, the nearest first.
+    """Return at most MAX_NEAR texts that `prompt` contains in large part, sorted by their `share`, largest first.
 
-    A text counts if the prompt has LEAST_SHARE or more of its words. Without such a text, the nearest text with
-    NUM_WORDS words in a row in the prompt is returned; [] if there is none. Texts for which `is_matched` returns True
-    are left out. Of several texts that match about the same part of the prompt, only the nearest is returned.
+    These are the texts with a `share` of LEAST_SHARE or more. If there are none, the text with the largest `share` is
+    returned alone. Texts for which `is_matched` returns True are left out. So are texts that match mostly the same
+    part of the prompt as a text with a larger `share`, or as a text that `is_matched` leaves out.
     """
     words = _words(prompt)
     place_of: dict[tuple[str, ...], int] = {}

@@ -26,8 +26,8 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 def check_plot(place: str | Path | None) -> Path | None:
     """Return the path of a picture that can be drawn and written; None for None. Call it before a long measurement.
 
-    Raises ImportError with the install command if matplotlib is missing, and UsageError unless the name ends in one of
-    PICTURE_ENDINGS or if the file cannot be written.
+    Raises ImportError if matplotlib is missing, UsageError if the file's ending is not in PICTURE_ENDINGS or `place` is
+    a folder, StoreNotWritableError if the file cannot be written.
     """
     if place is None:
         return None
@@ -223,8 +223,9 @@ def _line_of(run: Facts) -> tuple[str, str, str]:
 def plot_with_intervals(
     axes: Any, points: Sequence[Facts], x_field: str, y_field: str, bounds: tuple[str, str], color: str, label: str
 ) -> None:
-    """Plot the field `y_field` over the field `x_field`. If the points have the two fields `bounds`, each gets an error
-    bar from the first to the second.
+    """Plot the field `y_field` of `points` over the field `x_field`.
+
+    bounds: the fields with the lower and upper end of the error bars; a field that the points lack draws no bar.
     """
     places, values = [point[x_field] for point in points], [point[y_field] for point in points]
     low, high = (bound if bound in points[0] else y_field for bound in bounds)
@@ -234,10 +235,10 @@ def plot_with_intervals(
 
 
 def plot_calibration(facts: Facts, path: Path) -> None:
-    """Write a picture of two plots over the charged budget (recomputed tokens and the query probe): the share of first
-    tokens that equal full prefill's, and the KL divergence, both with 95 % intervals.
+    """Write two plots over the charged budget, the cost of recomputed tokens and the query probe.
 
-    There is a line per rule; a ring marks the ratio that was fitted.
+    One shows the share of first tokens that equal full prefill's, with 95 % intervals. The other shows the KL
+    divergence. Each rule has a line, on which a ring marks the fitted ratio.
     """
     title = f"{facts['model']}, {facts['num_questions']} questions, target {facts['target']}: ratio {facts['ratio']:g}"
     with figure_file(path, 11, 4.4, title) as figure:

@@ -204,10 +204,10 @@ def _measure_prefill_s(
 def open_vllm_for_profile(
     settings: Settings, effort: ProfileConfig, vllm_options: Mapping[str, Any] | None = None
 ) -> Iterator[VllmEngine]:
-    """Open vLLM in this process over an empty temporary store, in the folder of the settings' store. The memory tier of
-    the temporary store can hold the chunks of the measurement.
+    """Open vLLM in this process over an empty temporary store, whose memory tier can hold the measured chunks.
 
-    `vllm_options`: vLLM's engine arguments. Unless they set the context length, it is just enough for the prompts.
+    The temporary store is in the folder `settings.store`. `vllm_options`: vLLM's engine arguments. The default of
+    `max_model_len` is the length of the longest prompt.
     """
     model = settings.model or find_store_model(settings.store)
     checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto"))

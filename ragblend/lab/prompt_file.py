@@ -64,12 +64,11 @@ def _from_json(body: Any) -> Prompt:
 
 
 def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any]]:
-    """Return the stored texts that the prompt contains in large part, but whose KV is not reused whole.
+    """Return a JSON object for each stored text that the prompt contains in large part without reuse of the whole KV.
 
-    Each is a JSON object. "document": name of the document that has the text; "" for a text of an index or of no
-    document. "text": the stored text. "share": share of its words that the prompt contains. "reason": the reason in
-    words. `find_near_texts` chooses the texts, from all texts of the store: those of other namespaces and tokenizers
-    are included.
+    "document": a document with the text, as COLLECTION/ID; "" if none is known, for example for an ingested folder.
+    "text": the stored text. "share": share of the text's words that the prompt contains. "reason": why the KV is not
+    reused. `find_near_texts` chooses among all texts of the store, including other namespaces and tokenizers.
     """
     num_matched: Counter[tuple[int, ...]] = Counter()
     for run in engine.match(prompt).runs:

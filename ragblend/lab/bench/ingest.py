@@ -67,9 +67,9 @@ def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) ->
 def time_prefill_and_ingest(
     engine: TransformersEngine, config: IngestConfig, on_progress: Progress
 ) -> list[dict[str, float]]:
-    """Return one dictionary per round: the seconds by mode, "prefill" or a kind of ingestion.
+    """Return one dictionary per round with the seconds of each mode. An untimed warm-up comes first.
 
-    An untimed warm-up comes first.
+    The modes are "prefill", "ingest" (without context) and "ingest similar".
     """
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
     drawn, _ = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary)
@@ -131,7 +131,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def table_lines(facts: Facts) -> list[str]:
-    """Return the table, then lines with the ratios of the times of ingestion."""
+    """Return the table, then the speed of ingestion relative to prefill, and the time per policy relative to "none"."""
     config = facts["config"]
     return [
         f"{config['shape']} {config['dtype']}, {config['num_chunks']} chunks x {config['chunk_tokens']} tokens; "

@@ -109,10 +109,10 @@ def _run(config: LoadConfig, engine: TransformersEngine | VllmEngine, disk: Disk
 
 
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
-    """Return the cases to measure: memory with the pipeline, the disk and each throttled reader with and without it.
+    """Return the cases to measure. Memory is read with the pipeline; the disk and throttled readers also without it.
 
-    For a slow reader, the controller would choose a higher ratio than `config.blend_ratio`. Such a ratio is one more
-    case. load_bytes: KV of one prompt's chunks. num_tokens: tokens of one prompt."""
+    If the controller would choose a higher ratio than `config.blend_ratio` for a throttled reader, that ratio is a
+    further case. load_bytes: size of the KV of one prompt's chunks. num_tokens: tokens of one prompt."""
     least_s = profile.prompt_compute_s(config.blend_ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 
@@ -238,11 +238,11 @@ _MEDIANS = ("charged_budget", "ttft_s", "lookup_s", "load_s", "stall_s", "fuse_s
 
 
 def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> list[Facts]:
-    """Return a JSON object per case: median durations in seconds, and their comparison with blending from memory.
+    """Return a JSON object per case: median durations in seconds, and the TTFT relative to blending from memory.
 
-    Without the pipeline, `lookup_s` includes reading. With the pipeline, `load_s` and `fuse_s` overlap.
-    `within_target`: whether the time to first token is at most TARGET times that of blending from memory. It is None
-    for memory, without the pipeline, and if loading takes longer than recompute.
+    Without the pipeline, `lookup_s` includes reading. With the pipeline, `load_s` and `fuse_s` overlap. `over_memory`:
+    TTFT of the case, divided by the TTFT from memory. `within_target`: whether `over_memory` is at most TARGET; None
+    for memory, for a case without the pipeline, and if loading takes longer than recompute.
     """
     reports = {case: [report for report, _ in taken] for case, taken in samples.items()}
     found = {case: median_fields(taken, *_MEDIANS) for case, taken in reports.items()}

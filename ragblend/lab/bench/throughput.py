@@ -107,8 +107,9 @@ def arrival_times(rate: float, count: int, seed: int = 0) -> list[float]:
 def replay_requests(
     engine: VllmEngine, requests: Sequence[VllmRequest], arrivals_s: Sequence[float]
 ) -> list[TimedAnswer]:
-    """Send each request at its time in `arrivals_s`, without waiting for other answers. Return the answers; their token
-    times count from the arrival. Raises RagblendError for an answer without a token.
+    """Send each request at its time in `arrivals_s`, without waiting for other answers. Return the answers.
+
+    Raises RagblendError for an answer without a token.
     """
     start_s = time.perf_counter() + _HEAD_START_S
 
@@ -152,7 +153,8 @@ def measure_idle_ttfts(
 ) -> dict[ModeAndRule, float]:
     """Return the median TTFT in seconds of every case and of full prefill, when the engine is idle.
 
-    Sends one request at a time, after a warm-up. answer: sends `prompts` at the given seconds, and returns the answers.
+    Sends one request at a time, after a warm-up. answer: a function of a case, prompts and their arrival times in
+    seconds; sends the prompts and returns the answers.
     """
     wanted = tuple(dict.fromkeys([*cases, _FULL]))
     samples: dict[ModeAndRule, list[float]] = {case: [] for case in wanted}
@@ -211,12 +213,12 @@ def summarize_point(case: ModeAndRule, rate: float, answers: Sequence[TimedAnswe
 
 
 def compute_capacities(runs: Sequence[Facts], idle_s: Mapping[ModeAndRule, float], bound_s: float) -> list[Facts]:
-    """Return an object per case: the rates in requests per second that it serves with a mean TTFT within `bound_s`.
+    """Return an object per case: the requests per second that the case can serve with a mean TTFT up to `bound_s`.
 
     `max_rate`: the highest rate of arrivals within the bound. `rate_at_bound`: the served rate at the bound. Compare
-    modes by the served rate. A measurement ends before the queue is long, so the mean TTFT may be within the bound at
-    rates of arrivals that the mode cannot serve. `at_least`: the bound was not reached, so both rates are lower limits.
-    `blend_gain`: `rate_at_bound` of the first blend over that of this mode; None if it cannot be compared.
+    cases by `rate_at_bound`: measurements are short, so `max_rate` may be a rate at which the queue would grow.
+    `at_least`: no measured rate exceeded the bound, so the true rates may be higher. `blend_gain`: `rate_at_bound` of
+    the first blend, divided by `rate_at_bound` of this case; None if they cannot be compared.
     """
     capacities: list[Facts] = []
     for case, idle_ttft_s in idle_s.items():
@@ -242,11 +244,11 @@ def compute_capacities(runs: Sequence[Facts], idle_s: Mapping[ModeAndRule, float
 def highest_rate(
     points: Sequence[tuple[float, float, float]], bound_s: float
 ) -> tuple[float | None, float | None, bool]:
-    """Return the highest rate of arrivals within the bound, the served rate at the bound, and whether all are within.
+    """Return the highest rate of arrivals within the bound, the served rate at the bound, and True if all are within.
 
-    `points`: (rate of arrivals, served rate, mean TTFT in seconds) of each rate. A rate is within the bound if its mean
-    TTFT and that of all lower rates are at most `bound_s`. The served rate at the bound is interpolated linearly
-    between two points. Both rates are None if no rate is within the bound.
+    `points`: (rate of arrivals, served rate, mean TTFT in seconds). A rate is within the bound if neither its own mean
+    TTFT nor the mean TTFT of a lower rate exceeds `bound_s`. The served rate at the bound is interpolated linearly
+    between two points. If all rates are within the bound, the last served rate is returned; if none is, both are None.
 
     >>> highest_rate([(1.0, 1.0, 0.2), (2.0, 2.0, 0.4), (3.0, 2.5, 1.2)], bound_s=0.8)
     (2.0, 2.25, False)

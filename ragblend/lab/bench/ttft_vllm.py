@@ -41,11 +41,11 @@ def open_vllm(
     memory_gib: float = 0.0,
     store: Path | None = None,
 ) -> Iterator[VllmEngine]:
-    """Open vLLM for the prompts of `config`. vLLM ends with the context.
+    """Open vLLM for the prompts of `config`. vLLM is closed at the end of the `with` block.
 
-    The paged KV has space for `num_prompts` prompts of `prompt_tokens` tokens at once, answers included. The default of
-    `prompt_tokens` is the config's. `memory_gib`: size of the memory tier in front of the store, 0 for none. `store`:
-    the directory of the store; None is a temporary one.
+    The paged KV has space for `num_prompts` prompts of `prompt_tokens` tokens at once, answers included.
+    `prompt_tokens` None: `config.prompt_tokens`. `memory_gib`: size of the memory tier in front of the store, 0 for
+    none. `store`: the directory of the store; None: a temporary directory.
     """
     require_vllm()
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the process has already created its threads
@@ -92,8 +92,8 @@ def open_vllm(
 def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
     """Clear vLLM's prefix cache, then fill it with the first chunk of each of `prompts`.
 
-    The first chunk is the most that prefix caching can reuse if chunks come in random orders. The cache is cleared
-    because it may hold the whole prompt of an earlier request. Raises RagblendError while a request is running.
+    With chunks in random order, prefix caching can reuse no more than the first chunk. The cache is cleared because it
+    may hold the whole prompt of an earlier request. Raises RagblendError while a request is running.
     """
     if not engine.reset_prefix_cache():
         raise RagblendError("vLLM did not reset its prefix cache: a request is still running")

@@ -174,8 +174,8 @@ def _is_in_split(question: str, part: str | None) -> bool:
 def stored_chunks(prompt: Prompt, context: str, similar_texts: Mapping[str, tuple[str, ...]]) -> list[Part]:
     """Return the chunk variants to store for the prompt under the context policy `context`.
 
-    For the policy "similar", this includes the similar chunks themselves. similar_texts: the result of
-    `find_similar_texts`, for the policy "similar".
+    For the policy "similar", the result also has the similar variants of the prompt's chunks, and the chunks in the
+    contexts of these variants. similar_texts: the result of `find_similar_texts`; not used for the policy "none".
     """
     texts = [as_chunk(chunk).text for chunk in prompt.chunks]
     if context == "none":
@@ -188,9 +188,9 @@ def stored_chunks(prompt: Prompt, context: str, similar_texts: Mapping[str, tupl
 def find_similar_texts(
     cases: Sequence[QaCase], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
 ) -> dict[str, tuple[str, ...]]:
-    """Return the texts of the most similar other chunks for each chunk of the cases, by the chunk's text.
+    """Return {text of a chunk: texts of the chunks most similar to it} for all chunks of the cases.
 
-    The KV of a chunk's similar variant is computed after these texts. The most similar text is the last.
+    The most similar text is the last. The KV of a chunk's similar variant is computed after these texts.
     """
     texts = list(dict.fromkeys(text for case in cases for text in _chunks_of(case, engine, config)))
     vectors = embedder.embed(texts)

@@ -73,9 +73,9 @@ def generate_answer(engine: TransformersEngine, request: EngineRequest, configur
 def answer_and_score(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
 ) -> tuple[Answer, Tensor]:
-    """Return the answer in this configuration, and the log-probabilities of the answer `full` in it.
+    """Return the answer in this configuration, and `token_log_probs` for the tokens of `full`.
 
-    full: full prefill's answer to the request. The log-probabilities are those of `token_log_probs`.
+    full: full prefill's answer to the request. `token_log_probs` uses the KV of this configuration.
     """
     prefilled, ttft_s = timed_prefill(engine, request, configuration)
     seen = token_log_probs(engine, request.prompt, prefilled.fused, full.token_ids)
@@ -108,8 +108,8 @@ def token_log_probs(
 ) -> Tensor:
     """Return the log-probabilities [A, vocabulary] float64 of the A tokens `answer_ids`, each given the earlier ones.
 
-    prompt: the prompt whose KV is in `fused`. The tokens after the last chunk and all `answer_ids` except the last run
-    through the model, and their KV is written to `fused`. For the question tokens, a blend has written the same KV.
+    prompt: the prompt whose KV is in `fused`. The model runs over the prompt's tokens after the last chunk and over all
+    `answer_ids` except the last one. Writes the KV of these tokens to `fused`.
     """
     layers, start = engine.layers, prompt.runs[-1].end if prompt.runs else 0
     ids = [*prompt.token_ids[start:], *answer_ids[:-1]]

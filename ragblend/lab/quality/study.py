@@ -185,7 +185,7 @@ class FullPrefillReference(NamedTuple):
     ) -> QualityRecord:
         """Return the measures of `answer`, a configuration's answer to `prompt`.
 
-        `scores`: log-probabilities of full prefill's answer tokens over the KV of `answer` (`token_log_probs`).
+        `scores`: the result of `token_log_probs` for the KV of `answer` and the tokens of full prefill's answer.
         """
         answer_kl, agreement = score_fidelity(scores, self.reading)
         f1, match, contains, overlap = (
@@ -308,8 +308,8 @@ def compute_gap_recovered(
 ) -> float | None:
     """Return the share of the gap between full reuse and full prefill that a configuration closes (PGR).
 
-    Arguments: the losses [number of questions] of full prefill, of full reuse, and `found` of the configuration. The
-    gap is `reuse - full`. Returns None unless the 95 % interval of the mean gap is above 0.
+    full, reuse, found: the losses [number of questions] of full prefill, full reuse and the configuration. The gap is
+    `reuse - full`. Returns None unless the 95 % interval of the mean gap is above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
     >>> compute_gap_recovered(full, reuse, np.full(9, 1.5)), compute_gap_recovered(full, full, full)

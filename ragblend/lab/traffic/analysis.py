@@ -41,12 +41,12 @@ def analyze(
     show_texts: bool = False,
     progress: Progress = ignore_progress,
 ) -> dict[str, Any]:
-    """Return the JSON object of an analysis of the request logs `paths`. Shares are of all prompt tokens.
+    """Analyze the request logs `paths`; return a JSON object. Each "share" in it is a share of all prompt tokens.
 
-    `tokens`: converts text to token ids. `ratio`, `probes_first`, `profile`: arguments of `mean_work_by_mode`; by
-    default CacheBlend's ratio, with the work counted in tokens. `kv_bytes_per_token`: bytes of the model's KV per
-    token, for the sizes of stores. `show_texts`: also name each chunk by its first words. Raises EmptyCorpusError for
-    logs without a request, and the errors of `RequestLog`.
+    `tokenizer`: converts text to token ids. `ratio`, `probes_first`, `profile`: arguments of `mean_work_by_mode`.
+    `kv_bytes_per_token`: bytes of the model's KV per token; with it, sizes of stores are also in bytes. `show_texts`:
+    include the first words of each listed chunk. Raises EmptyCorpusError for logs without a request, and the errors of
+    `RequestLog`.
     """
     log = RequestLog(paths)
 

@@ -29,8 +29,8 @@ def mean_work_by_mode(
 
     Without a `profile`, the work is the number of computed tokens. With a `profile`, it is the seconds to the first
     token on an idle machine, with KV read at the speed of the profile's disk. `probes_first`: the rule runs a query
-    probe before it selects tokens, so computing hides less of the loading. "full", "prefix" and "blend" are the means;
-    the other keys are derived from them. A blend that is slower than prefix caching counts as prefix caching.
+    probe before it selects tokens, so less of the loading overlaps with computing. "full", "prefix" and "blend" are
+    the means. If blending a prompt is slower than prefix caching, "blend" uses the work of prefix caching.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0
@@ -103,7 +103,7 @@ def _reason(shares: Mapping[str, float], num_slower: int, num_requests: int) -> 
 def precompute_hint(first_use_share: float) -> str | None:
     """Return one line of advice to ingest documents before requests; None if that saves little.
 
-    `first_use_share`: share of all tokens that are the first use of a chunk which is repeated later.
+    `first_use_share`: share of all tokens that belong to the first occurrence of a chunk that occurs again later.
     """
     if first_use_share < MARGINAL:
         return None

@@ -24,9 +24,9 @@ SNAP = 8
 
 
 class ChunkUses(NamedTuple):
-    """Chunks, and the requests that use each chunk. A use is a pair of a chunk and a request.
+    """Chunks, and the requests that use each chunk.
 
-    The first request, which stores the chunk, counts as a use.
+    A use is a pair of a chunk and a request that contains the chunk. The first such request stores the chunk.
     """
 
     starts: Numbers  # of each chunk, in tokens of the concatenated passages
@@ -85,7 +85,7 @@ def merge_adjacent_chunks(uses: ChunkUses, begins: Sequence[int]) -> list[tuple[
 
 
 def lru_hit_tokens(uses: ChunkUses, capacity_tokens: float) -> int:
-    """Return the number of tokens that all requests find in an LRU store of `capacity_tokens`."""
+    """Return the number of tokens, summed over all requests, that an LRU store of `capacity_tokens` tokens serves."""
     sizes, stored = uses.sizes.tolist(), OrderedDict[int, None]()
     total = hits = 0
     for chunk in uses.chunks.tolist():

@@ -116,7 +116,7 @@ def _read_chat(messages: Sequence[Mapping[str, Any]], tools: object) -> tuple[li
 
 
 def turn_header(role: str) -> str:
-    """Return a line in place of the tokens that a chat template writes before a turn."""
+    """Return the line that stands for the header of a turn. The real header depends on the chat template."""
     return f"<{role}>\n"
 
 
