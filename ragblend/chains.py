@@ -125,7 +125,7 @@ def create_history_aware_blend_chain(
     system: str | None = None,
     rephrase: Runnable[dict[str, Any], str] | Callable[[dict[str, Any]], str] | None = None,
 ) -> Runnable[Any, dict[str, Any]]:
-    """Return `create_blend_chain` for conversations: input `{"input": question, "chat_history": [messages]}`.
+    """Return a `create_blend_chain` for conversations. Its input is `{"input": question, "chat_history": [messages]}`.
 
     If the history is not empty, `rephrase` receives the input and returns the question to search for. By default the
     llm rephrases with REPHRASE_PROMPT. If the model is too small to rephrase, pass `rephrase=lambda x: x["input"]`.
@@ -269,7 +269,7 @@ def create_long_document_chain(
     - `input`: the question. `answer`: a text.
     - `windows`: a dictionary for each window, in order, with `source`, `start`, `last_source`, `end`, `answer`,
       `report`, and for "rerank" `score`. The last window of "refine", or a sole window, has no `answer` and `report`.
-    - `report`: the BlendReport of `answer`, if this is not the answer of a dictionary in `windows`.
+    - `report`: the BlendReport of `answer`, if a final prompt generated it; missing if an earlier answer was chosen.
     - `tokens`: the sums `num_chunk_tokens`, `num_prefilled_tokens` (of chunks that were not stored), `prompt_tokens`,
       `num_reused_tokens` and `num_recomputed_tokens`.
 

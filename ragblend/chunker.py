@@ -190,8 +190,8 @@ def adapt_splitter(splitter: Any) -> Splitter:
     """Return a LangChain text splitter, LlamaIndex node parser or callable(Document) as a Splitter.
 
     The offsets of a piece are found by searching for its text in the document. A piece that the splitter rewrote
-    (normalized, prefixed with a header) is not found. It keeps its text, its metadata has `verbatim: False`, and its
-    `start` and `end` both are the offset from which it was searched for. Raises UsageError for an object that is no
+    (normalized, prefixed with a header) is not found. Such a piece keeps its text. Its metadata has `verbatim: False`,
+    and both `start` and `end` are the offset at which the search began. Raises UsageError for an object that is no
     splitter.
     """
     cut = _find_split_function(splitter)

@@ -46,8 +46,8 @@ class Catalog:
     """The database of a store: an SQLite file, a PostgreSQL database, or a database in memory.
 
     `place`: the path of the file, or the URL; None: in memory. Safe between threads and processes. Each call sees the
-    commits of other processes. After `close`, a lost connection, or a deleted or replaced file, the next call opens the
-    database again.
+    commits of other processes. A call opens the database again if the database was closed, if the connection was lost,
+    or if the file was deleted or replaced.
 
     Raises CorruptError for a damaged file. Raises StoreMismatchError for a database that is no catalogue, or that has
     another version. Raises BackendUnreachableError for a server that does not answer.
@@ -78,9 +78,9 @@ class Catalog:
                 self._connection = None
 
     def change_counter(self) -> tuple[int, int]:
-        """Return a pair of numbers, to be compared with an earlier pair.
+        """Return a pair of numbers. The caller compares it with an earlier pair.
 
-        It changes with every commit of another process, and when this object changes token ids.
+        If the pairs are equal, no other process has committed since then, and this object has not changed token ids.
         """
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes
@@ -122,7 +122,7 @@ class Catalog:
         self.close()
 
     def damage_error(self, what: str) -> CorruptError:
-        """Return the error to raise for damaged rows. Its message is `what`, a sentence on the damage, and the fix."""
+        """Return the error for damaged rows. Its message has `what`, a text on the damage, and the fix."""
         return CorruptError(f"{self.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:

@@ -45,7 +45,7 @@ class Dialect(ABC):
         return None
 
     def release_connection(self, connection: Connection) -> None:
-        """Return the connection of a shared database to its pool after a call."""
+        """Release the connection at the end of a call. Only shared databases need this."""
         connection.close()
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def truncate_log(self, connection: Connection) -> None:
-        """Remove deleted rows from the database's log, where they could still be read."""
+        """Remove the contents of deleted rows from the database's log."""
 
     @abstractmethod
     def wrap_errors(self) -> AbstractContextManager[None]:

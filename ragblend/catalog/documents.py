@@ -75,9 +75,9 @@ _DELETE_EMPTY_FILE = delete(FILES).where(
 class IndexedDocuments:
     """The documents of an index, in the catalogue of `registry`.
 
-    Inside `read_transaction` or `write_transaction`, methods use that transaction, also those of `registry`. Otherwise
-    each method has a separate transaction. Methods raise the errors of `Catalog`. After the catalogue's file was
-    replaced, searches and changes raise StoreMismatchError.
+    Inside `read_transaction` or `write_transaction`, the methods of this object and of `registry` use that transaction.
+    Outside of both, each method has a separate transaction. Methods raise the errors of `Catalog`. After the
+    catalogue's file was replaced, searches and changes raise StoreMismatchError.
     """
 
     def __init__(self, registry: ChunkRegistry) -> None:
@@ -119,8 +119,8 @@ class IndexedDocuments:
         return facts
 
     def generation(self) -> int:
-        """Return the number of changes to documents since the index was created. Each chunk records the generation that
-        wrote it."""
+        """Return the generation: the number of changes to documents since the index was created. The row of a chunk has
+        the generation in which the chunk was written."""
         return int(self._fact("generation"))
 
     def write_metadata(self, **changes: object) -> None:
@@ -237,7 +237,7 @@ class IndexedDocuments:
     # --- texts and entries that are to be deleted ---
 
     def orphaned_texts(self) -> OrphanedTexts:
-        """Return the texts that documents of the index have lost, except texts that a chunk still has.
+        """Return the texts that were removed from documents of the index and that no chunk has any more.
 
         `delete_orphaned_kv` deletes the KV of these texts.
         """
@@ -256,7 +256,7 @@ class IndexedDocuments:
             )
 
     def schedule_deletions(self, entries: Iterable[PendingDeletion], orphaned: OrphanedTexts) -> None:
-        """Record `entries` as pending deletions, and delete the records of the `orphaned` texts, in one transaction."""
+        """In one transaction, record `entries` as pending deletions and delete the records of the `orphaned` texts."""
         with self._write() as connection:
             last_of = {(entry.key, entry.place): entry for entry in entries}
             self.clear_deletions(last_of.values())
@@ -268,10 +268,10 @@ class IndexedDocuments:
         return [PendingDeletion._make(row[:4]) for row in self._select_checked(PENDING_DELETIONS)]
 
     def current_deletions(self, entries: Iterable[PendingDeletion]) -> list[PendingDeletion]:
-        """Read the records of these pending deletions again, and return them.
+        """Return the present records of these pending deletions, which other processes may have changed.
 
-        An entry that another process has deleted has no record. If another process has recorded the entry again, its
-        record may have another text.
+        If another process has deleted an entry, the entry is left out. If another process has recorded a pending
+        deletion of the same entry, the returned record may differ in `source` and `text_key`.
         """
         query = select_checked(PENDING_DELETIONS, _OF_ENTRY)
         rows = (self._rows(query, b_key=entry.key, b_place=entry.place) for entry in entries)

@@ -24,7 +24,7 @@ class IngestedFile(NamedTuple):
 
 
 class OrphanedTexts(NamedTuple):
-    """Texts that documents of the index have lost, except texts that a chunk still has.
+    """Texts that were removed from documents of the index and that no chunk has any more.
 
     Their KV and registry rows have to be deleted.
     """
@@ -38,7 +38,7 @@ class OrphanedTexts(NamedTuple):
 class PendingDeletion(NamedTuple):
     """A stored KV entry that has to be deleted, because its text, or a text in its ingestion context, was removed.
 
-    This record contains no text, so it may be kept as long as a remote tier is unreachable.
+    While the entry's remote tier is unreachable, this record is kept. It therefore contains no text.
     """
 
     key: str
@@ -67,7 +67,7 @@ def chunk_values(
 ) -> dict[str, object]:
     """Return the values of a chunk's row, without the checksum.
 
-    `document`: number of its document's row. `ordinal`: the chunk's position in the document, from 0.
+    `document`: number of the document's row. `ordinal`: the chunk's position in the document, from 0.
     """
     return {
         "id": row_id(chunk.id),

@@ -35,8 +35,9 @@ _OUTAGE_PAUSE_S = 5.0  # seconds without another call to a catalogue that did no
 class KnownChunks:
     """The chunks that `registry` has for one tokenizer and one namespace. `find_runs` finds them in prompts.
 
-    `tokenizer`: its fingerprint. While the registry's database does not answer, no chunk is found, so prompts are
-    prefilled without stored KV. One warning is logged. Thread-safe. Create an object with `open_known_chunks`.
+    `tokenizer`: the tokenizer's fingerprint. While the registry's database does not answer, `find_runs` finds no chunk
+    and one warning is logged. Prompts are then prefilled without stored KV. Thread-safe. Create an object with
+    `open_known_chunks`.
     """
 
     def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
@@ -123,7 +124,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry. The next call opens the database that is then at the same place."""
+        """Close the registry. The next call opens the same path or URL, even if another database is there."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()

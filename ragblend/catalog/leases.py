@@ -25,9 +25,9 @@ _OTHERS = text("SELECT name FROM leases WHERE owner <> :owner AND expires_at >= 
 
 
 class Leases(Catalog):
-    """Leases on names of documents, in a shared catalogue. A name has a lease of at most one `Leases` object at a time.
+    """Leases on names of documents, in a shared catalogue.
 
-    Safe between threads and machines.
+    Only one `Leases` object at a time can have the lease on a name. Safe between threads and machines.
     """
 
     def __init__(self, place: str) -> None:

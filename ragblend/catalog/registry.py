@@ -56,7 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """A chunk that a framework added, with the key of the KV that is computed after the chunk's most similar chunks."""
+    """A framework's chunk, and the key of its KV entry. The entry's ingestion context is the most similar chunks."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -210,7 +210,7 @@ class ChunkRegistry(Catalog):
     def texts_of_named_documents(self) -> list[str]:
         """Return the texts of the documents that frameworks and clients of a server have added with an id.
 
-        If the catalogue is shared, return the texts of all documents and indexes: an index may be on another machine.
+        For a shared catalogue, also return the texts of all other documents and of all indexes, on any machine.
         """
         return [row.text for row in self._rows(_OWNED_TEXTS if self.is_shared else _TEXTS_OF_DOCUMENTS)]
 
@@ -265,9 +265,9 @@ class ChunkRegistry(Catalog):
                 insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
 
     def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
-        """Return the texts that would be deleted if each document of `kept_texts` kept only these texts.
+        """Return the texts that would be deleted if each document had only its texts in `kept_texts`. Change nothing.
 
-        A text stays if an index or another document of the same namespace has it. Changes nothing.
+        A text is left out if an index, or another document of the same namespace, has the text.
         """
         lost: dict[str, set[DocumentKey]] = {}
         with self._locked():
@@ -282,9 +282,9 @@ class ChunkRegistry(Catalog):
         return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
 
     def remove_from_document(self, texts: Iterable[str], document: DocumentKey = UNNAMED) -> list[str]:
-        """Remove texts from a document. Delete and return the texts that no other document has.
+        """Remove texts from a document. Delete the texts that no other document has, and return them.
 
-        If only documents of other namespaces have a text, its token ids for this namespace are deleted.
+        If no other document of the same namespace has a text, the text's token ids for this namespace are deleted.
         """
         released = {text_key(text): text for text in map(_normalize, texts)}
         if not released:
@@ -316,9 +316,9 @@ class ChunkRegistry(Catalog):
 
     @contextmanager
     def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Make other threads and processes wait with changes to the catalogue until the block ends; keep it short.
+        """Inside the block, no other thread or process can add a text or change the catalogue. Keep the block short.
 
-        So no text is added inside the block. Yields a function that takes the key of a text and returns True if the
+        Other writers wait until the block ends. Yields a function that takes the key of a text and returns True if the
         text is stored.
         """
         with self._write():
@@ -436,7 +436,7 @@ class ChunkRegistry(Catalog):
     # --- chunks that an entry contains or has in its context ---
 
     def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record the token ids of an entry's chunk, and of the chunks in its ingestion context. `entry`: its key."""
+        """Record the `chunks` (token ids) of the entry with key `entry`: its own and those of its context."""
         self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
     def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
@@ -473,7 +473,7 @@ class ChunkRegistry(Catalog):
     # --- similar variants of framework chunks ---
 
     def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarContextVariant]]:
-        """Return (row number, variant) of an embedder's intact rows with numbers above `number`, in ascending order."""
+        """Return (row number, variant) of an embedder's intact rows after row `number`, sorted by row number."""
         rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
         return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
 
@@ -491,17 +491,17 @@ class ChunkRegistry(Catalog):
         return any(map(is_intact, self._rows(_VARIANT, b_entry=key, b_embedder=embedder)))
 
     def stored_variant_keys(self) -> list[str]:
-        """Return the keys of the stored KV of all similar variants, sorted."""
+        """Return the keys of the KV of all variants whose KV is stored, sorted."""
         query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
         return [row.entry for row in self._rows(query)]
 
     def has_stored_variants(self) -> bool:
-        """Return True if the KV of any similar variant is stored."""
+        """Return True if the KV of at least one variant is stored."""
         query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
         return bool(self._rows(query))
 
     def record_variants(self, variants: Iterable[SimilarContextVariant], embedder: str) -> None:
-        """Record variants, each in place of an earlier record of its entry."""
+        """Record variants. A variant replaces the earlier record with the same `entry`."""
         row_of: dict[str, dict[str, object]] = {}
         for each in variants:
             values: dict[str, object] = {"entry": each.entry, "key": text_key(each.text.strip()), "embedder": embedder}
@@ -513,7 +513,7 @@ class ChunkRegistry(Catalog):
             insert_rows(connection, VARIANTS, row_of.values())
 
     def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Set `is_stored` in the records of the variants with the keys `entries`, unless it is set already."""
+        """Record, for the variants whose KV has the keys `entries`, that this KV is stored (`is_stored`) or missing."""
         other = _KNOWN_VARIANTS.where(VARIANTS.c.is_stored != int(is_stored))
         with self._locked() as connection:
             if changed := find_existing(connection, other, dict.fromkeys(entries)):
@@ -556,9 +556,9 @@ def catalog_location(store: Any) -> str | Path | None:
 
 
 def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:
-    """Record a model in a shared catalogue. Raises the errors of `ChunkRegistry.add_model`.
+    """Record a model in the catalogue at `place`, if `place` is a URL. Raises the errors of `ChunkRegistry.add_model`.
 
-    Does nothing for a catalogue file: the models of its store are recorded in the store's folder.
+    If `place` is a file, do nothing: a store with a catalogue file records its models in its folder.
     """
     if not isinstance(place, Path):
         with ChunkRegistry(place) as registry:
@@ -566,7 +566,7 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 
 
 def has_registry(store: Any) -> bool:
-    """Return False if `open_registry` would have to create the registry's file."""
+    """Return True unless the registry is in a file that does not exist yet."""
     place = catalog_location(store)
     return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
 

@@ -46,8 +46,8 @@ INDEX_MARK = "index:"
 class DocumentKey(NamedTuple):
     """Key of a document in the registry: its collection, its id, and the namespace that it belongs to.
 
-    Texts that were added without a document id belong to one document per namespace; its collection and id are "". The
-    texts of an index also belong to one document: its collection is `ChunkIndex.collection`, its id and namespace "".
+    Each namespace has one document with collection "" and id "", for texts that were added without a document id. Each
+    index has one document for all its texts, with collection `ChunkIndex.collection`, id "" and namespace "".
     """
 
     collection: str = ""
@@ -55,7 +55,7 @@ class DocumentKey(NamedTuple):
     namespace: str = ""
 
     def parameters(self) -> dict[str, object]:
-        """Return the statement's parameters for the condition `equals_parameters(table, *DocumentKey._fields)`."""
+        """Return the parameters of a statement with the condition `equals_parameters(table, *DocumentKey._fields)`."""
         return {f"b_{name}": value for name, value in self._asdict().items()}
 
     @property
@@ -293,7 +293,7 @@ def columns_with_checksum(table: Table) -> list[Column[Any]]:
 
 
 def is_intact(row: Sequence[Any]) -> bool:
-    """Return True if the checksum of a row of `columns_with_checksum` matches its values."""
+    """Return True if a row's checksum matches its other values. `row`: the values of `columns_with_checksum`."""
     return bool(row[-1] == row_checksum(*row[:-1]))
 
 

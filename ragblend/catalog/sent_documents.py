@@ -124,7 +124,7 @@ class SentDocumentTable(Catalog):
         return found
 
     def still_waiting(self, documents: Iterable[WaitingDocument]) -> list[WaitingDocument]:
-        """Return the documents that were not stored, removed or sent again since `next_waiting` returned them."""
+        """Return the documents that still wait. Those that were stored, failed, removed or sent again are left out."""
         given = list(documents)
         query = select(_ROW.number).where(is_in_values(_ROW.number), _ROW.body.is_not(None))
         with self._locked() as connection:
@@ -169,8 +169,8 @@ class SentDocumentTable(Catalog):
         """Return {collection: counts}.
 
         The counts are `num_stored`, `num_pending`, `num_failed`, `num_waiting` and the sums of SentDocumentCounts. A
-        waiting document has a body to store: it is pending, or it was stored and then sent again. `collection`,
-        `ingestion` (an id): count only the documents of this collection or ingestion; None: of all.
+        waiting document has a body to store: it is pending, or it was stored and then sent again. `collection`: a name;
+        None counts all collections. `ingestion`: an id; None counts all ingestions.
         """
         sums: dict[str, ColumnElement[Any]] = {
             f"num_{status}": func.sum(case({status: 1}, value=_STATUS, else_=0)) for status in _STATUSES
@@ -184,14 +184,14 @@ class SentDocumentTable(Catalog):
     def documents_with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int
     ) -> list[dict[str, Any]]:
-        """Return up to `limit` documents that have a reason: failed ones, and stored ones without any chunk."""
+        """Return up to `limit` documents that failed or have no chunk, each with its status and the reason."""
         chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
         columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
         query = select(*columns).where(*chosen).order_by(_ROW.number).limit(limit)
         return [row._asdict() for row in self._rows(query)]
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
-        """Return the fields of a document, except its body, and its `status`; None for an unknown document."""
+        """Return a document's `status` and all its fields except the body. Return None for an unknown document."""
         query = select(*_FACTS, _STATUS.label("status")).where(_OF_DOCUMENT)
         rows = self._rows(query, **DocumentKey(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None

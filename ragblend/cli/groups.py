@@ -104,7 +104,7 @@ class SectionedHelpGroup(TyperGroup):
     """A list of commands, each with its first sentence, under the headings of `GROUPS`."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. The error for an unknown flag that names a setting says how to set it without a flag."""
+        """Run a command. If an unknown flag names a setting, the error says how to set that setting without a flag."""
         try:
             return super().invoke(ctx)
         except _ParserError as error:
@@ -129,7 +129,7 @@ def _heading(name: str) -> str:
 
 
 def examples_epilog(name: str) -> str:
-    """Return the examples that begin with the command `name` as an epilog that click does not rewrap."""
+    """Return the epilog of the command `name`: its examples, one per line. click does not rewrap these lines."""
     lines = (line for group in GROUPS.values() for examples in group.values() for line in examples)
     return "\n".join(("\b", "Examples:", *(f"  ragblend {line}" for line in lines if line.startswith(name))))
 

@@ -25,13 +25,13 @@ Command = Callable[..., None]
 
 
 def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callable[[Command], Command]:
-    """Return a decorator that adds flags for the settings `names` to a command, and passes the Settings as `settings`.
+    """Return a decorator that adds a flag for each setting in `names` to a command. The command receives `settings`.
 
-    The flags are between the command's arguments and its options. If a parameter of the command has the name of a
-    setting, its value also sets the setting. If it has the name of an added flag, it receives the flag's value.
+    The help lists these flags after the command's arguments and before its options. A parameter of the command that has
+    the name of a setting also sets this setting. A parameter that has one of the `names` receives that flag's value.
 
-    `unflagged`: settings that the command reads but has no flag for; its help lists them. `demo`: help text of a flag
-    `--demo`, which gives the demo's values to settings that the user does not set; "": no such flag.
+    `unflagged`: settings that the command reads without a flag; the help lists them. `demo`: help text of a flag
+    `--demo`; "" adds no such flag. With `--demo`, settings that the user does not set have the demo's values.
     """
 
     def decorate(command: Command) -> Command:
@@ -78,8 +78,8 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
 def how_to_set_without_flag(argument: str, unflagged: Sequence[str]) -> str:
     """Return a hint for an unknown flag of a command: the environment variable and the key in ragblend.toml to use.
 
-    `argument`: the flag that the user typed, such as "--fsync=no". `unflagged`: settings that the command reads but has
-    no flag for. Returns "" if `argument` is the flag of none of these settings.
+    `argument`: the flag that the user typed, such as "--fsync=no". `unflagged`: settings that the command reads without
+    a flag. Returns "" if `argument` names none of these settings.
     """
     name = {flag_name(each): each for each in unflagged if flag_name(each)}.get(argument.partition("=")[0])
     return f"set RAGBLEND_{name.upper()}=..., or {name} in ragblend.toml" if name else ""

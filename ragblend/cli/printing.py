@@ -55,7 +55,7 @@ def print_line(text: str) -> None:
 
 
 def print_notice(text: str) -> None:
-    """Print a line of progress or advice on stderr, unchanged, because it may quote a question."""
+    """Print a line of progress or advice on stderr. Argument names stay: the line may quote a question."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -87,7 +87,7 @@ class FlagFormatter(logging.Formatter):
 
 
 def print_result(facts: dict[str, Any], text: str, json_: bool) -> None:
-    """Print `facts` as one JSON object, or `text`."""
+    """Print `facts` as one JSON object if `json_` is True, else `text`."""
     if json_:
         print_json(facts)
     else:
@@ -181,7 +181,7 @@ def print_sources(hits: Sequence[SearchHit]) -> None:
 
 
 def wait_and_print_shadow(engine: Engine, settings: Settings) -> None:
-    """Wait for the shadow prefills and print how often they agreed with the answers. Do nothing without shadow."""
+    """Wait for the shadow prefills, then print how often they agreed with the answers; nothing if `shadow` is 0."""
     if settings.shadow:
         engine.flush_shadow()
         print_notice(engine.shadow.summary())

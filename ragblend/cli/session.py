@@ -45,7 +45,7 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
 
 
 def prepare_demo_settings(arguments: dict[str, Any]) -> Settings:
-    """Ingest the demo's corpus. Return settings from a command's arguments and, for those not given, the demo's."""
+    """Ingest the demo's corpus and return its settings. Those of `arguments` that are not None override them."""
     limit_torch_to_one_thread()
     quiet_libraries()
     from ragblend.demo.show import prepare_demo
@@ -69,7 +69,7 @@ def set_num_threads(count: int | None) -> None:
 def make_terminal_handler(verbose: bool) -> logging.Handler:
     """Return the handler that writes the log to stderr.
 
-    Unless `verbose`, it drops records of other packages below ERROR: their warnings address programmers.
+    Unless `verbose`, the handler drops other packages' debug, info and warning records, which address programmers.
     """
     handler = logging.StreamHandler()
     if not verbose:
@@ -85,7 +85,7 @@ def quiet_libraries() -> None:
 
 
 def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
-    """Return the settings' engine. Raises NotFoundError without a store, unless `new_model` allows a new one."""
+    """Return the settings' engine. Without `new_model`, a missing store raises NotFoundError."""
     from ragblend.engine.load import load_engine
 
     if not new_model:
@@ -129,7 +129,7 @@ def _engine_options(settings: Settings) -> dict[str, Any]:
 
 @contextmanager
 def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[RayWorkers | None]:
-    """Yield the Ray workers for the value `workers` of `--workers`; None if `workers` is None."""
+    """Yield as many Ray workers as `workers` says; None if `workers` is None."""
     if workers is None:
         yield None
         return
@@ -154,7 +154,7 @@ def open_workers(settings: Settings, workers: WorkerCount | None) -> Iterator[Ra
 def open_settings_index(settings: Settings, engine: DocumentEngine, *, create: bool = False) -> ChunkIndex:
     """Return the settings' index, checked against the engine's tokenizer.
 
-    If there is none, create it if `create`, else raise NotFoundError.
+    If the index is missing, `create=True` creates it. With `create=False`, a missing index raises NotFoundError.
     """
     from ragblend.precompute import open_engine_index
 
@@ -199,7 +199,7 @@ def embedder_name(settings: Settings) -> str | None:
 
 
 def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any] | None:
-    """Return the remote tier's state, its contents and how many local keys it lacks; None without a remote tier."""
+    """Return the remote tier's state and contents, and how many `local_keys` are missing there; None without a tier."""
     if settings.remote is None:
         return None
     from ragblend.engine.store.remote.tier import open_remote
@@ -220,7 +220,7 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
 
 
 def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
-    """Wait until the remote tier has every entry that is queued for sending, or stops answering.
+    """Send all queued entries to the remote tier. Return when all have arrived, or when the tier does not answer.
 
     The wait has no time limit. `Engine.close` waits only a few seconds.
     """

@@ -49,16 +49,16 @@ def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> in
 
 
 def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: int, layout: Layout) -> int:
-    """Return the index in `ends` of the last word of the chunk that begins at offset `start`.
+    """Find the end of the chunk that begins at offset `start`. Return the index in `ends` of the chunk's last word.
 
     `ends`: the end offset of each word. The words `first` to `last` fit into the chunk.
 
-    - In general the chunk ends at the strongest gap between words in its second half (see `_strength`). If several are
-      equally strong, it ends at the last of them.
-    - If every gap in the second half is after a heading, inside a code block or inside a table row, the chunk ends at a
-      better gap in the quarter before, if there is one.
-    - A chunk of uniform rows of records ends in its last three fifths, before the row with the lowest hash. A row that
-      is inserted before the cut therefore changes neither the cut nor the chunks after it.
+    - In general the chunk ends at the strongest gap between words in its second half (see `_strength`). If several gaps
+      are equally strong, the chunk ends at the last of them.
+    - Gaps after a heading, inside a code block or inside a table row are weak. If the second half has only weak gaps,
+      the chunk ends at the end of a line, sentence or paragraph in its second quarter, if there is one.
+    - A chunk of uniform rows of records ends in its last three fifths, before the row with the lowest hash. An inserted
+      row therefore changes few chunks.
     """
     size = ends[last] - start
     middle = bisect_right(ends, start + size // 2, first, last)

@@ -242,12 +242,12 @@ def has_visible_text(text: str) -> bool:
 
 
 def reader_version(path: str, text_field: str = "") -> str:
-    """Return the version of the reader of a file. If it changes, the file has to be read again.
+    """Return the version of a file's reader. If the version changes, ragblend reads the file again.
 
-    It contains READERS_VERSION, and `text_field` for formats that use it. It does not contain the versions of parser
-    packages, because each upgrade would make ragblend read all files again and most texts stay equal. In a comparison
-    of two releases, 0 of 38 pages (selectolax) and 5 of 93 files (PDFium) differed. READERS_VERSION is raised if a
-    reader or a parser changes the golden digests of tests/corpus/readers/test_reader_goldens.py.
+    The version contains READERS_VERSION, and `text_field` for formats that use it. The versions of parser packages are
+    left out: each upgrade would make ragblend read all files again, but changes few texts. Between two releases, 0 of
+    38 pages (selectolax) and 5 of 93 files (PDFium) differed. Increase READERS_VERSION when a reader or a parser
+    changes the golden digests of tests/corpus/readers/test_reader_goldens.py.
     """
     version = str(READERS_VERSION)
     return f"{version}:{text_field}" if text_field and _suffix(path) in RECORD_READERS else version

@@ -345,8 +345,8 @@ def embedder_version(embedder: Embedder | str) -> int:
 def load_embedder(name: str | Path) -> Embedder:
     """Return the embedder of that `name`: 'minilm', 'hashing', a Hugging Face id or a local folder.
 
-    Raises NotFoundError for 'minilm' without its package; another missing model raises it at the first text. Raises
-    UsageError for the name of a LangChain embedding, which does not contain its settings: pass the embedding itself.
+    Raises NotFoundError if the package of 'minilm' is missing. If another model is missing, its first use raises
+    NotFoundError. Raises UsageError for the name of a LangChain embedding: pass the embedding itself.
     """
     if str(name) == "minilm":
         return MiniLMEmbedder()

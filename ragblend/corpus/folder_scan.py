@@ -75,9 +75,9 @@ class FolderScan:
         return any(each in self._unlisted for each in iter_path_and_parents(path))
 
     def has_left_out(self, path: str, top: str) -> bool:
-        """Return True if the scan walked a folder above the file `path` but left the file out, not because of `glob`.
+        """Return True if the file `path` is below a folder of `roots`, but the scan left the file out.
 
-        Only folders in `roots` that are `top` or below `top` are considered.
+        A file that only `glob` left out gives False. `roots` other than `top` and folders below `top` do not count.
         """
         shown = path in self.files or path in self.filtered_out
         return not shown and any(

@@ -56,7 +56,7 @@ C = TypeVar("C", bound=BenchConfig)
 
 
 def config_from(config: type[C], values: Mapping[str, Any]) -> C:
-    """Return an instance of the class `config` with the command line's `values` of its options, by field name."""
+    """Return an instance of the class `config`. `values`: the options of the command line, by field name."""
     given = {}
     for name, (kind, _) in get_typer_options(config).items():
         value = values[name]
@@ -77,9 +77,9 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def add_benchmark_command(config: type[BenchConfig], help: str, *more: Parameter) -> None:
-    """Add a benchmark's command. Its NAME follows from the class `config`: "load" for LoadConfig.
+    """Add a benchmark's command. The command's NAME is the name of the class `config`: "load" for LoadConfig.
 
-    The command runs `BENCHMARK` of the module `ragblend.lab.bench.NAME`, unless `_MODULES` names another one. `help`:
+    The command runs `BENCHMARK` of the module `ragblend.lab.bench.NAME`, or of NAME's module in `_MODULES`. `help`:
     the command's help text. `more`: parameters in addition to the fields of `config`.
     """
     name = config.__name__.removesuffix("Config").lower()

@@ -161,7 +161,7 @@ def calibration_facts(run: CalibrationRun, model: str, questions: str | None) ->
 
 
 def calibration_lines(run: CalibrationRun) -> list[str]:
-    """Return the text for a calibration: the chosen ratio, the curve of each rule and the check on other questions."""
+    """Return the lines for a calibration: the chosen ratio, the curve of each rule and the check on other questions."""
     calibration, best = run.calibration, run.calibration.fits[0]
     lines = [
         f"{calibration.num_questions} questions ({calibration.retrieval}), target {calibration.target:g}: "

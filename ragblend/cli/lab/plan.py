@@ -130,7 +130,7 @@ def _open_to_measure(
 
 
 def profile_lines(profile: MachineProfile) -> list[str]:
-    """Return the text for a profile."""
+    """Return the lines to print for a profile."""
     times = ", ".join(f"{tokens:.0f} tokens {seconds:.3g} s" for tokens, seconds in profile.prefill_s)
     shares = ", ".join(f"{ratio:.0%} {share:.1%}" for ratio, share in profile.shares)
     tiers = ", ".join(f"{name} {speed / 1e9:.3g} GB/s" for name, speed in profile.bytes_per_s.items())
@@ -138,7 +138,7 @@ def profile_lines(profile: MachineProfile) -> list[str]:
 
 
 def plan_lines(plan: Mapping[str, Any]) -> list[str]:
-    """Return the text for a plan: a table of the storages, cheapest first, and the chosen one."""
+    """Return the lines to print for a plan: a table of the storages, cheapest first, and the chosen one."""
     need, cheapest = plan["need"], plan["chosen"]
     lines = [
         f"{need['num_chunks']} chunks x {need['chunk_tokens']} tokens, ratio {need['ratio']:.0%}; full prefill takes "
