@@ -59,7 +59,7 @@ class TableSpan(NamedTuple):
 class Layout:
     """Where a text has code blocks (with their fences), headings (whole lines) and tables.
 
-    `marks`: the text's marks. Lines with a heading mark and Markdown's headings count.
+    `marks`: the text's marks. A heading is a line with a heading mark, or a heading of Markdown.
     """
 
     def __init__(self, text: str, marks: Sequence[Mark] = ()) -> None:
@@ -166,7 +166,7 @@ def _is_header(first: list[str], second: list[str]) -> bool:
 
 
 class RowEnd(NamedTuple):
-    """The end of a row of records. `rank` is a digest of the next row's text. It does not depend on the row's place."""
+    """The end of a row. `rank` is a digest of the next row's text, so it does not change if the rows move."""
 
     offset: int
     rank: bytes
@@ -182,9 +182,9 @@ def find_row_ends_between(text: str, start: int, first_end: int, last_end: int) 
 
     Rows are the paragraphs of a CSV file, or the lines of a table or a log without blank lines between them. Two rows
     are similar if their first words have the same form, such as digits in the same places. The rows are uniform if
-    there are at least four, and at least three in four of them are similar to the next row. The rows from `start` to
-    `last_end`, and in twice as much text after it, are examined. The end of a row is left out if the row and the next
-    one are not similar.
+    there are at least four, and at least three in four of them are similar to the next row. This is judged from the
+    text after `start`, up to three times the distance from `start` to `last_end`. Row ends between two rows that are
+    not similar are left out.
     """
     size = last_end - start
     piece = text[start : last_end + 2 * size]

@@ -141,8 +141,8 @@ def pick_evenly(questions: Sequence[Question], count: int) -> list[Question]:
 def summarize_modes(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return for each mode the number of right answers, the number of questions, and the median TTFT in seconds.
 
-    `rows`: results of `ask_all_modes`. Rows without a known answer count for the TTFT alone. Both numbers are also
-    given for the questions of REFERENCE_KINDS.
+    `rows`: results of `ask_all_modes`. Rows without a known answer count for the TTFT alone. The numbers of right
+    answers and of questions are also given for the questions of REFERENCE_KINDS alone.
     """
     prepared = [row for row in rows if row["answer"]]
     references = [row for row in prepared if row["kind"] in REFERENCE_KINDS]

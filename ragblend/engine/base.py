@@ -39,7 +39,7 @@ LEAST_QUOTE = 64
 
 
 def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
-    """Return the end of a prompt's last user turn: the start of `tail_ids` if the prompt ends with them, or its length.
+    """Return where a prompt's last user turn ends: before the `tail_ids` that end the prompt, else at its end.
 
     >>> last_turn_end([5, 6, 7, 1, 2], [1, 2]), last_turn_end([5, 6, 7], [1, 2])
     (3, 3)
@@ -115,7 +115,7 @@ class EngineBase:
         return not self.closed and self._process == os.getpid()
 
     def check_not_forked(self) -> None:
-        """Raise RagblendError if this process was forked after the engine was loaded: the call would hang."""
+        """Raise RagblendError if this process was forked after the engine was loaded: the engine's calls would hang."""
         if self._process != os.getpid():
             raise RagblendError(
                 f"the engine of {self.name} was loaded before this process was forked; the forked process has none of "
@@ -221,9 +221,9 @@ class LocalEngine(EngineBase, ABC):
         """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
 
         A run is a part of a chunk. Chunks that the prompt names are matched even if they are unknown, so that they are
-        stored for later requests. A run of fewer than LEAST_QUOTE tokens at the end of the last user turn is left out,
-        because it may be a quotation in the question. It is kept if the prompt names its chunk and contains no other
-        run of that chunk.
+        stored for later requests. The last run may be a quotation in the question. It is left out if it ends the last
+        user turn and has fewer than LEAST_QUOTE tokens, unless the prompt names its chunk and has no other run of the
+        chunk.
         """
         self.check_not_forked()
         start_s = perf_counter()

@@ -68,7 +68,7 @@ class Sampler:
         return token
 
     def record_forced(self, tokens: Sequence[int]) -> None:
-        """Add to the answer `tokens` that a grammar forces. They are not sampled, so their probability is 1."""
+        """Append `tokens`, which a grammar forces, to the answer. They are not sampled, so their probability is 1."""
         self._ids += tokens
         if self.logprobs is not None:
             is_shown = bool(self._options.top_logprobs)

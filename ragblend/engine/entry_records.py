@@ -36,5 +36,5 @@ def _record_deletions(registry: ChunkRegistry, keys: Collection[str]) -> None:
 
 
 def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
-    """Record the chunks of the entry with this header in the registry: its own, and those of its ingestion context."""
+    """Record the chunks of the entry with this header: the entry's chunk and the chunks of its ingestion context."""
     registry.record_entry_chunks(header.key, (header.token_ids, *header.context_ids), header.namespace)

@@ -117,8 +117,8 @@ class RunningAnswer:
     def advance(self, logits: Tensor | BaseException | None = None) -> None:
         """Run to the next decode step or the end.
 
-        `logits`: the logits [vocabulary] of the decode step `step`, or the exception that computing them raised; None
-        for the first call, which prefills.
+        The first call prefills; its `logits` are None. In later calls, `logits` are the result [vocabulary] of the
+        decode step `step`, or the exception that computing the result raised.
         """
         if self.is_cancelled:
             self.end()

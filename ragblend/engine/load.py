@@ -63,7 +63,7 @@ def load_engine(
     """Return an engine: a model with its store, ready to precompute and answer.
 
     `model`: "demo", a Hugging Face id, a local path, or a pair (model, tokenizer) that transformers has loaded. In the
-    pair's model, ragblend replaces the attention function. Your own calls of the model still use the former function.
+    pair's model, ragblend replaces the attention function. Your own calls of the model compute the same as before.
     None is the model that the store's latest ingestion used; over HTTP, the server's model.
     `store`: a directory, any KVStore, or None for memory only.
 
@@ -144,8 +144,8 @@ def load_document_engine(model: str | None, store: str, **options: Any) -> Docum
 
     `options` are arguments of `load_engine`; dtype, device, trust_remote_code and backend must be among them.
 
-    The engine has no weights if the store has KV of the model and the fingerprint can be computed without loading them.
-    Otherwise it is `load_engine`'s. The fingerprint of a GGUF, an adapter or quantised weights needs the loaded model.
+    The engine has no weights if the store has KV of the model and the fingerprint can be computed without the weights.
+    In all other cases, for example for a GGUF, an adapter or quantised weights, `load_engine` loads the engine.
     """
     from ragblend.engine.base import WeightlessEngine
     from ragblend.engine.store.disk import DiskStore

@@ -35,8 +35,8 @@ class EngineLoop(Executor):
     """Executor of all work with one model, on a single thread. Safe to share between threads.
 
     `decode` takes the steps of several answers and returns the logits [vocabulary] of each. At most `max_num_seqs`
-    answers are decoded together. The error of one answer does not affect the others. The thread starts with the
-    first work. An interpreter that exits first waits for the queued work.
+    answers are decoded together. The error of one answer does not affect the others. The thread starts when the first
+    work is queued. When the interpreter exits, it waits until all queued work has ended.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class EngineLoop(Executor):
 
 
 def run_call(future: Future[T], function: Callable[[], T]) -> None:
-    """Set the result of `future` to that of `function`, or its error, unless the future was cancelled."""
+    """Call `function`, and set its result or its error in `future`. Does nothing if the future was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -34,7 +34,7 @@ NO_MATCH = (
 class NoReuseWarnings:
     """Logs why prompts reuse nothing, one warning for each cause. Thread-safe.
 
-    Prompts are no longer examined after one has reused a chunk, or NUM_PROMPTS_BEFORE_WARNING have reused nothing.
+    Prompts are examined until one prompt has reused a chunk, or until NUM_PROMPTS_BEFORE_WARNING have reused nothing.
     """
 
     def __init__(self, engine: EngineBase) -> None:

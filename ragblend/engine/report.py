@@ -22,10 +22,10 @@ PrefixMatch = Literal["exact", "approximate"]
 class ChunkReport:
     """Report on one chunk of the prompt.
 
-    `prefix_match`: how the prefix after which its KV was computed matched the prompt; None for a miss. `kv_dtype`: the
-    dtype of its stored KV: "int8", "fp8" or the dtype of the computation. None if no stored KV was used. `exact`: True
-    if its KV equals that of full prefill. A chunk stored in eight bits is never exact. If such a chunk directly follows
-    its prefix, its tokens are still reused, and only ratio 1 recomputes them.
+    `prefix_match`: "exact" if the prompt begins with the prefix after which the KV was computed, else "approximate";
+    None for a miss. `kv_dtype`: "int8", "fp8" or the dtype of the computation; None if no stored KV was used. `exact`:
+    True if the KV equals that of full prefill, so never for a chunk stored in eight bits. If such a chunk directly
+    follows its prefix, only ratio 1 recomputes its tokens.
     """
 
     source: str

@@ -62,7 +62,7 @@ class TextBlocks:
             self.add(f"{'#' * level} {words}")
 
     def mark_heading(self, words: str, level: int) -> None:
-        """Add a heading mark at the next block: the heading itself, or the first block below a heading without text."""
+        """Add a heading mark at the next block. The heading `words` need not be in the text (a mail's subject)."""
         self._place_pages(self._next_offset())
         self.marks.append(Mark(self._next_offset(), "heading", words, level))
 
@@ -117,7 +117,7 @@ class TextBlocks:
     ) -> ParsedRecord:
         """Return the record of the joined text, with the given `metadata`, `notes` and `key` (see `ParsedRecord`).
 
-        The mark of a page without text is where the next text begins, or at the text's end.
+        A page without text also gets a mark, at the beginning of the next text, or at the end of the joined text.
         """
         self._place_pages(self._num_chars)
         return ParsedRecord(key, "\n\n".join(self._blocks), dict(metadata), tuple(self.marks), tuple(notes))

@@ -22,12 +22,12 @@ _OUT_OF_MEMORY = 3  # exit status
 def run_in_child(
     function: str, *arguments: str, limit_s: float, memory_bytes: int, fix: str, **stdin: Any
 ) -> tuple[Any, str]:
-    """Call a reader function in a child process. Return its result, and the reason if it rejected the file, else "".
+    """Call a reader function in a child process. Return (result, ""), or (None, reason) if it rejected the file.
 
-    `function`: "MODULE:NAME". It gets the bytes on stdin and `arguments`, and its result must be JSON. `memory_bytes`:
-    limit of the child's address space. `fix`: advice at the end of error messages. `stdin`: the keyword `stdin` or
-    `input` of `subprocess.run`. Raises UnreadableDocumentError if the child crashed, took longer than `limit_s` seconds
-    or needed more memory.
+    `function`: "MODULE:NAME". It is called with the bytes of stdin and `arguments`, and must return a JSON value.
+    `memory_bytes`: limit of the child's address space. `fix`: advice at the end of error messages. The file is given as
+    `stdin=FILE` or `input=BYTES`, as in `subprocess.run`. Raises UnreadableDocumentError if the child crashed, took
+    longer than `limit_s` seconds or exceeded `memory_bytes`.
     """
     command = [*_COMMAND, function, str(memory_bytes), *arguments]
     try:
@@ -59,7 +59,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def main(function: str, memory_bytes: str, *arguments: str) -> int:
-    """Run the child: call `function` with stdin, and print a JSON pair as `run_in_child` returns it.
+    """Run in the child: call `function` with the bytes of stdin, and print the pair for `run_in_child` as JSON.
 
     Return the exit status: 3 if memory ran out, else 0.
     """

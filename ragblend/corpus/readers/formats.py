@@ -78,9 +78,9 @@ _MIN_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 32  # address space in bytes; libraries
 def try_reading_in_child(file: IO[bytes], num_bytes: int, suffix: str) -> None:
     """Raise UnreadableDocumentError if reading `file` crashes, takes too long or needs too much memory.
 
-    A child process reads it with the reader of the `suffix` (".pdf"). The limits are 10 s per MB, at least 30 s, and
-    4 GiB plus 32 times the file's size `num_bytes`. A file that its reader rejects passes. Plain text is not read.
-    `file` must have a descriptor. It is read from its beginning, and its position changes.
+    A child process reads the file with the reader of the `suffix` (".pdf"). Time limit: 10 s per MB, at least 30 s.
+    Memory limit: 4 GiB plus 32 times the file's size `num_bytes`. A file that the reader rejects raises no error. Plain
+    text is not examined. `file` must have a descriptor. It is read from its beginning, and its position changes.
     """
     if suffix.lower() not in READERS:
         return

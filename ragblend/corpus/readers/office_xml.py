@@ -161,7 +161,7 @@ def find_main_part(container: ZipContainer, default: str) -> str:
 
 
 def read_properties(container: ZipContainer, part: str) -> dict[str, str]:
-    """Return the file's `title` and `author` from its properties. A missing or damaged one is left out."""
+    """Return the `title` and `author` that the file's properties have; {} if `part` is missing or damaged."""
     if part not in container:
         return {}
     try:

@@ -65,9 +65,9 @@ def normalize_characters(text: str) -> str:
 
 
 def is_garbage(text: str) -> bool:
-    """Return True if `text` is not words: over 5 % control, private or unassigned characters, or 30 % glyph names.
+    """Return True if over 5 % of `text` is control, private or unassigned characters, or over 30 % is glyph names.
 
-    A character of these kinds between two spaces does not count: it is a bracket of a formula or a note of music.
+    Such a character between two spaces does not count: it is a bracket of a formula or a note of music.
 
     >>> is_garbage("The pump leaks."), is_garbage("\\x01\\x02\\x03 pump"), is_garbage("/g145/g144/g3 (cid:12)")
     (False, True, True)
@@ -92,10 +92,10 @@ def remove_controls(text: str) -> str:
 
 
 def join_hyphens(pages: Sequence[str]) -> list[str]:
-    """Return `pages` with the words joined that a hyphen divides at a line's end.
+    """Join the words that a hyphen divides at a line's end. Return the changed `pages`.
 
-    Before a capital letter, the hyphen and the line break are kept. In a compound that the document also has within a
-    line, and before a conjunction ("Ein- und Ausgabe"), the hyphen is kept unless the document has the joined word.
+    Before a capital letter, the hyphen and the line break stay. If the document does not have the joined word, the
+    hyphen stays before a conjunction ("Ein- und Ausgabe"), and in a compound that the document has within a line.
 
     >>> join_hyphens(["hyphen-\\nated, post-\\noffice\\nthe post-office", "Anglo-\\nSaxon"])
     ['hyphenated, post-office\\nthe post-office', 'Anglo-\\nSaxon']
@@ -135,8 +135,8 @@ def _start_of_last_word(text: str) -> int:
 def compose_accents(pages: Sequence[str]) -> list[str]:
     """Return `pages` with separate accents joined to the letters after them ("Tank¨onyv" becomes "Tankönyv").
 
-    TeX's older fonts separate them. An accent stays separate if at least as many letters of the document already have
-    it. The document's fonts then have such letters, and the separate character is a quotation mark or an apostrophe.
+    TeX's older fonts separate them. An accent stays separate if the document has at least as many letters with it as
+    separate accents. The fonts then have such letters, and the accent is a quotation mark or an apostrophe.
     """
     letters = set[str]().union(*pages)
     candidates = [accent for accent in _ACCENTS if accent in letters]

@@ -51,9 +51,9 @@ class Table(NamedTuple):
 def read_csv(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read a CSV file as one document per row if it has a text column, else as one document.
 
-    The text column is the one called `text_field`; for "", it is called text, content or page_content. A file without a
-    text column becomes one document with a paragraph per row, `name: value; name: value`, so that every chunk has the
-    names of its values.
+    The text column is the column called `text_field`. If `text_field` is "", the text column is the first one called
+    text, content or page_content. A file without a text column becomes one document with a paragraph per row,
+    `name: value; name: value`, so that every chunk has the names of its values.
     """
     decoded = decode_text(data)
     table = parse_table(decoded.text, text_field)

@@ -48,7 +48,7 @@ def inverse_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_rotated(states: Tensor, change: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate `change` [H, T, D] float32 by `cos`, `sin` [T, R], and add it to rotated `states` [H, T, D] in place."""
+    """Add `change` [H, T, D] float32, rotated by `cos`, `sin` [T, R], to the rotated `states` [H, T, D], in place."""
     rotary_dim = cos.shape[-1]
     if states.dtype != change.dtype:
         states += rotate(change, cos, sin).to(states.dtype)
@@ -69,10 +69,10 @@ def rope_type_problem(rope_type: str) -> str:
 
 
 def max_placeable_tokens(rope_parameters: Mapping[str, Any], max_positions: int) -> int:
-    """Return the length in tokens of the longest prompt to whose positions stored keys can be rotated.
+    """Return the length in tokens of the longest prompt in which stored keys can be placed.
 
     Up to this length, the model's RoPE frequencies are fixed. `max_positions`: most positions of the model. Raises
-    UnsupportedModelError for length-dependent types (dynamic NTK) and for types not in FIXED_FREQUENCY.
+    UnsupportedModelError for RoPE types that are not in FIXED_FREQUENCY, such as dynamic NTK.
 
     >>> max_placeable_tokens({"rope_type": "yarn"}, 131072)
     131072
@@ -123,7 +123,7 @@ def positions_on_host(rows: Tensor) -> tuple[int, ...]:
 
 
 class AttentionExtras(NamedTuple):
-    """Sliding window, soft cap and sinks of a layer's attention (Gemma 2, gpt-oss), without its scale."""
+    """Sliding window, soft cap and sinks of a layer's attention (Gemma 2, gpt-oss). The scale is not part of it."""
 
     window: int | None = None  # a token attends to this number of tokens, itself included; None: to all before it
     softcap: float | None = None  # a score s counts as softcap * tanh(s / softcap)
@@ -256,8 +256,8 @@ def attend_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output [Hq, Q, D] of all queries, and the attention mass of the question's queries.
 
-    See `attend_rows` and `attention_mass`. The question's queries are the last `num_question_rows`. Their probabilities
-    are computed once, for both results. `keys`, `values`: [H, T, D].
+    The output is that of `attend_rows`, the mass that of `attention_mass`. The question's queries are the last
+    `num_question_rows`. `keys`, `values`: [H, T, D].
     """
     question = queries.slice_rows(slice(-num_question_rows, None))
     num_heads, num_queries, _ = question.states.shape

@@ -44,10 +44,10 @@ class HostToDeviceCopier:
         """The stream of the copies; None if the device has no streams."""
 
     def in_compute_order(self) -> AbstractContextManager[Any]:
-        """Return a context manager that runs GPU work on the creating thread's stream, after the work queued there.
+        """Return a context manager in which GPU work is queued on the stream `computing`, on which the model runs.
 
-        Other threads start on the device's default stream, and vLLM computes on another one. On different streams, the
-        model could read KV before the reader's thread has written it.
+        Without it, another thread queues its work on the device's default stream. The model could then read KV before
+        that thread has written the KV.
         """
         return torch.cuda.stream(self.computing) if self.overlaps_compute else nullcontext()
 

@@ -90,7 +90,7 @@ def _concatenated(layers: Sequence[LayerKV]) -> LayerKV:
 
 
 class LayerEvent(NamedTuple):
-    """Start and end of one layer's reading and placing, in `perf_counter` seconds."""
+    """Start and end of loading or fusing one layer, in `perf_counter` seconds."""
 
     layer: int
     start_s: float
@@ -107,11 +107,11 @@ class Timeline(NamedTuple):
 class LayerLoader:
     """Context manager that loads one request's stored KV. Leaving it stops the reader and joins its thread.
 
-    `wait(layer)` returns when that layer of every placement is written. It raises the reader's error
-    (DamagedEntryError for a damaged entry); the layers read before the error can be used. `ready[layer]` is set once
+    `wait(layer)` returns when that layer of every placement is written. If the reader fails, `wait` raises the error
+    (DamagedEntryError for a damaged entry) for the layers that were not read. `ready[layer]` is set once
     `wait(layer)` no longer blocks. `done` is set once the context can be left without waiting. `place(layer, keys,
-    rows)` rotates keys to their positions. `write(layer, rows, keys, values)` gets the result, for adjacent rows.
-    `depth` is the number of layers that the reader may be ahead of `fuse`.
+    rows)` rotates keys to the positions `rows`. `write(layer, rows, keys, values)` writes placed keys and their values
+    to adjacent rows. `depth` is the number of layers that the reader may be ahead of `fuse`.
 
     `together`: True places all chunks of a layer in one call of `place`, and writes adjacent chunks in one call. This
     needs one more copy and far fewer operations. Every call of `place` then gets the same `rows` tensor. False calls
@@ -122,8 +122,7 @@ class LayerLoader:
     The reader still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving the
     context waits for this read.
 
-    `correctable` is required by `read_stored` and `apply_drift`: the model, whose methods undo the rotation of keys and
-    add drift to them, and the FusedKV that `write` fills.
+    `correctable` is the model and the FusedKV that `write` fills. Only `read_stored` and `apply_drift` need it.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class LayerLoader:
 
     @property
     def load_s(self) -> float:
-        """Return the seconds of reading (or computing layer 0) and placing, also those that overlapped with fusing."""
+        """Return the seconds of loading: reading layers, computing layer 0, placing. It may overlap with fusing."""
         return sum(event.end_s - event.start_s for event in self.events) + self._read_through_s
 
     def __enter__(self) -> LayerLoader:
@@ -255,7 +254,7 @@ class LayerLoader:
         fused.values(layer)[:, :count] += (shares @ drift.values).to(fused.values(layer).dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Return the load and fuse events of each layer. `ends_s`: when each was fused, in `perf_counter` seconds."""
+        """Return the events of all layers. `ends_s`: the end of fusing each layer, in `perf_counter` seconds."""
         spans = zip(self._released_s, ends_s, strict=True)
         return Timeline(tuple(sorted(self.events)), tuple(LayerEvent(layer, *span) for layer, span in enumerate(spans)))
 

@@ -34,8 +34,8 @@ from ragblend.options import ContextPolicy
 class Placement(NamedTuple):
     """Stored KV of a chunk, and the prompt position at which it is placed.
 
-    `exact`: True if the KV was computed after precisely the tokens that precede it in the prompt. Such KV is not
-    recomputed, unless it is stored in eight bits and the ratio is 1: ratio 1 is then full prefill for any store.
+    `exact`: True if the KV was computed after precisely the tokens that precede the chunk in the prompt. Such KV is not
+    recomputed, with one exception: ratio 1 recomputes KV stored in eight bits, so that it equals full prefill.
     """
 
     kv: ChunkKV
@@ -184,7 +184,7 @@ class FuseResult:
     select_s: float = 0.0  # seconds spent at the check layer: candidates measured, scored and chosen
 
     def add_first_layer_cost(self, num_rows: float, plan: FusePlan) -> None:
-        """Add the cost of running `num_rows` rows through layer 0 only. A deeper model has the same cost."""
+        """Add the cost of running `num_rows` rows through layer 0 only. A deeper model would have the same cost."""
         self.rows_per_layer[0] += num_rows
         if plan.check_layer == 0:
             self.fixed_cost += num_rows
@@ -200,10 +200,10 @@ def record_fusion(
 ) -> None:
     """Write into `report` the reused and recomputed tokens, per chunk and in all, and the rule's measurements.
 
-    Before this call, all of `report.chunks` are misses. `starts`: the position of the first token of each of them.
-    `stored`: the chunks whose stored KV was used, by the position of their first token. Each value is the placement,
-    how the prefix of the KV matched, and the policy of its ingestion context. `num_known`: the number of tokens at the
-    start of the prompt whose KV an earlier request left in memory.
+    Before this call, all of `report.chunks` are misses. `starts`: the position of each chunk's first token. `stored`:
+    the chunks whose stored KV was used, by this position. Each value is the placement, the chunk's `prefix_match` (see
+    `ChunkReport`), and the policy of the KV's ingestion context. `num_known`: the number of tokens at the start of the
+    prompt whose KV an earlier request left in memory.
 
     `report.attention_*`: see `question_attention_shares`. `report.mean_deviation`: the mean `relative_deviation` of the
     recomputed tokens, at the check layer. Figures that the rule did not measure stay None.
@@ -243,9 +243,9 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float,
     """Return the shares of the question's attention on exact, recomputed and stale tokens of the prompt.
 
     The shares sum to 1. The result is None if the rule runs no query probe. The attention is measured over the stored
-    KV, before any recompute. It is the mean over the question's tokens, heads and probe layers. Stale tokens are kept,
-    with KV that was computed without the chunks before them. Recomputed tokens are chunk tokens whose stored KV was
-    replaced. Exact tokens are all others: the prefix, chunks with exact KV, and all tokens computed for this prompt.
+    KV, before any recompute. It is the mean over the question's tokens, heads and probe layers. Stale tokens are chunk
+    tokens that keep stored KV which is not exact (see `Placement`). Recomputed tokens are chunk tokens whose stored KV
+    was replaced. Exact tokens are all others: the prefix, chunks with exact KV, and tokens computed for this prompt.
     """
     if fused.attention is None:
         return None
@@ -264,7 +264,7 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float,
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
     """Return the cost of a fusion as a share of the cost of running all chunk tokens through every layer.
 
-    `rows_per_layer[l]`: the number of all rows run at layer l.
+    `rows_per_layer[l]`: the number of chunk tokens that ran through layer l (see `FuseResult`).
 
     >>> charged_budget([100, 20, 20, 20], num_chunk_tokens=100)
     0.4
@@ -284,9 +284,9 @@ def project_charged_budget(
     """Return the charged budget (see `charged_budget`) that a rule would have in a model of `target_num_layers` layers.
 
     Budgets of models are compared at one depth, because in a shallow model the check is most of the cost. Layers before
-    the check layer keep their cost. The check layer and each layer after it get the mean cost of these layers in this
-    model. `fixed_cost`: the part of `rows_per_layer` for measuring at the check layer. It does not grow with depth, so
-    it is left out of the mean and added once.
+    the check layer keep their cost. Every other layer of the target model gets the mean cost of this model's
+    other layers, without `fixed_cost`. `fixed_cost`: the part of `rows_per_layer` for measuring at the check layer. It
+    does not grow with depth, so it is added once.
 
     >>> round(project_charged_budget(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225

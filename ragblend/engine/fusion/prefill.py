@@ -113,9 +113,9 @@ def prefill_missing(
 ) -> Iterator[int]:
     """Prefill the missing chunks, a pass at a time, while the KV of earlier passes is written.
 
-    Adjacent chunks with the same ingestion context share passes. Yields, in order, the number of bytes stored for
-    every chunk once it is stored; 0 if it was stored before. Raises the errors of `put`. If the generator is closed
-    early or interrupted, the KV that was prefilled is still stored.
+    Adjacent chunks with the same ingestion context share passes. Yields one number per chunk, in order: the bytes that
+    were stored, after they were written, or 0 if the chunk was stored before. Raises the errors of `put`. If the
+    generator is closed early or interrupted, the KV that was prefilled is still stored.
     """
     writes: deque[tuple[Future[None] | None, int]] = deque()
     unwritten_bytes = 0

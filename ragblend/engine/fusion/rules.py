@@ -72,10 +72,10 @@ def cacheblend_k_scores(inputs: RuleInputs) -> Tensor:
 def ask_scores(inputs: RuleInputs) -> Tensor:
     """Return a score per candidate: its share of the question's attention (ProphetKV, arXiv 2602.02579).
 
-    The share is the mean over probe layers, heads and the question's tokens. The first and the last token of each chunk
-    (or of each part of it, if the prompt has parts) get 1 more, so that they are recomputed first. The reasons: the
-    first token of a text that was computed alone attracts attention (EPIC, arXiv 2410.15332, recomputes a few first
-    tokens), and drift correction needs a recomputed token in each part.
+    The share is the mean over probe layers, heads and the question's tokens. The first and the last token of each part
+    of a chunk (`is_edge`) get 1 more, so that they are recomputed first. Recomputing the first token helps because the
+    first token of a text that was computed alone attracts attention (EPIC, arXiv 2410.15332). Drift correction needs a
+    recomputed token in each part.
     """
     assert inputs.attention is not None
     assert inputs.is_edge is not None
@@ -104,9 +104,9 @@ class SelectionRule:
     def probe_layers(self, num_layers: int, global_layers: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the probe layers, at which the rule reads the question's attention, ascending; () without a probe.
 
-        They are the middle layers of a deep model, and all layers of a shallow one. `global_layers` are the layers
-        without an attention window, if other layers have one. The probe layers are then the global ones among the
-        middle layers, or all global layers if there is none.
+        They are the middle layers of a deep model, and all layers of a shallow one. `global_layers`: the layers without
+        an attention window, in a model that has layers with and without one; else (). Of such a model, only global
+        layers are probe layers: those among the middle layers, or all of them if no middle layer is global.
 
         >>> [RULES[name].probe_layers(3) for name in ("ask", "cacheblend")]
         [(0, 1, 2), ()]
@@ -215,9 +215,9 @@ def is_probe_worthwhile(
 ) -> bool:
     """Return True if the rule's query probe of `num_fresh` tokens is cheap enough, or if there is no probe to run.
 
-    The cost is the number of tokens times the number of layers that they run through. The limit is the cost of
-    recomputing the share `ratio` + PROBE_MARGIN of the chunk tokens: at this share, NO_PROBE_RULE is still further from
-    full prefill than the rule with its probe. Long questions over short chunks exceed the limit.
+    The cost of a probe is the number of its tokens times the number of layers that they run through. The limit is the
+    cost of recomputing the share `ratio` + PROBE_MARGIN of the chunk tokens. NO_PROBE_RULE with this larger share is
+    still further from full prefill than `rule` with `ratio`. A long question over short chunks exceeds the limit.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]
@@ -253,8 +253,8 @@ _JITTER = 1e-6
 class DriftCorrection(NamedTuple):
     """Regression that estimates the KV change of all T tokens from the measured change of N recomputed ones.
 
-    M of the recomputed tokens are landmarks. `estimate_drift` returns one row per landmark (the drift), and a token's
-    estimated change is the sum of these rows, weighted by `shares`.
+    M of the recomputed tokens are landmarks. The drift, which `estimate_drift` returns, has one row per landmark. The
+    estimated change of token t is the sum of the M rows of the drift, weighted by `shares[t]`.
     """
 
     rows: Tensor  # positions [N] of the recomputed tokens, ascending
@@ -264,8 +264,8 @@ class DriftCorrection(NamedTuple):
     def estimate_drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
         """Return the drift [H, M, D] float32 of pre-RoPE keys and values, one row for each of the M landmarks.
 
-        `fresh`, `stored`: KV [H, N, D] of the recomputed tokens. `shares` @ drift are the changes to add to the stored
-        KV of all T tokens.
+        `fresh`, `stored`: KV [H, N, D] of the recomputed tokens. To correct the stored KV of all T tokens, add
+        `shares` @ drift [H, T, D] to it.
         """
         moved = []
         for new, old in zip(fresh, stored, strict=True):
@@ -280,8 +280,8 @@ class DriftCorrection(NamedTuple):
 def similarity_layer(num_layers: int, deepest: int) -> int:
     """Return the layer whose stored values measure how similar tokens are, for drift correction.
 
-    It is at least 1, because layer 0's values depend on the token alone. Otherwise it is not after `deepest`, the last
-    layer of the query probe, because later layers are not loaded yet.
+    It is the layer at SIMILARITY_DEPTH, but at most `deepest`, the last layer of the query probe: later layers are not
+    loaded yet. It is never layer 0, whose values depend on the token alone; layer 1 is then taken.
 
     >>> [similarity_layer(count, count - 1) for count in (2, 5, 30)], similarity_layer(30, 3), similarity_layer(30, 0)
     ([1, 2, 12], 3, 1)
@@ -297,10 +297,10 @@ def fit_drift_correction(
     shares: Tensor,
     mean_over_ranks: Callable[[Tensor], Tensor],
 ) -> DriftCorrection:
-    """Return the regression over N candidates at the positions `rows` [N], ascending, of a prompt of T tokens.
+    """Return the drift correction for N candidates in a prompt of T tokens. `rows` [N]: their positions, ascending.
 
-    `values` [H, N, D]: the candidates' stored values at `similarity_layer`, by which their similarity is measured.
-    `chunks` [N]: index of each candidate's chunk. `is_recomputed` [N] bool: True for at least one. `shares` [T]: factor
+    `values` [H, N, D]: the candidates' stored values at `similarity_layer`; similar values mean similar candidates.
+    `chunks` [N]: index of each candidate's chunk. `is_recomputed` [N] bool: at least one is True. `shares` [T]: factor
     on each position's estimated change, 0 for positions that are not corrected. `mean_over_ranks` averages a vector
     over the ranks, if each rank has some of the heads.
     """

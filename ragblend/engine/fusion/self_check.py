@@ -61,9 +61,9 @@ def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quan
     - Positions and scattering: recomputing all tokens over stale KV gives full prefill's logits.
     - Mask of scattered rows: recomputing scattered tokens over exact KV changes no logit.
 
-    The results of a quantised model, or a deep one in half precision, vary with the number of tokens that run together.
-    For such a model, an error of up to twice this variation is accepted and logged as a warning. Without quantised
-    weights, it is accepted up to MAX_TOLERANCE. `vocabulary`: number of token ids. `name`: the model's, for errors.
+    In half precision or with quantised weights, a model's results vary with the number of tokens that run together.
+    An error of up to twice this variation is accepted and logged as a warning. Without quantised weights,
+    the limit is at most MAX_TOLERANCE. `vocabulary`: number of token ids. `name`: the model's, for errors.
     """
     allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
     most = math.inf if is_quantised else MAX_TOLERANCE if model.like.dtype != torch.float32 else 0.0

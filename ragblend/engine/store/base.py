@@ -49,8 +49,8 @@ class KVStore(ABC):
     """A store of chunk KV by key. It consists of one tier, or of several tiers that are used as one store.
 
     Threads may share any store. Processes may share only a DiskStore. A tier implements the abstract methods and calls
-    `super().__init__()`. The other methods are implemented for a tier on this machine that never evicts, stores no
-    metadata, and has written an entry when `put` returns. Other tiers override them.
+    `super().__init__()`. The other methods have defaults for a simple tier: it is on this machine, never evicts, stores
+    no metadata, and writes an entry before `put` returns. A tier that differs overrides them.
     """
 
     is_remote = False
@@ -113,7 +113,7 @@ class KVStore(ABC):
         """
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> Mapping[str, ChunkKV]:
-        """Fetch from the remote tiers, in parallel, the entries that no local tier has. Return them by key.
+        """Fetch entries that no local tier has from the remote tiers, in parallel. Return the fetched entries by key.
 
         Entries that do not arrive by the deadline are left out. until_s: the deadline, in seconds of the monotonic
         clock; None: now plus the largest `timeout_s` of the remote tiers.
@@ -205,7 +205,7 @@ class KVStore(ABC):
     # -- between tiers and in the background
 
     def touch(self, key: str) -> None:
-        """Record a use of the entry. Called if a faster tier returned it, because this tier does not notice such a use.
+        """Record a use of an entry that a faster tier has returned. This tier has not seen that use.
 
         The least recently used entries are evicted first.
         """
@@ -220,9 +220,9 @@ class KVStore(ABC):
         """
 
     def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the tiers from which a remote tier reads an entry before it uploads it.
+        """Set the local tiers from which a remote tier reads an entry when its upload begins.
 
-        It reads entries whose tensors did not fit its write queue, so that only their keys are queued.
+        This is for entries that do not fit the remote tier's write queue. Of such an entry, only the key is queued.
         """
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -246,7 +246,7 @@ class ByteStore(Protocol):
 
     Every method raises BackendUnreachableError when the backend fails or exceeds its time limit, and StoreFullError
     when it rejects a value because it is full. Writes are atomic, or a value contains a checksum that detects a partial
-    write. The size that the backend reports is checked before a value is read. `sizes` ends, or it raises an error.
+    write. The size that the backend reports is checked before a value is read. `sizes` has a time limit, too.
     """
 
     @property
