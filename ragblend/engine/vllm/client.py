@@ -472,7 +472,7 @@ class VllmClient(EngineBase):
         return counts["new_kv_bytes"]
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the server has the chunk's KV from `precompute`. KV of other documents does not count."""
+        """Return True if the server has the chunk's KV as a separate document. `precompute` sends such a document."""
         if not self.blends:
             return False
         path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)

@@ -137,7 +137,7 @@ class VllmLayers:
         return self.device.type != "cpu"
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings [R, 1, hidden size] of token ids [R]. Layers return [R, 2, hidden size], with a residual."""
+        """Return the embeddings [R, 1, hidden size] of token ids [R]. No residual is stacked with them yet."""
         hidden: Tensor = self._decoder.embed_input_ids(token_ids)
         return hidden[:, None]
 
