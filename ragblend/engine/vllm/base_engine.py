@@ -171,8 +171,8 @@ class VllmEngineBase(LocalEngine):
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
         """Prefill a chunk's token ids after an ingestion context, and store the KV.
 
-        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM stored
-        nothing.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM did not
+        store the KV.
         """
         key = self.key_of_ids(token_ids, context)
         if not token_ids or self.store.contains(key):

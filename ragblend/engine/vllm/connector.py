@@ -77,7 +77,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return one message that combines the messages of this rank and of another rank (`other`).
 
-        If both ranks report on a request, this rank's report is kept. The two differ only in measured seconds.
+        If both ranks report on a request, this rank's report is kept. Reports of ranks differ only in measured seconds.
         """
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated

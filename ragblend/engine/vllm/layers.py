@@ -178,7 +178,7 @@ class VllmLayers:
         return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
 
     def run_layer_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
-        """Run one layer for several requests at once. Return the layer's output for each request, as `run_layer`."""
+        """Run one layer for several requests at once. Return each request's output [R, 2, hidden size]."""
         if len(runs) == 1:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]

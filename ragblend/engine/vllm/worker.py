@@ -90,7 +90,7 @@ class BlendJob:
     def num_tokens_to_compute(self) -> int:
         """Estimated number of tokens that most layers compute.
 
-        These are the tokens without stored KV after the prefix, and the share `ratio` of the tokens with stored KV.
+        These are the tokens after the prefix without stored KV and, in mode "blend", the share `ratio` of the others.
         """
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
