@@ -104,8 +104,8 @@ class _RotaryTables:
 class TransformersLayers:
     """LayerwiseModel of a transformers causal LM: its layers run one at a time, over any subset of the prompt's tokens.
 
-    Raises UnsupportedModelError if this would not be exact for every layer. In shapes: R rows (tokens), H KV heads, D
-    head size.
+    Raises UnsupportedModelError for a model with a layer whose results would not be exact. In shapes: R rows (tokens),
+    H KV heads, D head size.
     """
 
     def __init__(self, model: Any) -> None:
@@ -150,7 +150,7 @@ class TransformersLayers:
         """Return the embeddings [R, hidden size] of token ids [R].
 
         Some models (Gemma 4) also have an input vector for each token and layer. The vectors of all layers are then
-        appended to the token's embedding. Each layer uses the first vector that is left, and removes it.
+        appended to the token's embedding. `run_layer` uses the vector of its layer, and removes this vector.
         """
         if self._adapters:
             self._check_adapters()
@@ -170,7 +170,7 @@ class TransformersLayers:
             )
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
-        """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. Its attention does not run."""
+        """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. The layer's attention does not run."""
         block = self._layers[layer]
         hidden = hidden[:, : self.config.hidden_size]
         keys, values = self._family.keys_and_values(block.self_attn, block.input_layernorm(hidden))
@@ -189,7 +189,7 @@ class TransformersLayers:
     def add_key_drift(self, layer: int, keys: Tensor, drift: Tensor, rows: Tensor) -> None:
         """Add `drift` [H, R, D] float32, a change of pre-RoPE keys, to rotated `keys` [H, R, D] in place.
 
-        It is first rotated to the positions `rows` [R] of the keys.
+        `rows` [R]: positions of the keys. The drift is rotated to these positions before it is added.
         """
         rotary = self._rotary_of(rows, self._kinds[layer])
         add_rotated(keys, drift, rotary.cos, rotary.sin)
@@ -200,7 +200,7 @@ class TransformersLayers:
         """Run one decoder layer over the tokens at positions `rows` [R], and return its output [R, hidden size].
 
         The tokens' keys and values are passed to `hook`, and written to `fused`. In some models, the last layers make
-        no KV and read that of earlier layers. They run together with the last layer that makes KV.
+        no KV and read the KV of earlier layers. The call for the last layer that makes KV then runs those layers, too.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
@@ -212,7 +212,8 @@ class TransformersLayers:
     ) -> Tensor:
         """Run one decoder layer for a query probe, and return its output [R, hidden size].
 
-        As `run_layer`, but `probe_hook` receives the queries, keys and values of the attention. No later layer runs.
+        It differs from `run_layer` in two ways: `probe_hook` receives the queries, keys and values of the attention,
+        and layers that make no KV do not run.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), latent=self._latent)
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_probe_hook=probe_hook)
@@ -247,7 +248,7 @@ class TransformersLayers:
     def run_layer_keeping_unrotated_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
-        """Return the layer's output, and the rows' pre-RoPE keys and values [H, R, D] as the layer computed them."""
+        """Run one layer. Return its output [R, hidden size], and the rows' pre-RoPE keys and values [H, R, D]."""
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), latent=self._latent)
         hidden, keys = self._run_capturing_keys(layer, lambda: self._run(layer, hidden, rows, cache, blend_rows=rows))
         return hidden, LayerKV(keys, fused.values(layer)[:, rows])
@@ -257,9 +258,9 @@ class TransformersLayers:
     ) -> tuple[Tensor, LayerKV]:
         """Run one layer over several chunks in one sequence. Each chunk runs as if it directly followed `prefix`.
 
-        `hidden` is [R, hidden size]. `spans`: the rows of each chunk in it. `rows` [R]: positions, which begin directly
-        after the prefix in every chunk. Return the output [R, hidden size], and the chunks' pre-RoPE keys and values
-        [H, R, D]. `prefix` is not changed.
+        `spans`: the rows of `hidden` [R, hidden size] that belong to each chunk. `rows` [R]: the rows' positions. The
+        first position of every chunk is the prefix's length. Return the output [R, hidden size], and the chunks'
+        pre-RoPE keys and values [H, R, D]. `prefix` is not changed.
         """
         length = prefix.length
         prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
@@ -273,8 +274,8 @@ class TransformersLayers:
     def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
         """Run the next tokens of B prompts through all layers. Return the logits [B, vocabulary] of their last tokens.
 
-        `token_ids`: one or more tokens of each prompt. Their KV is written to the prompt's FusedKV, after its `length`
-        rows. The caller must increase `length` itself.
+        `token_ids`: one or more tokens of each prompt. The tokens' KV is written to the prompt's FusedKV, from row
+        `length` on. The caller must then increase the FusedKV's `length`.
         """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
         batch = BatchedDecodeCache(places, self._latent, self.expand_kv)

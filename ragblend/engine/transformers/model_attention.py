@@ -79,9 +79,9 @@ def attend_eager(
 ) -> Tensor:
     """Return the attention output [B, R, Hq, D], computed by the model's own eager code.
 
-    It is used for soft caps and sinks, which PyTorch's kernel does not support. `seen` [B, 1, R, T] has the keys that
-    each row attends to. It is a bool mask (True), or transformers' additive mask (0). None is causal attention. Rows
-    are processed in parts, because the probabilities of all rows would take gigabytes.
+    This code supports soft caps and sinks, which PyTorch's kernel does not. `seen` [B, 1, R, T] is a mask of the keys
+    that each row attends to: True in a bool mask, 0 in transformers' additive mask. With None, attention is causal.
+    Rows are processed in parts, because the probabilities of all rows would take gigabytes.
     """
     attend = sys.modules[type(module).__module__].eager_attention_forward
     num_rows, num_keys = query.shape[2], key.shape[2]

@@ -91,8 +91,8 @@ class RuleFit:
     def agreement_at(self, ratio: float) -> float:
         """Return the expected agreement with full prefill at `ratio`, interpolated linearly between measured ratios.
 
-        A larger ratio never has a smaller result: a measured agreement that is above that of a larger ratio is first
-        lowered to it.
+        The result never decreases as the ratio grows. Noise can make the measured agreement decrease. Each measured
+        value is therefore replaced by the lowest value that was measured at this or a larger ratio.
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)
@@ -150,7 +150,7 @@ class Calibration:
 
 
 def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibration:
-    """Return the calibration in a file's `data`. With a key, the data must be signed with it.
+    """Return the calibration in a file's `data`. If `store_key` is set, the data must be signed with this key.
 
     Raises UsageError, and nothing else, for invalid data.
     """
@@ -193,9 +193,10 @@ def save_calibration(disk: DiskStore, calibration: Calibration) -> Path:
 
 
 def calibration_problem(path: Path, facts: Mapping[str, Any]) -> str:
-    """Return the problem of the calibration file `path` with the JSON values `facts`; "" for a valid file.
+    """Return why the calibration file `path` is invalid; "" if it is valid. `facts`: the file's JSON values.
 
-    `DiskStore.verify_metadata` calls this for files of every kind. The result is "" for files of other kinds.
+    The result is also "" for a file that is no calibration, because `DiskStore.verify_metadata` checks files of all
+    kinds with this function.
     """
     if path.parent.name != CALIBRATIONS_DIR:
         return ""
@@ -301,7 +302,7 @@ class CalibrationCache:
 class RequestTuning(NamedTuple):
     """Rule and ratio of one request. `fit` is the calibration of the rule; None if the rule is not calibrated.
 
-    `is_auto_ratio`: the request sets no ratio, so the ratio may be raised where the additional recompute costs no time.
+    `is_auto_ratio`: the request sets no number as its ratio, so an engine may raise the ratio if that costs no time.
     """
 
     rule: str
@@ -318,8 +319,8 @@ def resolve_request_tuning(
 ) -> RequestTuning:
     """Return the rule and ratio of a request with the options `rule` and `ratio`.
 
-    Rule "auto" is the calibration's best rule. Ratio None or "auto" is the rule's calibrated ratio. Without a
-    calibration of the rule, they are the defaults for a model of `num_layers` layers. Other values are used unchanged.
+    Rule "auto" becomes the calibration's best rule. Ratio None or "auto" becomes the rule's calibrated ratio. If the
+    rule is not calibrated, the default rule and ratio for `num_layers` layers replace them. Other values are unchanged.
     Raises UsageError for an unknown rule or an invalid ratio.
     """
     known = find_rule(rule, num_layers)

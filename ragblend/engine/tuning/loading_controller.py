@@ -225,10 +225,10 @@ def decide_reuse(
     load_bytes: Mapping[str, int],
     probes_before_selection: bool = False,
 ) -> ReuseDecision:
-    """Return the ratio for a prompt of `num_tokens`, `num_stored` of them stored, or the reason for full prefill.
+    """Decide whether a prompt of `num_tokens` tokens reuses stored KV, and at what ratio, or is prefilled in full.
 
-    `r_star`: the least ratio that is close enough to full prefill. `load_bytes`: bytes to read, by the tier's name. A
-    tier without a measured speed adds no loading time, so that it does not raise the ratio above `r_star`.
+    `num_stored`: number of its tokens that have stored KV. `r_star`: the least ratio that is close enough to full
+    prefill. `load_bytes`: bytes to read, by the tier's name. Loading from a tier of unknown speed counts as 0 s.
     """
     speeds = profile.bytes_per_s
     load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)

@@ -111,7 +111,7 @@ def read_machine_profile(
 
 
 def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
-    """Write a profile into the store at `root`, replacing an older one, and return its path.
+    """Write a profile into the store at `root`, and return the file's path. An older profile is replaced.
 
     Raises StoreFullError on a full disk, StoreNotWritableError if the file cannot be written otherwise.
     """

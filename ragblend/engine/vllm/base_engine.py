@@ -152,8 +152,8 @@ class VllmEngineBase(LocalEngine):
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """Precompute chunks by several requests at once. Yield the number of bytes stored for each chunk.
 
-        Chunks with an ingestion context come last, because they reuse the KV of the chunks in that context. The numbers
-        come in this order.
+        Chunks without an ingestion context are precomputed first, because the other chunks reuse their KV. The numbers
+        are therefore not in the order of `chunks`: first those of chunks without a context, then the rest.
         """
         self.add_known_chunks(chunks)
         in_context = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
@@ -171,8 +171,8 @@ class VllmEngineBase(LocalEngine):
     def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
         """Prefill a chunk's token ids after an ingestion context, and store the KV.
 
-        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM did not store
-        it.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM did not
+        store the KV.
         """
         key = self.key_of_ids(token_ids, context)
         if not token_ids or self.store.contains(key):

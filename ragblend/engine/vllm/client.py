@@ -269,10 +269,10 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
 
 
 class ServerModelRenderer:
-    """Renderer for the model of a server. It loads the model's tokenizer at the first use, by calling `load`.
+    """Renderer for the model of a server. It calls `load`, which loads the model's tokenizer, only when needed.
 
-    The formats of tool calls come from `facts`. All other attributes are those of the loaded Renderer. Splitting
-    documents and counting tokens load it. Answering prompts does not.
+    The formats of tool calls come from `facts`. All other attributes are those of the loaded Renderer. The tokenizer
+    is needed to split documents and to count tokens, but not to answer prompts.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
@@ -349,8 +349,8 @@ class VllmClient(EngineBase):
     """Engine over a vLLM server, as `load_engine(model, backend="http://HOST:PORT")` returns it.
 
     If `on_miss` is "store", chunks that the server has not stored are sent to it as documents, in the background. A
-    vLLM server without ragblend answers without reuse. `load_renderer` loads the model's tokenizer, which splitting
-    documents and counting tokens need.
+    vLLM server without ragblend answers without reuse. `load_renderer` loads the model's tokenizer. It is called
+    only to split documents or to count tokens.
     """
 
     def __init__(
@@ -462,8 +462,8 @@ class VllmClient(EngineBase):
     def precompute(self, chunk: Part) -> int:
         """Send one chunk to the server as a separate document, and wait until it is stored.
 
-        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if it was not stored,
-        or for a vLLM without ragblend.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if the server has not
+        stored the chunk, or if it runs vLLM without ragblend.
         """
         text = as_chunk(chunk).text.strip()
         counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": _chunk_id(text), "chunks": [text]}])
@@ -472,7 +472,7 @@ class VllmClient(EngineBase):
         return counts["new_kv_bytes"]
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the server has stored the chunk's KV as a separate document, as `precompute` does."""
+        """Return True if the server has the chunk's KV as a separate document. `precompute` sends such a document."""
         if not self.blends:
             return False
         path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)

@@ -75,9 +75,9 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     weights_updated: bool = False  # the model's weights have changed since it was loaded
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return one message for this rank and another one. Reports on the same request are taken from this rank.
+        """Return one message that combines the messages of this rank and of another rank (`other`).
 
-        They differ only in measured seconds.
+        If both ranks report on a request, this rank's report is kept. Reports of ranks differ only in measured seconds.
         """
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated
@@ -158,7 +158,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self.scheduler.take_reports(meta.reports, meta.memory)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return False, so that vLLM frees the blocks, and the report that vLLM sends with the answer."""
+        """Return False and the answer's report. False makes vLLM free the blocks. vLLM sends the report."""
         return False, self.scheduler.on_request_finished(request.request_id)
 
     # -- the workers' half: runs jobs

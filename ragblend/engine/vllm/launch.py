@@ -141,7 +141,7 @@ def require_vllm() -> None:
 def plugin_problem(environment: Mapping[str, str] | None = None) -> str:
     """Return why vLLM would not load ragblend's plugin, and how to fix it; "" if it would.
 
-    `environment`: vLLM's, by default this process's.
+    `environment`: the environment variables of vLLM's process. The default is this process's variables.
     """
     named = (os.environ if environment is None else environment).get("VLLM_PLUGINS")
     if named is not None and PLUGIN not in [name.strip() for name in named.split(",")]:

@@ -56,9 +56,9 @@ def _stop() -> None:
 class VllmLayers:
     """LayerwiseModel of a vLLM worker's `model`: its layers run one at a time, over any subset of the prompt's tokens.
 
-    It has this rank's share of the KV heads. `max_rows` and `max_runs` limit the rows of one attention call, and its
-    runs of consecutive rows. They bound the call's memory and do not change results. Raises UnsupportedModelError for
-    layers or an attention backend that the connector cannot call. In shapes: R rows, H KV heads, D head size.
+    It has this rank's share of the KV heads. One attention call has at most `max_rows` rows, in at most `max_runs` runs
+    of consecutive rows. Both limits bound the call's memory and do not change results. Raises UnsupportedModelError
+    for layers or an attention backend that the connector cannot call. In shapes: R rows, H KV heads, D head size.
     """
 
     def __init__(
@@ -130,19 +130,19 @@ class VllmLayers:
 
     @property
     def attends_scattered_rows_together(self) -> bool:
-        """True if scattered rows attend in one call to the resident layer, a copy of the layer's KV in one tensor.
+        """True if one attention call may run scattered rows over the resident layer, one tensor with the layer's KV.
 
-        False on a CPU, where vLLM's kernel over the paged cache is always faster (`benchmarks.scattered`).
+        False on a CPU: vLLM's own kernel, which reads the paged cache, is always faster there (`benchmarks.scattered`).
         """
         return self.device.type != "cpu"
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings [R, 1, hidden size] of token ids [R], which have no residual yet."""
+        """Return the embeddings [R, 1, hidden size] of token ids [R]. No residual is stacked with them yet."""
         hidden: Tensor = self._decoder.embed_input_ids(token_ids)
         return hidden[:, None]
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
-        """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. Its attention does not run."""
+        """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. The layer's attention does not run."""
         projected = []
         for part in torch.split(hidden, self.max_rows):
             positions = torch.zeros(len(part), dtype=torch.int64, device=self.device)
@@ -178,7 +178,7 @@ class VllmLayers:
         return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
 
     def run_layer_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
-        """Run one layer for several requests in one call. Return the output of each, as `run_layer` does."""
+        """Run one layer for several requests at once. Return each request's output [R, 2, hidden size]."""
         if len(runs) == 1:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
@@ -211,7 +211,7 @@ class VllmLayers:
         """Run a decoder layer for a query probe, and return its output [R, 2, hidden size].
 
         The tokens at `rows` have no blocks in the paged cache. They attend to the resident layer of `fused`, a PagedKV.
-        `probe_hook` receives their queries and the keys.
+        `probe_hook` receives the tokens' queries and the keys, and also the values unless there are many rows.
         """
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
@@ -293,9 +293,9 @@ class VllmLayers:
         ]
 
     def split_shared_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
-        """Split rows of several requests into calls over the requests' resident layers, of at most `max_rows` rows.
+        """Split the rows of several requests into attention calls over the requests' resident layers.
 
-        `rows`: positions [R] of each request.
+        `rows`: positions [R] of each request. A call has at most `max_rows` rows.
         """
         joined = torch.cat(list(rows)) if len(rows) > 1 else rows[0]
         starts = list(itertools.accumulate((len(each) for each in rows), initial=0))

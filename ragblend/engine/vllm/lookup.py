@@ -71,9 +71,9 @@ class ChunkLookup:
     ) -> Future[LookupResult]:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
-        `runs`: the runs that an earlier lookup of the prompt has found, None before the first one. `asks_remote`: if
-        the remote tier may have better entries than this machine, the result has only their keys (`missing`). Fetch
-        these entries, and start the lookup again with `asks_remote=False`.
+        `runs`: the runs that an earlier lookup of the prompt has found; None for the first lookup. With `asks_remote`,
+        the result's `missing` has the keys of better entries that the remote tier may have. If there are any, `stored`
+        is empty. Fetch these entries, and start the lookup again with `asks_remote=False`.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 

@@ -37,10 +37,10 @@ class PromptMatcher:
         self._known = lru_cache(_NAMESPACES_OPEN)(partial(open_known_chunks, self._registry, renderer.fingerprint))
 
     def find_runs(self, token_ids: Sequence[int], namespace: str) -> list[ChunkRun]:
-        """Return the parts of a prompt that equal a chunk of the namespace, or a part of one, in prompt order.
+        """Return the prompt's runs in order. A run equals a whole chunk of the namespace, or a part of a chunk.
 
-        A short part at the end of the question is left out, because it may be a quotation. The last token of the prompt
-        is never in a run, because vLLM has to compute it to sample the next one. Raises RagblendError for a damaged
+        A short run at the end of the question is left out, because it may be a quotation. The prompt's last token is in
+        no run, because vLLM has to compute this token before it can sample. Raises RagblendError for a damaged
         registry.
         """
         runs = self._known(namespace).find_runs(token_ids)
@@ -58,10 +58,11 @@ class PromptMatcher:
 
 
 class ConversationSalts:
-    """Salts of prompts in vLLM's prefix cache. Turns of one conversation share a salt, and so reuse its blended KV.
+    """Salts of prompts in vLLM's prefix cache. Only prompts with the same salt share blended KV there.
 
-    Another prompt that begins with the same chunks gets another salt, because its question determines which tokens of
-    the chunks are recomputed. `tail_ids`: the ids that the chat template writes after the last user turn.
+    All turns of a conversation get one salt. Another conversation gets another salt even if it begins with the same
+    chunks, because its question determines which of their tokens are recomputed. `tail_ids`: the ids that the chat
+    template writes after the last user turn.
     """
 
     def __init__(self, tail_ids: Sequence[int]) -> None:

@@ -40,9 +40,9 @@ class RequestMetrics:
         self.counts.update(counts)
 
     def record_filled_request(self, report: BlendReport, *, observed: bool) -> None:
-        """Add the `report` of a request whose context has been filled to the counters.
+        """Count a request whose context has been filled: increase the counters by the numbers in its `report`.
 
-        If `observed` is True and reuse was not refused, also add its seconds to the histograms.
+        If `observed` is True and reuse was not refused, also add the report's seconds to the histograms.
         """
         self.add(
             refused_requests=bool(report.refused_reason),
@@ -68,7 +68,7 @@ class RequestMetrics:
         self.observed.setdefault(name, []).append(value)
 
     def take_changes(self) -> dict[str, float | list[float]]:
-        """Return what was counted and observed since the last call, and clear it.
+        """Return the counts and observed values since the last call. The next call begins with none.
 
         The queue length is included only if it has changed since the last call.
         """
@@ -84,8 +84,8 @@ class TierMetrics:
     """Metrics of this process's memory and disk tiers (hits, evictions and sizes), and of its remote tier, if any.
 
     With `shows_bytes`, this process also reports the sizes of the tiers, and whether the store's folder was deleted.
-    Set it in only one of the processes that share a disk. Engine steps wait for `take_changes`, so a separate thread
-    lists the files on disk.
+    Set `shows_bytes` in only one of the processes that share a disk. `take_changes` is quick, because another thread
+    measures the disk tier.
     """
 
     def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:

@@ -56,7 +56,8 @@ _SERIES = {name: ("", text) for name, text in COUNTERS.items()} | LABELLED_COUNT
 class BlendStats(KVConnectorStats):  # type: ignore[misc]
     """Metrics since the last report, as `{"name" or "name|label": value}`.
 
-    A counter's value is a number, a histogram's a list of the observed values, a gauge's its latest number.
+    The value of a counter is its increase. The value of a histogram is the list of observed values. The value of a
+    gauge is the latest number.
     """
 
     def reset(self) -> None:

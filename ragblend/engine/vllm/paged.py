@@ -48,13 +48,13 @@ class LayerPlacement(NamedTuple):
 class PagedKV:
     """One request's KV in its blocks of vLLM's paged cache (a PromptKVBuffer). The first `length` rows are valid.
 
-    Reading KV from blocks is slow. If a layer's index is in `kept`, its KV is therefore also kept in a tensor, the
-    resident layer, until the next such layer is placed. `write` updates both. `fully_resident_layer` is the index of
-    the resident layer once all placed rows are in its tensor, else None.
+    Reading KV from blocks is slow. The KV of one layer at a time is therefore also kept in a tensor: the resident
+    layer. `kept`: indices of the layers for which this is done. Placing a kept layer replaces the resident layer.
+    `fully_resident_layer` is the resident layer's index once all placed rows are in the tensor, else None.
 
     The capacity is `num_rows` + `num_probe_rows`. The first `num_rows` rows have blocks. The other rows are for a query
-    probe, and exist only in the resident layer. The blocks of the first `num_resident` rows have valid KV already. It
-    is never overwritten, and is copied into each resident layer.
+    probe, and exist only in the resident layer. The blocks of the first `num_resident` rows have valid KV already.
+    Callers must not write these rows. Each new resident layer gets a copy of their KV.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class PagedKV:
         self.length = placement.end
 
     def should_attend_together(self, layer: int, has_hook: bool) -> bool:
-        """Return True if scattered rows of `layer` attend in one call to the resident layer, False if to the blocks.
+        """Return True if scattered rows of `layer` attend to the resident layer, and False if they attend to blocks.
 
-        `has_hook`: the layer runs with a FreshRowsCallback. All placed rows are resident once that has been called.
+        `has_hook`: the layer runs with a FreshRowsCallback, which makes all placed rows resident.
         """
         is_resident = has_hook or self.fully_resident_layer == layer
         return self._layers.attends_scattered_rows_together and layer in self._kept and is_resident
@@ -194,9 +194,9 @@ class PagedLayerLoader:
     they would have to compute it together, and a chunk may be in the memory of one rank only. An entry that one of
     several ranks cannot read counts as damaged on all of them.
 
-    `corrects_drift`: chunks that are not exact are corrected before they are placed in blocks. If there are any, the
-    caller must call `apply_drift` for every layer but the first. Until then, their layers stay in host memory, and
-    several layers may be there.
+    `corrects_drift`: chunks that are not exact are corrected before they are placed in blocks. If there are such
+    chunks, the caller must call `apply_drift` for every layer but the first. A layer of such a chunk stays in host
+    memory until `apply_drift` is called for it.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class PagedLayerLoader:
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
         """Correct and place the layer's chunks whose stored KV is not exact in this prompt.
 
-        `shares` @ `drift` is added to their rows, as in `PagedKV.place`. If `drift` is None, they are placed as stored.
+        `PagedKV.place` describes `shares` and `drift`. If `drift` is None, the chunks are placed without a correction.
         """
         start_s = perf_counter()
         # Another layer may have been the resident one since `wait`.

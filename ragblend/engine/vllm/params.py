@@ -133,13 +133,13 @@ _OF_THE_CLIENT = frozenset({"ttft_s", "decode_s", "prompt_tokens", "completion_t
 
 
 def report_to_json(report: BlendReport) -> dict[str, Any]:
-    """Return a report as JSON values, without token counts (OpenAI's `usage` has them) and times of the client."""
+    """Return a report as JSON values. It has no times of the client, and no token counts: OpenAI's `usage` has them."""
     facts = {name: value for name, value in report.as_dict().items() if name not in _OF_THE_CLIENT}
     return {"version": PARAMS_VERSION, **facts}
 
 
 def report_from_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendReport | None:
-    """Return the report in a response's `kv_transfer_params`; None without a report, or for another version of it."""
+    """Return the report in a response's `kv_transfer_params`; None without a report, or if its version differs."""
     raw = (kv_transfer_params or {}).get(PARAMS_KEY)
     if not isinstance(raw, Mapping) or raw.get("version") != PARAMS_VERSION or raw.get("mode") not in MODES:
         return None

