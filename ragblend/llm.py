@@ -103,8 +103,8 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
 
         `tool_choice`: "auto" (or None) lets the model choose; "any", "required" or True requires a call; the name of a
         tool requires a call of that tool; "none" allows no call. `parallel_tool_calls` allows several calls; None
-        allows several only with "auto". `strict` as in OpenAI: every parameter is required. Arguments follow their
-        schema with and without `strict`.
+        allows several only with "auto". `strict`: True makes every parameter required, as in OpenAI's API. The
+        arguments of calls follow the tool's schema in any case.
         """
         from ragblend.langchain.tools import bind_tools
 
@@ -123,11 +123,11 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
     ) -> Runnable[LanguageModelInput, Any]:
         """Return this model with answers in the form of `schema`: a Pydantic class, a TypedDict or a JSON schema.
 
-        Answers are objects of the Pydantic class, else dicts. `method`: "json_schema" constrains the answer to the
-        schema, "function_calling" makes the model call a tool with that schema, "json_mode" allows any JSON object.
-        Only "function_calling" adds the schema to the prompt; with the others, describe the fields in the prompt.
-        `include_raw=True` returns {"raw": AIMessage, "parsed": ..., "parsing_error": ...}. If max_tokens cuts an
-        answer, the two JSON methods raise OutputParserException. Raises UsageError for another `method`.
+        An answer is an object if `schema` is a Pydantic class, else a dict. `method`: "json_schema" constrains answers
+        to the schema, "function_calling" makes the model call a tool with that schema, "json_mode" allows any JSON
+        object. Only "function_calling" adds the schema to the prompt; for the two JSON methods, describe the fields in
+        the prompt. If max_tokens cuts an answer, the JSON methods raise OutputParserException. With `include_raw=True`,
+        each result is {"raw": AIMessage, "parsed": ..., "parsing_error": ...}, and a parser's error is not raised.
         """
         from ragblend.langchain.tools import bind_structured_output
 
@@ -149,7 +149,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
     ) -> LLMResult:
         """Answer each conversation. An engine in this process decodes the answers together.
 
-        Raises the first error after the other answers have ended.
+        If an answer fails, the other answers are still completed; then the first error is raised.
         """
         loop, answer = getattr(self.engine, "loop", None), super().generate
         if loop is None or len(messages) < 2:
@@ -209,8 +209,8 @@ class BlendLLM(LangChainModel, BaseLLM):
     """LangChain string model that answers from the stored KV of chunks. Its arguments are those of `ChatBlend`.
 
     A string prompt is one user turn in the model's chat template; with `raw=True` it is the whole prompt, without a
-    template. Chat prompts keep their roles. LangChain's answer cache ignores the options of a call to a string model;
-    pass options that change answers to the constructor.
+    template. Chat prompts keep their roles. LangChain's answer cache ignores the options of a call to a string model.
+    If you use this cache, set the options in the constructor instead.
     """
 
     raw: bool = False

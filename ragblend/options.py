@@ -138,8 +138,8 @@ class ModelOptions:
 
     `device` names one device. `device_map` is the argument of transformers: "auto", a device, or a dictionary. A map
     with several devices is rejected, because the KV of all layers is on one device. `attn_implementation`: attention of
-    the model's own forward, in mode "full", shadow comparisons and the self-check. Blending uses ragblend's attention,
-    because no other computes tokens at scattered positions. `model_kwargs` are passed to `from_pretrained`:
+    the model's own forward, in mode "full", shadow comparisons and the self-check. Blending computes scattered tokens,
+    and therefore uses ragblend's own attention. `model_kwargs` are passed to `from_pretrained`:
     quantization_config, token, and fields of config.json, which are part of the model's fingerprint.
     """
 
@@ -259,8 +259,8 @@ class GenerationOptions:
 
     `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. None and "auto" mean the store's
     calibrated ratio or, without one, the rule's default. If `ragblend profile` has measured the machine, this ratio is
-    raised as long as recomputing takes no longer than loading. A blend that would be slower than full prefill is then
-    replaced by full prefill.
+    raised up to the point where recomputing takes as long as loading. If blending would then be slower than full
+    prefill, full prefill is run.
 
     Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
     also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.

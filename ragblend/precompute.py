@@ -90,7 +90,7 @@ def ingest(
     no longer exists are removed with their KV, registered texts and pins. Documents from other paths stay, and so do
     documents of files that `glob` excludes or that cannot be read.
 
-    - index: an open index, or an index folder, which is created if missing. embedder: its name, for a new index.
+    - index: an open index, or its folder, which is created if missing. embedder: name of the embedder of a new index.
     - chunk_size: largest number of tokens of a chunk, by the engine's tokenizer; None: the size that the index records.
     - splitter: replaces the default splitter; `chunker.adapt_splitter` accepts LangChain's and LlamaIndex's. If the
       splitter or `chunk_size` changed, documents are split again, and `notify` is called with a message.
@@ -102,7 +102,7 @@ def ingest(
     - text_field: field with the text of records in CSV, JSON and Parquet files; a dotted path names a field of nested
       objects. With "", the reader finds the field.
     - loader: a function from a path to documents of ragblend, LangChain or LlamaIndex, or strings. It reads every file
-      in place of ragblend's readers. With another `text_field` or `loader`, files are read again.
+      in place of ragblend's readers. If `text_field` or `loader` changed, unchanged files are read again, too.
     - workers: processes that embed and prefill instead of this one (`RayWorkers`).
 
     `report.failures` lists text files that cannot be read, files larger than `max_file_mib` (0: no limit), and
@@ -177,9 +177,10 @@ def precompute_chunks(
     KV in the model's dtype is rounded; KV in eight bits is prefilled again, because rounding cannot be undone. Before
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
-    - index: finds the similar texts after which chunks with the context "similar" are computed. If it is None, a chunk
-      that needs such texts raises UsageError.
-    - register_texts: registers the chunks' texts; None registers them for `index`, or else as texts without an id.
+    - index: finds similar texts as the context of chunks with the context "similar" and no `context_texts`. Without an
+      index, such chunks raise UsageError.
+    - register_texts: a function that registers the chunks' texts. None registers them as texts of the open `index`, or,
+      if `index` is no ChunkIndex, without a document.
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
@@ -327,8 +328,8 @@ def precompute_documents(
     `report.skipped`.
 
     In a store with the context policy "similar" (the default for models of 12 layers or more), a second variant of each
-    chunk is stored. It is computed after the most similar chunks of all documents added this way, by the vectors of
-    `embedder`; None is MiniLM if the extra `demo` is installed, else hashed words.
+    chunk is stored. Its context is the most similar chunks of all documents that this function has added. `embedder`
+    makes the vectors for this search; None: MiniLM if the extra `demo` is installed, else hashed words.
     """
     start_s = perf_counter()
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 class BlendEmbeddings(Embeddings):
-    """A ragblend embedder for LangChain: an Embedder, its name, or None for the default one."""
+    """LangChain embeddings by a ragblend embedder. `embedder`: an Embedder or a name; None: the default embedder."""
 
     def __init__(self, embedder: Embedder | str | None = None) -> None:
         self.embedder = load_embedder(embedder) if isinstance(embedder, str) else embedder or default_embedder()

@@ -64,7 +64,7 @@ class LongDocumentChain:
             _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
     def build(self) -> Runnable[Any, dict[str, Any]]:
-        """Return the chain. It answers the question from each window of the document, and makes one answer of these.
+        """Return the chain. It answers the question from each window of the document, and combines the answers to one.
 
         A window consists of adjacent chunks that fit into one prompt. `create_long_document_chain` explains the result.
         """
@@ -321,7 +321,7 @@ _OVERLAP = 0.1  # default share of a window that the next one repeats
 
 @dataclass(frozen=True, slots=True)
 class DocumentWindow:
-    """Part of the input for one prompt: adjacent chunks of a document, or of several documents in order."""
+    """Adjacent chunks for one prompt. They may continue from the end of one document into the next one."""
 
     chunks: tuple[Chunk, ...]
 
@@ -347,8 +347,8 @@ def make_windows(
     """Return windows over the documents `texts`, pairs of (text, source). No window has more than `budget` tokens.
 
     `window_tokens`: size of a window; default `budget`. `overlap_tokens`: least number of tokens that a window shares
-    with the previous one; default a tenth of a window. `chunk_tokens`: size of the largest chunk. Raises UsageError if
-    the overlap and a chunk do not fit into a window.
+    with the previous one; default a tenth of a window. `chunk_tokens`: largest size of a chunk. Raises UsageError if
+    a window is too small for the overlap and one chunk together.
     """
     size = budget if window_tokens is None else window_tokens
     if not 0 < size <= budget:
@@ -375,8 +375,8 @@ def make_windows(
 def window_spans(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[int, int]]:
     """Divide chunks into windows. Return for each window (start, end): the window has the chunks [start, end).
 
-    `sizes`: tokens of each chunk. A window has as many chunks as `budget` tokens allow. It begins with the last chunks
-    of the previous window that have at least `overlap` tokens together, or with fewer if no new chunk would fit.
+    `sizes`: tokens of each chunk. A window has as many chunks as `budget` tokens allow. Its first chunks are the last
+    chunks of the previous window, with at least `overlap` tokens, but fewer if a new chunk would not fit otherwise.
 
     >>> window_spans([3, 3, 3, 3, 3], budget=9, overlap=3)
     [(0, 3), (2, 5)]
@@ -401,7 +401,7 @@ def window_spans(sizes: Sequence[int], budget: int, overlap: int) -> list[tuple[
 
 
 def chunk_token_budget(engine: Engine, system: str | None, text: str, answer_tokens: int) -> int:
-    """Return the number of tokens that a prompt has for chunks: the context length without everything else.
+    """Return how many tokens of the context length are left for chunks in a prompt.
 
     `text`: question and instructions. `answer_tokens`: tokens that are kept free for the answer. Raises UsageError if
     no token is left for chunks.

@@ -47,9 +47,9 @@ class LangChainModel(BlendModel):
 
     @classmethod
     def from_model_id(cls, model_id: str, task: str | None = "text-generation", **settings: Any) -> Self:
-        """Return the model `model_id`, with the signature of langchain-huggingface's method.
+        """Return `cls(model=model_id, **settings)`. The signature is that of langchain-huggingface's method.
 
-        `settings`: the constructor's other arguments. Raises UsageError for another `task`.
+        Raises UsageError for a `task` other than None and "text-generation".
         """
         if task not in (None, "text-generation"):
             raise UsageError(f"task is {task!r}, but only 'text-generation' is supported; leave it out")
@@ -91,7 +91,7 @@ class LangChainModel(BlendModel):
     def get_lc_namespace(cls) -> list[str]:
         """Return the module in which `langchain_core.load.loads` finds the class.
 
-        `loads` must allow it: `valid_namespaces=["ragblend"], allowed_objects=[ChatBlend]`.
+        Allow it in the call of `loads`: `valid_namespaces=["ragblend"], allowed_objects=[ChatBlend]`.
         """
         return ["ragblend", "llm"]
 

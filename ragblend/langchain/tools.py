@@ -96,7 +96,7 @@ def bind_structured_output(
 
 
 def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
-    """Return the JSON schema of a Pydantic class, a TypedDict or a function; a dict unchanged."""
+    """Return the JSON schema of a Pydantic class, TypedDict, function or dict. `strict`: as in `bind_tools`."""
     if isinstance(schema, type) and issubclass(schema, BaseModel) and not strict:
         return schema.model_json_schema()  # with its $defs: a schema may refer to itself
     if isinstance(schema, Mapping) and not {"function", "name"} & set(schema) and not strict:

@@ -94,8 +94,8 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def tokenizer(self) -> Callable[[str], list[int]]:
         """Return the model's tokenizer: a function from a text to its token ids.
 
-        Set `Settings.tokenizer = llm.tokenizer`, so that LlamaIndex counts this model's tokens. Its default counts
-        GPT's tokens, so that prompts may exceed this model's context length.
+        Set `Settings.tokenizer = llm.tokenizer`, so that LlamaIndex counts this model's tokens. By default, LlamaIndex
+        counts tokens of GPT. Prompts may then exceed this model's context length.
         """
         return lambda text: list(self.engine.renderer.text_ids(text))
 
@@ -167,7 +167,10 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the complete calls in an answer. Raises ValueError if it calls no tool and `error_on_no_tool_call`."""
+        """Return the complete calls in an answer.
+
+        If the answer calls no tool, the result is [], or ValueError is raised if `error_on_no_tool_call` is True.
+        """
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if not calls and error_on_no_tool_call:
             raise ValueError(
@@ -184,7 +187,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer the string `prompt`, which is sent as a user turn. If the field `raw` is True, no turn is written.
+        """Answer the string `prompt`: a user turn in the chat template, or the whole prompt if the field `raw` is True.
 
         If `formatted` is False and the model has a `completion_to_prompt`, that function converts `prompt` first.
         """

@@ -240,8 +240,8 @@ class BlendQueryEngine(RetrieverQueryEngine):
     ) -> BlendQueryEngine:
         """Return a query engine over a LlamaIndex index, or over a ragblend index: an open one, or its folder.
 
-        `neighbours`, `order`: see `ChunkIndex.search`. Raises UsageError for them with a LlamaIndex index, and for
-        unknown arguments. To use your own retriever, call `from_args`.
+        `neighbours` and `order` are only for a ragblend index, see `ChunkIndex.search`; with a LlamaIndex index they
+        raise UsageError. Unknown arguments also raise it. To use your own retriever, call `from_args`.
         """
         _reject_unknown("from_index", kwargs)
         if isinstance(index, BaseIndex):
@@ -336,8 +336,8 @@ class BlendIngestion(TransformComponent):
     Put it after the splitter. `llm` is a BlendLLM or an engine. A node that cannot be prefilled is logged with its id,
     and returned like the others.
 
-    If a document has changed, its new nodes replace the stored nodes with its id, and KV that no document needs any
-    more is deleted. Otherwise its nodes are added to the stored ones, so several batches or splitters may pass it. A
+    The nodes of a changed document replace the stored nodes of the document, and KV that no document needs any more is
+    deleted. The nodes of an unchanged document are added, so that several batches or splitters may pass its nodes. A
     pipeline does not report deletions; `delete_ref_doc` deletes a document and its KV. If two pipelines have different
     documents with equal ids, give each pipeline its own `collection`.
 
@@ -349,9 +349,9 @@ class BlendIngestion(TransformComponent):
     collection: str = _COLLECTION
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the fields and a new unique id.
+        """Return the fields and an id that differs in every call.
 
-        LlamaIndex makes its cache key of the result, so that its cache never has the result of this step.
+        LlamaIndex hashes this dictionary to find a step's result in its cache. The new id makes it run this step.
         """
         return {**super().to_dict(**kwargs), "call_id": uuid.uuid4().hex}
 

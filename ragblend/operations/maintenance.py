@@ -72,9 +72,9 @@ class VerifyReport:
         return any(found)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values. Three of them are numbers here: "damaged", "missing" and "damaged_remote".
+        """Return the fields as JSON values. "damaged", "missing" and "damaged_remote" are numbers of entries.
 
-        Their dictionaries have the names "damaged_keys", "missing_keys" and "damaged_remote_keys".
+        The dictionaries of these three fields are in "damaged_keys", "missing_keys" and "damaged_remote_keys".
         """
         facts = asdict(self)
         for name in ("damaged", "missing", "damaged_remote"):
@@ -203,8 +203,8 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: str | None = None) -> None:
     """Delete the damaged files that prevent an engine from opening the store: its defaults and its catalogue.
 
-    Only the damaged rows of a catalogue are deleted, if that repairs it. `report` says which files are damaged, and
-    receives the deletions in `dropped`.
+    If a catalogue is sound without its damaged rows, only these rows are deleted. `report.damaged_files` names the
+    damaged files. The deletions are added to `report.dropped`.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if DEFAULTS_FILE in report.damaged_files:
@@ -284,7 +284,7 @@ def collect_garbage(
     deletes data that no document needs, for all models and prefixes:
 
     - KV and registered texts of chunks that no document of the index, a framework or a server has,
-    - KV that was computed after such a chunk,
+    - KV whose context contains such a chunk,
     - pins of documents that are not indexed.
 
     Documents that are ingested during the call keep their entries. With `orphans`, raises RagblendError if the index's

@@ -33,8 +33,8 @@ def sign_store(
     signed_with: an older key; only entries and files with its signature are signed again. None: every intact entry is
     signed, so the caller trusts everyone who could write to the store. After an interruption, call the function again.
 
-    The result has the numbers "num_signed" (entries), "num_known" (entries that `key` had signed before), "num_notes"
-    (signed metadata files) and "refused" (entries). "refused_keys" has the reason for each refused entry, by key.
+    The result has numbers of entries: "num_signed", "num_known" (signed by `key` before) and "refused". "num_notes" is
+    the number of signed metadata files. "refused_keys" maps each refused entry's key to the reason.
     """
     num_signed, num_known, refused = 0, 0, dict[str, str]()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
@@ -73,9 +73,10 @@ def set_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
 
 
 def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
-    """Read every byte of a remote tier. Return its damaged or wrongly signed entries: their keys, each with the reason.
+    """Read every byte of a remote tier. Return a dictionary from the keys of invalid entries to the reasons.
 
-    store: the directory with the models' KV shapes. Raises BackendUnreachableError if the remote tier does not answer.
+    An entry is invalid if it is damaged or wrongly signed. store: the directory with the models' KV shapes. Raises
+    BackendUnreachableError if the remote tier does not answer.
     """
     status = remote.status()
     if not status.reachable:

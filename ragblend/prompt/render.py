@@ -141,7 +141,7 @@ class Renderer:
     # --- chunks ---
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Return the ids that `text`, without outer whitespace, has inside a user's message.
+        """Return the ids of `text` inside a user's message. White space at both ends of `text` is ignored.
 
         Tokens that also encode characters of the template or of the separator are left out. A space that the template
         writes before the text is included, because most tokenizers make one token of a space and a word.
@@ -198,7 +198,7 @@ class Renderer:
     def ids_with_separators(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return for each text its ids as a chunk, followed by the ids of the separator between two chunks.
 
-        The KV of another chunk can be computed after these ids, because prompts continue with a chunk there.
+        In a prompt, another chunk may follow these ids. They are the context for which its KV is computed.
         """
         return tuple(self.chunk_ids(text) + self.separator_ids for text in texts)
 

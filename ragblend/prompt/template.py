@@ -65,11 +65,11 @@ def _parsed_arguments(arguments: str) -> Any:
 
 
 def turn_arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
-    """Yield the prompt's turns, and then rearrangements of them for a template that rejects the turns.
+    """Yield the prompt's turns, and then other versions of the turns for templates that reject the first version.
 
-    A prompt with tool calls has one rearrangement: call ids of nine letters and digits (Mistral). In both, tool results
-    have the name of their tool. A prompt without calls has two: adjacent turns of one role are merged (Gemma, Mistral),
-    and then the system text is also moved to the start of the first user turn.
+    A prompt with tool calls has two versions. In both, tool results have the name of their tool. The second version has
+    call ids of nine letters and digits, for Mistral. Without tool calls, the second version merges adjacent turns of
+    one role, for Gemma and Mistral. If there is a system text, a third version moves it to the start of the first turn.
     """
     if any(message.calls or message.role == "tool" for message in prompt.messages):
         named = _with_tool_names(prompt.messages)
@@ -119,7 +119,7 @@ def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
 
 
 def is_control_token(token: str) -> bool:
-    """Return True if an added token controls the model although it is not marked special, as `<tool_call>` does.
+    """Return True if an added token controls the model, for example `<tool_call>`, although it is not marked special.
 
     Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
 

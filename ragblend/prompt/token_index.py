@@ -290,8 +290,8 @@ def anchor_offsets(chunk_length: int) -> range:
     """Return a chunk's anchors: the offsets at which the index hashes WINDOW ids of the chunk. All are below 2**16.
 
     A chunk of fewer than MIN_RUN tokens has an anchor at every offset, so that it is found even if tokens at its edges
-    differ in the prompt. A longer chunk has an anchor every STRIDE ids from offset 1 on. A chunk that is too short for
-    two of them has one every WINDOW ids, so that a later anchor matches if the first tokens of the chunk differ.
+    differ in the prompt. A longer chunk has an anchor every STRIDE ids from offset 1 on. If that gives only one anchor,
+    the chunk has an anchor every WINDOW ids instead, so that a later one matches if the first tokens differ.
     """
     end = min(chunk_length - WINDOW + 1, 1 << 16)
     if chunk_length < MIN_RUN:

@@ -67,7 +67,7 @@ def infer_call_format(one: str, two: str | None, names: Sequence[str], slots: Se
     """Return the call format of a template; None if its calls have no such format.
 
     `one`, `two`: the template's text of one call, and of two calls; `two` is None if the template rejects two calls.
-    `names`: the tools in the calls. `slots`: their arguments, as placeholders.
+    `names`: the tools of the two calls. `slots`: placeholders in the texts, where the arguments of the calls are.
 
     >>> one = "[CALLS] [{'name': 'add', 'args': X}]"
     >>> two = "[CALLS] [{'name': 'add', 'args': X}, {'name': 'sub', 'args': Y}]"
@@ -95,7 +95,7 @@ def find_call_format(apply_template: Callable[..., str]) -> CallFormat | None:
     """Return the format in which a chat template writes tool calls.
 
     The result is None if the template does not support tools, or does not write arguments as JSON.
-    `apply_template(turns, tools, add_generation_prompt=...)` returns the template's text; False: no answer follows.
+    `apply_template(turns, tools, add_generation_prompt=...)` returns the text that the template writes.
     """
     names, slots = ("ragblendone", "ragblendtwo"), ("RAGBLENDSLOT0END", "RAGBLENDSLOT1END")
     tools = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}} for name in names]

@@ -177,8 +177,9 @@ class Prompt:
 
 
 def join_parts(parts: Iterable[Part]) -> str:
-    """Return the joined text of `parts`, with a blank line between a Chunk and an adjacent part, unless whitespace
-    separates them already.
+    """Return the joined text of `parts`. A Chunk is separated from the part before and after by a blank line.
+
+    No blank line is added where whitespace separates the two already.
 
     >>> join_parts(["See", Chunk("a b"), Chunk("c"), "Why?"])
     'See\\n\\na b\\n\\nc\\n\\nWhy?'
@@ -197,7 +198,7 @@ def join_parts(parts: Iterable[Part]) -> str:
 
 
 def as_chunk(part: Part) -> Chunk:
-    """Return a text as a chunk without a source; a Chunk unchanged."""
+    """Return `part` if it is a Chunk; else a Chunk of this text, without a source."""
     return part if isinstance(part, Chunk) else Chunk(part)
 
 
@@ -265,7 +266,7 @@ class MatchedPrompt:
     """Token ids of a prompt, and the runs of chunks in them in the order of the prompt.
 
     `prefix_ids`: the ids before the first user message's text, or the special tokens before a plain text; () for none.
-    KV that was stored for this prefix was computed after these ids.
+    KV stored for this prefix was computed with these ids in front of the chunk.
     """
 
     token_ids: list[int]

@@ -273,7 +273,7 @@ def _has_report(event: str) -> bool:
 
 
 async def report_from_workers(serving: Any, request_id: str) -> dict[str, Any]:
-    """Return the report that the workers have on a request, as `kv_transfer_params`; {} if none of them returns one."""
+    """Return a request's report as `kv_transfer_params`. Asks all workers; {} if no worker has the report."""
     try:
         reports = await _call_all_workers(serving.engine_client, "ragblend_report", request_id)
     except Exception as error:  # the answer is complete without it

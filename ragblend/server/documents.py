@@ -73,7 +73,7 @@ class _BusyError(BackendUnreachableError):
 
 
 class DocumentIngester:
-    """Stores the documents that clients send to this server, or to another one with the same store or catalogue.
+    """Stores the documents that clients send to this server, or to other servers with the same store or catalogue.
 
     `root`: the store's folder. `catalog`: URL of a shared catalogue. `start` begins to store documents in a thread.
     `make_engine` returns the engine for a namespace. `describe` returns an error's message for clients.

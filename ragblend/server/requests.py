@@ -179,9 +179,9 @@ _COLLECTION: TypeAdapter[str] = TypeAdapter(Collection)
 def read_documents(body: bytes, content_type: str, collection: str | None) -> list[SentDocument]:
     """Return the documents of a POST body: one JSON object, or JSON lines with one document per line.
 
-    `collection`: the collection of documents in JSON lines; None means "default". A JSON object names its own.
-    Raises UsageError for an invalid body, with the position of the error; for `collection` with a JSON object; and for
-    a document without a `version` whose id an earlier document of the body has.
+    `collection`: the collection of documents in JSON lines; None means "default". A JSON object names the collection
+    itself, so it raises UsageError if `collection` is given. UsageError is also raised for an invalid body, with the
+    position of the error, and if two documents have the same id and the second one has no `version`.
     """
     if "ndjson" in content_type or "jsonl" in content_type or "json-lines" in content_type:
         named = _validated(lambda: _COLLECTION.validate_python(collection or "default"), "the collection")

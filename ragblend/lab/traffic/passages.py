@@ -25,10 +25,10 @@ MAX_PASSAGE = 1 << 16
 
 
 class PrefixCache:
-    """Simulation of vLLM's prefix cache: counts the tokens at a prompt's start that earlier prompts had, too.
+    """Simulation of vLLM's prefix cache: counts the tokens at a prompt's start that are cached from earlier prompts.
 
-    Only whole blocks of BLOCK tokens are cached. `capacity`: largest number of cached blocks; by default they
-    have 67 million tokens, more than GPUs hold. A full cache drops the older half of its blocks.
+    Only whole blocks of BLOCK tokens are cached. `capacity`: largest number of cached blocks. The default allows
+    67 million tokens, more than GPUs hold. A full cache drops the older half of its blocks.
     """
 
     def __init__(self, capacity: int = 1 << 22) -> None:

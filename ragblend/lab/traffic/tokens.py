@@ -40,7 +40,7 @@ class EstimatingTokenizer:
         return np.asarray(ids, np.int32)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the joined text of the pieces with these ids. Ids that `ids` has not returned before are left out."""
+        """Return the joined text of the pieces with these ids. Ids that this tokenizer has not made are left out."""
         return "".join(self._texts.get(each, "") for each in ids)
 
 

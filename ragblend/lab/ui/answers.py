@@ -46,7 +46,7 @@ RetrieveChunks = Callable[[ChunkIndex, str, Settings], Sequence[SearchHit]]
 class UiState:
     """State of the server of `ragblend ui`: the engine and the index, once they are open, and the latest questions.
 
-    `retrieve` returns the chunks for a question. `questions`: the latest answered questions, by an id for the page.
+    `retrieve` returns the chunks for a question. `questions`: the latest answered questions, by an id.
     """
 
     settings: Settings
@@ -122,8 +122,10 @@ class QuestionRun:
         self._full: Generation | None = None
 
     def answer(self, mode: Mode, job: UiJob, ratio: float | None = None) -> None:
-        """Answer in `mode`. Emit the events "start", "piece" for each piece of text, and "answer" with all figures.
-        `ratio`: see `Comparison.stream`. Raises JobCancelled if the job was cancelled."""
+        """Answer in `mode`. Emit "start", then a "piece" for each piece of text, then "answer" with all figures.
+
+        `ratio`: see `Comparison.stream`. Raises JobCancelled if the job was cancelled.
+        """
         job.raise_if_cancelled()
         job.emit("start", mode=mode)
         stream = self._stream(mode, ratio)
@@ -200,7 +202,8 @@ def shared_beginning(answer: str, reference: str) -> str:
 def answer_question(job: UiJob, question: str, ui: UiState) -> None:
     """Retrieve the chunks for a question, answer the question in every mode, and emit all results as events of `job`.
 
-    The last event, "asked", has an id for `blend_again`. Raises EmptyCorpusError if the index has no documents.
+    The last event is "asked". Its id is the `question_name` for `blend_again`. Raises EmptyCorpusError if the
+    index has no documents.
     """
     engine, index = ui.engine_and_index
     if question.strip() and not index.num_chunks:

@@ -74,7 +74,7 @@ class UiJob:
         self._stop.set()
 
     def run(self) -> None:
-        """Run the job on the worker's thread and emit its errors."""
+        """Run `work`, emit its error if it raises one, and then emit "end". Called in the queue's thread."""
         try:
             self.raise_if_cancelled()
             self._work(self)
@@ -89,7 +89,7 @@ class UiJob:
             self.emit("end")
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield the job's events up to "end". Yields an event named "" after `HEARTBEAT_S` seconds without one."""
+        """Yield the job's events up to "end". An event named "" follows `HEARTBEAT_S` seconds without an event."""
         try:
             name = ""
             while name != "end":

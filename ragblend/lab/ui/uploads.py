@@ -77,8 +77,8 @@ def check_upload_size(name: str, num_bytes: int, max_mib: float) -> None:
 def save_upload(path: Path, file: IO[bytes], num_bytes: int) -> None:
     """Write an upload to `path`. The file appears there when it is complete.
 
-    `file`: the upload, with `num_bytes` bytes. Raises UnreadableDocumentError if it cannot be read
-    (`try_reading_in_child`).
+    `file`: the upload, with `num_bytes` bytes. A child process reads it first. Raises UnreadableDocumentError if the
+    child process crashes, takes too long or needs too much memory.
     """
     try_reading_in_child(file, num_bytes, path.suffix)
     folder = Directory(path.parent, fsync=False, full_hint="Make room and drop the file again")
@@ -88,7 +88,7 @@ def save_upload(path: Path, file: IO[bytes], num_bytes: int) -> None:
 
 
 def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: ChunkIndex, settings: Settings) -> None:
-    """Ingest uploads and emit the result as the event "ingested". `names`: their files in the folder of uploads."""
+    """Ingest uploads and emit the result as the event "ingested". `names`: file names in the folder of uploads."""
     folder = uploads_folder(settings.store)
     paths = [folder / validate_file_name(name) for name in names]
     try:
