@@ -344,9 +344,9 @@ def _dims(tensors: Sequence[TensorSpec]) -> tuple[int, int, int]:
 
 
 class SharedFile:
-    """A file, open for reading, that several readers share. It closes when no reader refers to it any more.
+    """A file that several readers share, open for reading. The file is closed when no reader refers to it any more.
 
-    Until then the system cannot assign its descriptor's number to another file.
+    As long as a reader refers to it, the system cannot give the number of its descriptor to another file.
     """
 
     __slots__ = ("fd",)
@@ -361,9 +361,9 @@ class SharedFile:
 
     @property
     def can_stay_open(self) -> bool:
-        """True if this descriptor's number is below half of the process's limit.
+        """True if the process has enough free file descriptors to keep this file open.
 
-        The kernel assigns the lowest free number, so a high number means that few descriptors are left.
+        The kernel assigns the lowest free number. So the number of this descriptor must be below half of the limit.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2
@@ -447,7 +447,7 @@ def decode_chunk(data: bytes, key: str, requirements: ReadRequirements = _NOTHIN
     """Decode and verify `data`, the bytes of a chunk file. Return the chunk.
 
     Raises UnreadableEntryError if the bytes are damaged, have another key than `key`, or do not meet `requirements`.
-    Raises its subclass IncompatibleEntryError for another format version.
+    For another format version, the error is the subclass IncompatibleEntryError.
     """
     source = _InMemoryFile(data)
     entry = _decode_header(*_header_bytes(source), key, requirements)
@@ -457,8 +457,8 @@ def decode_chunk(data: bytes, key: str, requirements: ReadRequirements = _NOTHIN
 class DiskKV:
     """ChunkKV in a file. Each `layer` call reads and verifies only that layer, into newly allocated memory.
 
-    The file stays open, so deleting or replacing the entry does not disturb a reader. If the process has few free
-    descriptors, the file is closed, and each `layer` call opens it again. A file with other contents is then rejected.
+    The file normally stays open, so a reader is not disturbed if the entry is deleted or replaced. If the process has
+    few free descriptors, each `layer` call opens the file instead, and fails if the entry was deleted or replaced.
     Safe to share between threads.
 
     on_damage: called with key, path, open file and reason when a layer is damaged.
@@ -490,7 +490,7 @@ class DiskKV:
     def stored_layer(self, index: int) -> StoredLayer:
         """Return one layer as it is stored, on the CPU. Callers must not write to its tensors, which share one buffer.
 
-        Raises DamagedEntryError if its bytes do not match their checksum, or if the file was deleted and not kept open.
+        Raises DamagedEntryError if the layer does not match its checksum, or if its file cannot be read.
         """
         file = None
         try:
@@ -504,7 +504,7 @@ class DiskKV:
             raise DamagedEntryError(self.header.key, f"layer {index} cannot be read: {error}") from error
 
     def verify(self, file: SharedFile) -> None:
-        """Read and verify every layer. Raises UnreadableEntryError for damage. file: the file of this object, open."""
+        """Read and verify every layer. Raises UnreadableEntryError for damage. file: the open file of this entry."""
         for index in range(self.header.num_layers):
             self._read(file, index)
 

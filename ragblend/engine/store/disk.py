@@ -67,9 +67,9 @@ class StoreEntry(NamedTuple):
 class GcResult(NamedTuple):
     """What `gc` deleted, or would delete in a dry run.
 
-    `evicted`: keys of the deleted entries. `num_quarantined`, `num_temp_files`: numbers of deleted files of each kind.
-    `freed_bytes`: size of all deleted files. `kept_bytes`: size of the remaining entries. `texts`, `pins`: registered
-    texts and names of pinned documents, which only `collect_garbage` deletes.
+    `evicted`: keys of the deleted entries. `num_quarantined`: number of deleted files that were moved aside as damaged.
+    `num_temp_files`: number of deleted temporary files. `freed_bytes`: size of all deleted files. `kept_bytes`: size of
+    the remaining entries. `texts`, `pins`: registered texts and pinned documents, which only `collect_garbage` deletes.
     """
 
     evicted: tuple[str, ...]
@@ -85,9 +85,9 @@ class DiskStore(StoreMetadata, KVStore):
     """KVStore in a directory, safe to share between threads and processes.
 
     `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for half of the space that is free or
-    used by entries (see `auto_limit`). A `put` first evicts the least recently used entries that are not pinned. It
-    does not list the directory each time (see `eviction`), so each of several concurrent writers may exceed the budget
-    by a sixteenth before it sees the others' entries.
+    used by entries (see `auto_limit`). A `put` first evicts the least recently used entries that are not pinned. The
+    directory is not listed at each `put` (see `eviction`). So each process may write a sixteenth of the budget before
+    it counts the entries that other processes have written.
 
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
     is the process's key, if there is one.
@@ -179,7 +179,7 @@ class DiskStore(StoreMetadata, KVStore):
         return None
 
     def put(self, kv: ChunkKV) -> None:
-        """Store a chunk in place of an entry with the same key. Delete a damaged file of this key that was moved aside.
+        """Store a chunk. An entry with the same key is replaced. A damaged file of this key is deleted, too.
 
         With `fsync`, the entry survives a crash once `put` returns. Raises StoreFullError if the disk or the budget is
         full, and StoreNotWritableError for other failures of the disk. Raises CorruptError if entries must be evicted
@@ -242,9 +242,9 @@ class DiskStore(StoreMetadata, KVStore):
         return self._evictor.held_bytes()
 
     def last_known_nbytes(self) -> int:
-        """Return `nbytes` without the changes that other processes have made since the directory was last listed.
+        """Return the size in bytes of all entries' files, without listing the directory again.
 
-        With a budget, the directory is listed at the first call, and seldom after it (see `eviction`).
+        Later changes by other processes are not counted (see `eviction`). Without a budget, the same as `nbytes`.
         """
         return self._evictor.held_bytes(lists_again=False)
 
@@ -297,8 +297,8 @@ class DiskStore(StoreMetadata, KVStore):
     def verify(self) -> Iterator[EntryCheck]:
         """Read every byte of every entry, and yield an EntryCheck for each. Damaged files are moved aside.
 
-        Intact files that were moved aside earlier are moved back. Shapes are compared with `set_expected_spec`, or else
-        with the models in the store's metadata.
+        Intact files that were moved aside earlier are moved back. An entry is also damaged if its shapes are not its
+        model's, which come from `set_expected_spec` or from the store's metadata.
         """
         for fingerprint, facts in self.models().items():
             if fingerprint not in self._requirements.specs and (shape := KVSpec.from_facts(facts)) is not None:
@@ -332,12 +332,12 @@ class DiskStore(StoreMetadata, KVStore):
 
     @property
     def has_evicted(self) -> bool:
-        """True if an entry was ever evicted from this store. A missing entry may then have been evicted."""
+        """True if an entry was ever evicted from this store. If True, eviction may be why an entry is missing."""
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_unreadable(self, key: str) -> None:
-        """Delete the files of `key` that cannot be read: one that was moved aside, and an unreadable entry file. An
-        entry file of another format version is deleted, too, even if it is intact.
+        """Delete the damaged file of `key` that was moved aside. Delete the entry file, too, if it cannot be read, or
+        if it has another format version.
         """
         if self.contains(key):
             remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))

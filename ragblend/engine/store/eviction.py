@@ -97,8 +97,8 @@ class DiskEvictor:
     def certainly_fits(self, nbytes: int) -> bool:
         """Return True if an entry of `nbytes` fits for certain; False if that is not known.
 
-        Lists no folder, because a million entries take seconds to list. The bytes that are used on the whole disk are
-        compared with the budget instead: entries cannot take more than these.
+        Lists no folder, because a million entries take seconds to list. The used bytes of the whole disk are an upper
+        limit for the size of the entries: if they leave enough of the budget, the new entry fits.
         """
         if self._capacity is None:
             return True
@@ -123,8 +123,8 @@ class DiskEvictor:
     def held_bytes(self, *, lists_again: bool = True) -> int:
         """Return the size in bytes of all entries, damaged ones included.
 
-        lists_again: True lists the folders that have changed. False lists nothing, so later changes by other processes
-        are not counted. Without a budget or an earlier listing, folders are listed in both cases. If folders cannot be
+        lists_again: True lists the folders that have changed. False uses the last listing, so later changes by other
+        processes are not counted. False is ignored if there is no budget or no earlier listing. If folders cannot be
         listed, the last known size is returned.
         """
         with self._put_lock:

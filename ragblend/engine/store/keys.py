@@ -75,7 +75,7 @@ def chunk_key(
 def key_from_header(header: KVHeader) -> str:
     """Return the key of the entry with this header.
 
-    Raises ValueError if the lengths in `header.context` are not positive, or are together more than `prefix_ids`.
+    Raises ValueError if a length in `header.context` is not positive, or if their sum exceeds `len(prefix_ids)`.
 
     >>> key_from_header(KVHeader("", "model", (1, 5, 6), (7,), 1, "float32", context=(2,))) == chunk_key(
     ...     "model", [1], [7], context=SIMILAR
@@ -127,7 +127,7 @@ class IngestionContext(NamedTuple):
         return tuple(map(len, self.parts))
 
     def validate(self) -> None:
-        """Raise UsageError if the policy is "similar" and the context names no preceding chunks."""
+        """Raise UsageError if the policy is "similar" and there are no `parts`."""
         if self.policy == "similar" and not self.parts:
             raise UsageError(
                 "context is 'similar' without context_texts, the chunks after which the KV is computed; precompute the "
@@ -140,9 +140,9 @@ NO_CONTEXT = IngestionContext()
 
 
 class LookupContext(NamedTuple):
-    """A prefix and a context policy, for which the store may have KV of a chunk. They are parts of the chunk's key.
+    """One variant of a chunk to look up in the store: KV computed after this prefix, under this context policy.
 
-    `exact`: the stored KV was computed after exactly the tokens that precede the chunk in the prompt.
+    `exact`: the variant's KV was computed after exactly the tokens that precede the chunk in the prompt.
     """
 
     token_ids: tuple[int, ...]  # the prefix, `chunk_key`'s `prefix_ids`

@@ -49,7 +49,7 @@ StoredLayer = LayerKV | QuantizedLayer
 
 @dataclass(frozen=True, slots=True)
 class KVHeader:
-    """Model, tokens and dtype of a chunk's KV, and how the KV is stored. Entries with equal keys have equal KV."""
+    """Facts about a stored chunk: its model, prefix and tokens, and the dtypes of its KV as computed and as stored."""
 
     key: str  # keys.key_from_header(header), a hash of the other facts
     fingerprint: str  # of the model: weights, config, dtype, RoPE
@@ -138,7 +138,7 @@ class ChunkKV(Protocol):
 
     @property
     def header(self) -> KVHeader:
-        """The facts that the KV was computed from."""
+        """The chunk's model, tokens and dtypes."""
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +178,7 @@ class MemoryKV:
         return sum(layer.nbytes for layer in self.layers)
 
     def layer(self, index: int) -> LayerKV:
-        """Return keys and values of one layer, [H, T, D] each. Each call dequantizes a layer held in eight bits."""
+        """Return keys and values of one layer, [H, T, D] each. A layer in eight bits is dequantized at each call."""
         return dequantized(self.layers[index])
 
     def stored_layer(self, index: int) -> StoredLayer:
@@ -197,8 +197,8 @@ class TensorSpec(NamedTuple):
 def tensor_specs(header: KVHeader, keys: Sequence[int], values: Sequence[int]) -> tuple[TensorSpec, ...]:
     """Return name, dtype and shape of each tensor of a layer, in the order of LayerKV's or QuantizedLayer's fields.
 
-    keys, values: the shapes [H, T, D] of the layer's keys and values. If `header` has a `kv_dtype`, the shapes
-    [H, T - S, D] of the codes; the first S tokens are not quantized.
+    keys, values: the shapes of the layer's keys and values. They are [H, T, D] for KV stored as computed. They are
+    [H, T - S, D], without the first S tokens, for KV in eight bits, because the first S tokens are not quantized.
     """
     heads, dim, value_heads, value_dim = keys[0], keys[-1], values[0], values[-1]
     dtype, num_tokens = DTYPES[header.dtype], header.num_tokens
@@ -228,7 +228,7 @@ def convert_kv_dtype(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
     """Return the chunk with KV in a store's `kv_dtype`: "auto" as computed, "int8" or "fp8" in eight bits.
 
     A chunk in eight bits is returned unchanged, because a second rounding would add to the error. A chunk is also
-    returned unchanged if conversion would save no bytes (a few tokens), or if a value is infinite or NaN.
+    returned unchanged if it is too short for eight bits to save bytes, or if a number is infinite or NaN.
     """
     if kv_dtype == "auto" or not kv.header.is_lossless:
         return kv
@@ -293,7 +293,7 @@ class KVView:
 
     @property
     def header(self) -> KVHeader:
-        """The facts that the KV was computed from."""
+        """The header of the source chunk."""
         return self.source.header
 
     @property

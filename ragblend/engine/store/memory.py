@@ -41,12 +41,12 @@ class MemoryStore(KVStore):
 
     A smaller `capacity_bytes`, set later, takes effect at the next `put`.
 
-    KV in eight bits is held in eight bits; each read of a layer converts it. Tensors are shared with callers of `put`
-    and `get` and are read-only. An in-place torch operation on one is detected at the next `get`: the entry is dropped
-    with a warning and counts as a miss.
+    KV in eight bits is held in eight bits; each read of a layer converts it. Callers of `put` and `get` share the
+    tensors and must not write to them. If a torch operation has written to a tensor, the next `get` drops the entry
+    with a warning and counts a miss.
 
-    With `page_locked`, which an engine on a GPU sets, entries put later are copied to page-locked memory, which the GPU
-    reads directly. PyTorch keeps that memory for later entries when entries are evicted.
+    An engine on a GPU sets the attribute `page_locked`. Later entries are then copied to page-locked memory, which the
+    GPU reads directly. When an entry is evicted, PyTorch keeps its page-locked memory and uses it for later entries.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -71,7 +71,7 @@ class StoreMetadata:
         return remove_file(self._pin_path(document))
 
     def pins(self) -> dict[str, tuple[str, ...]]:
-        """Return the entries' keys of each pinned document, by document. Unreadable pins are skipped with a warning."""
+        """Return, for each pinned document, the keys of its entries. Unreadable pins are skipped with a warning."""
         return {
             str(note["document"]): tuple(map(str, note["keys"]))
             for _, note in self._read_metadata(PINS_DIR, log.warning)
@@ -91,7 +91,7 @@ class StoreMetadata:
         return frozenset(str(key) for note in notes for key in note["keys"])
 
     def pin_location(self, document: str) -> str:
-        """Return the path, below `root`, of a document's pin file. It is the `key` in `verify_metadata`'s checks."""
+        """Return the path of a document's pin file below `root`. `verify_metadata` uses it as `EntryCheck.key`."""
         return _place(self._pin_path(document))
 
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
@@ -155,11 +155,11 @@ class StoreMetadata:
     def verify_metadata(
         self, problem_of: Callable[[Path, Mapping[str, Any]], str] | None = None
     ) -> Iterator[EntryCheck]:
-        """Yield an EntryCheck for each metadata file with a problem. Its `key` is the file's path below `root`.
+        """Yield an EntryCheck for each metadata file with a problem. `EntryCheck.key` is the file's path below `root`.
 
-        A file has a problem if it is damaged, is not signed with the store's key, or has a problem by `problem_of`.
-        problem_of: called with path and facts of each intact model, calibration, machine and pin file. Returns the
-        problem as text; "" for none.
+        A file has a problem if it is damaged, if it should be signed with the store's key and is not, or if
+        `problem_of` returns a text. problem_of: called with path and facts of each intact file of a model, calibration,
+        machine or pin. Returns the problem as text; "" for none.
         """
         found = list[EntryCheck]()
 
@@ -207,7 +207,7 @@ class StoreMetadata:
         return self.store_key if path.parent.name in METADATA_DIRS or path.name == DEFAULTS_FILE else None
 
     def sign_metadata_files_again(self, source: StoreMetadata) -> int:
-        """Sign metadata files with this store's key if only `source` accepts them. Return the number of signed files.
+        """Sign the metadata files that `source` accepts and this store rejects. Return the number of signed files.
 
         source: the metadata of the same directory, opened with another key or with none.
         """

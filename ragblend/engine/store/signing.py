@@ -46,11 +46,11 @@ class StoreKey:
 
     @classmethod
     def parse(cls, text: str, origin: str = "the store key") -> StoreKey:
-        """Return the key in `text`: 64 hex digits are the key itself.
+        """Return the key that `text` gives. 64 hex digits are the key itself.
 
-        From any other text of at least 16 letters, the key is derived with scrypt, which is slow by design, so that
-        guessing the text is slow. Raises UsageError for a shorter text, without showing it. origin: name of the text's
-        source, for that error.
+        Any other text is a passphrase of at least 16 letters, from which scrypt derives the key. scrypt is slow by
+        design, so that guessing the passphrase is slow. Raises UsageError for a shorter text; the error does not show
+        the text. origin: where the text is from, for the error.
         """
         text = text.strip()
         try:
@@ -116,8 +116,8 @@ def find_process_key() -> StoreKey | None:
     file at `key_path`, which `ragblend init-key` writes. The setting is read from RAGBLEND_STORE_KEY_FILE or from the
     user's own configuration.
 
-    Raises UsageError or NotFoundError if the configured key cannot be used. Without a key, the process would accept
-    unsigned entries.
+    Raises UsageError or NotFoundError if a key is configured and cannot be used, because a process without a key would
+    accept unsigned entries.
     """
     if (text := os.environ.get(KEY_VARIABLE)) is not None:
         return StoreKey.parse(text, KEY_VARIABLE)
@@ -142,8 +142,8 @@ def key_origin() -> str:
 def read_key(path: Path) -> StoreKey:
     """Return the key in a file. Raises NotFoundError for a missing file, UsageError for a file without a valid key.
 
-    Raises UsageError, too, if other users could have written or read the key: the file must belong to this user or
-    root. Its group may read but not write it, and others have no permission at all.
+    Raises UsageError, too, for a file with unsafe permissions. It must belong to this user or to root. The file's group
+    may have permission to read it, but not to write it. Other users must have no permission.
     """
     try:
         with os.fdopen(open_regular_file(path), "rb") as stream:

@@ -52,10 +52,10 @@ NUM_PREFETCHES = 4
 class TieredStore(KVStore):
     """Stores in order of speed, fastest first, as one KVStore. Safe to share between threads.
 
-    `get` tries the tiers from the fastest. An entry of a slower tier is promoted once all its layers have been read and
-    verified: at once into memory, in the background into other tiers. Concurrent readers of one entry share the layers
-    that one of them has read. `put` writes to every tier. `close` waits for background work; the store stays
-    usable.
+    `get` tries the fastest tier first. When all layers of an entry have been read from a slower tier and verified, the
+    entry is copied to the faster tiers (promoted): to memory at once, to other tiers in the background. Concurrent
+    readers of an entry read each of its layers only once. `put` writes to every tier. `close` waits for background
+    work; the store stays usable.
 
     `kv_dtype`: how `put` stores KV, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). Reading does
     not depend on it: each entry's header names its dtype.
@@ -137,7 +137,7 @@ class TieredStore(KVStore):
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
-        """Fetch from remote tiers, in parallel, the entries that no local tier has, and promote them.
+        """Fetch the entries that no local tier has. They are fetched from the remote tiers in parallel, and promoted.
 
         Returns when every entry has arrived or is known to be missing, at the latest at `until_s`. until_s: the
         deadline, in seconds of the monotonic clock; None: now plus the largest `timeout_s` of the remote tiers.
@@ -230,8 +230,8 @@ class TieredStore(KVStore):
     def recorded_write(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
         """Context manager: the caller writes an entry inside the block.
 
-        The write's start is recorded, so that a tombstone that arrives during the write also deletes the entry.
-        header: of the entry. is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
+        The write's start is recorded. If a tombstone arrives during the write, it also deletes the new entry.
+        header: the entry's header. is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
         """
         for tombstones in self._tombstones:
             tombstones.record_write(header, is_copy=is_copy)
@@ -318,7 +318,7 @@ class TieredStore(KVStore):
     def delete_from(self, key: str, tiers: Sequence[KVStore]) -> bool:
         """Delete the entry from `tiers`, which are tiers of this store. Return True if any had it.
 
-        The slowest tier is first, so that the entry is not promoted again. Raises the errors of `delete`.
+        Slower tiers delete the entry first, so that no reader promotes it again. Raises the errors of `delete`.
         """
         with self._lock:
             self.num_deletes += 1
@@ -396,7 +396,7 @@ class TieredStore(KVStore):
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Return for each key whether any tier has the entry. Remote tiers are queried for keys that no local tier has.
 
-        until_s: no query is sent after this time of the monotonic clock, in seconds; keys that are left are False.
+        until_s: a time of the monotonic clock, in seconds. No query is sent after it; keys not queried are False.
         """
         there = {key for key in dict.fromkeys(keys) if self.is_local(key)}
         for tier in self.remote_tiers:
@@ -426,7 +426,7 @@ class TieredStore(KVStore):
         return self._each_within(timeout_s, "flush")
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds for background work, then drop and count the rest. True if all was done."""
+        """Wait up to `timeout_s` seconds for background work, then drop what is left. Return False if work was left."""
         with self._lock:
             executor, self._executor = self._executor, None
             self._prefetching.clear()

@@ -88,15 +88,15 @@ class Tombstones:
     def record_write(self, header: KVHeader, *, is_copy: bool) -> None:
         """Record that the store begins to write an entry now.
 
-        `poll` compares this time with tombstones to decide whether they delete the entry. is_copy: the entry was
-        fetched from the remote tier. Any tombstone with its key deletes such an entry, as it can be fetched again.
+        `poll` deletes the entry if a tombstone names it and the write began before that tombstone was applied. is_copy:
+        the entry was fetched from the remote tier. A tombstone then deletes it even if the write began later.
         """
         self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
 
     def watch(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
         """Start a thread that calls `poll` at once, and then every POLL_INTERVAL_S seconds.
 
-        Waits up to `timeout_s` seconds for the first poll. It applies tombstones from before the store was opened.
+        Waits up to `timeout_s` seconds for the first poll, which applies tombstones from before the store was opened.
         skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
         """
         if self._watch_ended is not None:

@@ -33,8 +33,8 @@ class WriteQueue:
     - name: of the thread, for messages. fix: text at the end of the warning for a dropped chunk.
     - pause_s(): returns the seconds to wait before the next write; 0 for none.
 
-    The attribute `read_back(key)` may be set; it reads a chunk from another place, and returns None if it was deleted.
-    A chunk that does not fit is then queued without its tensors, which are read when it is written.
+    The attribute `read_back` may be set. `read_back(key)` returns a chunk from another place; None if it was deleted.
+    A chunk that does not fit is then queued without its tensors. `read_back` reads them before the chunk is written.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class WriteQueue:
     def put(self, kv: MemoryKV) -> bool:
         """Queue a chunk, and return True. Never waits.
 
-        Returns False, and counts the chunk as dropped, if it does not fit and there is no `read_back`. The same holds
-        if MAX_WAITING chunks are queued or the process ends.
+        The chunk is dropped, and the result is False, if the chunk does not fit and there is no `read_back`, if
+        MAX_WAITING chunks are queued, or if the process ends.
         """
         key = kv.header.key
         with self._changed:
@@ -122,7 +122,7 @@ class WriteQueue:
             return self._changed.wait_for(lambda: not self.num_waiting, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds for the queued writes, then drop the others. Return True if none was dropped.
+        """Wait up to `timeout_s` seconds for queued writes, then drop those left. Return False if writes were left.
         The queue stays usable."""
         drained = self.flush(timeout_s)
         with self._changed:

@@ -85,7 +85,7 @@ def unwrap_peft_model(model: Any) -> Any:
 def describe_adapters(model: Any) -> str:
     """Return a model's adapter configs, active adapters and scalings as text; "" for a model without adapters.
 
-    All three change the KV, but the model's tensors do not contain them.
+    Configs, active adapters and scalings change the KV, and a digest of the model's tensors does not cover them.
     """
     configs = getattr(model, "peft_config", None)
     if not configs:

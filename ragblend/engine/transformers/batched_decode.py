@@ -37,7 +37,7 @@ class SequenceRows(NamedTuple):
 def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.device) -> tuple[SequenceRows, ...]:
     """Return the rows of each prompt in a batch. Prompt i has `counts[i]` new tokens and the KV `fused[i]` before them.
 
-    In the batch, the rows are in the order of the prompts. device: of the tensors `rows`.
+    The batch has the rows of the first prompt, then those of the second, and so on. device: for the tensors `rows`.
     """
     places, begin = [], 0
     for count, each in zip(counts, fused, strict=True):
@@ -69,9 +69,9 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values [1, H, R, D] of all prompts' rows, and return these arguments.
+        """Write the keys and values [1, H, R, D] of all prompts' rows, and return them unchanged.
 
-        Other caches of transformers return all keys and values. Here, attention reads all of them from `kv`.
+        Other caches return the keys and values of all tokens. Here, `attend_batch` reads those from `kv`.
         """
         fresh = LayerKV(key_states[0], value_states[0])
         if self._latent is not None:
@@ -112,7 +112,7 @@ def attend_batch(
 class FewRowsCpuMatmul(TorchFunctionMode):
     """Torch function mode that multiplies few rows (FEW_ROWS) by a float32 CPU weight as `weight @ rows.T`.
 
-    This is faster. Results differ from `nn.functional.linear` by float rounding only.
+    For few rows, this is faster than `nn.functional.linear`. The results differ by float rounding only.
     """
 
     def __torch_function__(

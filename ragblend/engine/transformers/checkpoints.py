@@ -59,12 +59,12 @@ IRRELEVANT_FIELDS = frozenset(
 
 
 def find_model(model: str, weights: bool = True, options: ModelOptions = AS_IT_IS) -> Path:
-    """Return the path of a checkpoint's directory, or of a GGUF. A model on Hugging Face is downloaded.
+    """Return the path of a checkpoint's directory, or of a GGUF file. A model on Hugging Face is downloaded.
 
     `model` is "demo", a local path, a Hugging Face id, or a GGUF: "file.gguf", "repo:file.gguf", "directory:file.gguf".
-    Without `weights`, only the tokenizer and the configuration are downloaded. `options` for Hugging Face: revision,
-    cache_dir, local_files_only, and a token in model_kwargs. Raises NotFoundError, and UsageError for a path with a
-    revision.
+    Without `weights`, only the tokenizer and configuration of a checkpoint are downloaded. A download uses these
+    `options`: revision, cache_dir, local_files_only, and the token in model_kwargs. Raises NotFoundError for a missing
+    model, UsageError if `model` is a path and `options` have a revision.
     """
     if model == DEMO:
         return _demo_checkpoint()
@@ -176,7 +176,7 @@ def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | Non
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that may change the KV.
 
-    `config` is the file's content, without the defaults that transformers adds. They differ between releases, but the
-    fingerprint must stay the same.
+    `config` is the file's content. It must not have the defaults that transformers adds, because these differ between
+    releases of transformers, and the fingerprint must not.
     """
     return {name: value for name, value in config.items() if name not in IRRELEVANT_FIELDS and value is not None}

@@ -57,7 +57,7 @@ class TransformersEngine(BlendingEngine):
     """Engine over a TransformersLayers model, a Renderer and a KVStore. Use as a context manager, or `close()` it.
 
     - check: run `self_check`, which raises UnsupportedModelError if blending does not work with the model.
-    - machine: if given, requests without a ratio decide by these measurements whether to reuse KV.
+    - machine: measurements by which a request without a ratio chooses its ratio, or full prefill if that is faster.
     - max_num_seqs: the largest number of prompts that are decoded together.
     - options: the keyword arguments of `LocalEngine`, such as system, namespace, on_miss and shadow.
     """
@@ -103,8 +103,8 @@ class TransformersEngine(BlendingEngine):
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """Precompute chunks. Yield, for each chunk, the number of bytes stored; 0 if it was stored before.
 
-        Chunks without an ingestion context are first. Several short chunks are prefilled in one pass of the model.
-        Their KV is written to the store while the next pass runs.
+        Chunks without an ingestion context come first, also in the results. Several short chunks are prefilled in one
+        pass of the model. Their KV is written to the store while the next pass runs.
 
         The KV may differ from that of `precompute` by rounding, because a row of a matrix product can depend on the
         number of rows. In float32 it was bit-identical on the CPUs tested.
@@ -197,9 +197,10 @@ class TransformersEngine(BlendingEngine):
             raise
 
     def stream(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> GenerationStream:
-        """Start an answer and return its stream. Iterating yields text; `.result` holds answer and report at its end.
+        """Return the stream of an answer to `prompt`. Iterating over the stream yields the text.
 
-        Raises the errors of `request`. Closing the stream, or the engine, ends the answer.
+        After the last text, `stream.result` has answer and report. Closing the stream, or the engine, ends the answer.
+        Raises the errors of `request`.
         """
         request = self.request(prompt, **options)
         if not self._shadow.share or request.mode not in ("blend", "reuse"):

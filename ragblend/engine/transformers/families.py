@@ -34,8 +34,8 @@ _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurren
 class AttentionFamily:
     """Family of models whose attention computes keys and values in the same way.
 
-    This class describes models with separate projections, and with or without a norm of keys. Its subclasses describe
-    other families.
+    This class describes models with one projection for keys and one for values. The keys of each head may have a norm.
+    Subclasses describe other families.
     """
 
     key_module = "k_proj"  # the module whose output `keys_from_module_output` turns into pre-RoPE keys
@@ -67,7 +67,7 @@ class AttentionFamily:
         return [attention.k_proj, attention.v_proj]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return pre-RoPE keys (after a QK-norm) and values, [R, H, D] each, of `normed` [R, hidden size]."""
+        """Return keys and values, [R, H, D] each, of `normed` [R, hidden size]. Keys are after QK-norm, before RoPE."""
         keys = self.split_heads(attention.k_proj(normed))
         if hasattr(attention, "k_norm"):
             keys = attention.k_norm(keys)
@@ -76,8 +76,8 @@ class AttentionFamily:
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the pre-RoPE keys [R, H, D], given the output of the module `key_module`.
 
-        A QK-norm is computed from that output, too. The output of the model's own norm is not used, because it
-        is [R, H, D] in some models and [H, R, D] in others.
+        If the model has a QK-norm, this method applies the norm to `output`. It does not read the norm's output from
+        the model's pass, because that is [R, H, D] in some models and [H, R, D] in others.
         """
         keys = self.split_heads(output)
         return attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
@@ -148,13 +148,13 @@ class ClippedQKV(AttentionFamily):
         return keys.clamp(-bound, bound), values.clamp(-bound, bound)
 
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
-        """Return the keys clipped, because `output` is read before the model clips it."""
+        """Return the keys in `output`, clipped. The model clips its own keys after this output."""
         bound = attention.config.clip_qkv
         return super().keys_from_module_output(attention, output).clamp(-bound, bound)
 
 
 class SinkAttention(AttentionFamily):
-    """Attention sinks in the softmax, and rotary tables of half the width (gpt-oss)."""
+    """Attention sinks in the softmax, and rotary tables of width D / 2 instead of D (gpt-oss)."""
 
     half_tables = True
 
@@ -182,7 +182,7 @@ class ValueNormAttention(AttentionFamily):
         return hasattr(attention, "v_norm") or uses_kv_of_other_layer(attention)
 
     def kv_shape(self, attention: Any) -> tuple[int, int, int]:
-        """Return H and D of this layer."""
+        """Return (H, D, D), with the layer's own H and D. Keys and values have the same D."""
         heads = attention.config.num_attention_heads // attention.num_key_value_groups
         return heads, attention.head_dim, attention.head_dim
 
@@ -223,7 +223,7 @@ class LatentAttention(AttentionFamily):
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Return True if the attention stores and expands the latent, and attends to all earlier tokens (no DSA)."""
+        """Return True for MLA that stores and expands the latent, except for sparse attention (DSA)."""
         parts = ("kv_a_proj_with_mqa", "kv_a_layernorm", "expand_kv")
         return all(hasattr(attention, part) for part in parts) and not hasattr(attention, "indexer")
 
@@ -247,7 +247,7 @@ class LatentAttention(AttentionFamily):
         return _split_pairs(keys) if self.in_pairs else keys
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
-        """Return the KV that a layer writes to its cache in the stored form: rotary part as keys, latent as values."""
+        """Return `cached`, as a layer writes it to its cache, in stored form: rotary part as keys, latent as values."""
         return LayerKV(cached.values, cached.keys)
 
     def from_stored(self, stored: LayerKV) -> LayerKV:
@@ -255,17 +255,17 @@ class LatentAttention(AttentionFamily):
         return LayerKV(stored.values, stored.keys)
 
     def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
-        """Expand the stored latent of one layer. Return the rotated keys and the values [heads, T, D] of its T tokens.
+        """Expand the stored latent of one layer. Return rotated keys and values of all heads, [heads, T, D] each.
 
-        layers: all layers of the decoder. layer: index of the layer. stored: its rotary part, already rotated, and its
-        latent.
+        layers: all layers of the decoder. layer: index of the layer to expand. stored: the rotary part of the T tokens,
+        which the caller has rotated, and their latent.
         """
         keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(stored)))
         return LayerKV(keys[0], values[0])
 
 
 class InterleavedLatentAttention(LatentAttention):
-    """MLA that rotates adjacent dimensions as complex numbers and leaves them in their order (DeepSeek V2)."""
+    """MLA that rotates pairs of adjacent dimensions, and keeps the order of the dimensions (DeepSeek V2)."""
 
     half_tables = complex_tables = True
 
@@ -329,7 +329,8 @@ def uses_kv_of_other_layer(attention: Any) -> bool:
 def kv_source_layers(layers: Sequence[Any]) -> tuple[int, ...]:
     """Return, per layer, the index of the layer whose keys and values it attends to.
 
-    For most layers this is the layer itself. For Gemma 4's last layers it is the last layer of the same type with KV.
+    For most layers this is the layer itself. Gemma 4's last layers compute no KV. For each of them, it is the last
+    earlier layer of the same layer type that computes KV.
     """
     sources, latest = [], dict[Any, int]()
     for index, layer in enumerate(layers):

@@ -67,7 +67,7 @@ class CircuitBreaker:
             return True
 
     def record_probe_success(self) -> None:
-        """Close the breaker. The first failure after that opens it again, for longer."""
+        """Close the breaker. If the next request fails, this one failure opens the breaker again, for longer."""
         with self._lock:
             self._state, self._num_failures = "closed", self._threshold - 1
 
@@ -78,7 +78,7 @@ class CircuitBreaker:
                 self._num_failures, self._pause_s = 0, self._first_pause_s
 
     def record_write_success(self) -> None:
-        """Record a successful write. It resets the pause if no request has failed since the last successful read."""
+        """Record a successful write. If no request has failed since the last successful read, reset the pause, too."""
         with self._lock:
             if self._state == "closed" and not self._num_failures:
                 self._pause_s = self._first_pause_s

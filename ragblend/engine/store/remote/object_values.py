@@ -42,8 +42,8 @@ _user_pid: int | None = None  # the process that sent the first request
 class ObjectValues:
     """ByteStore in a bucket or folder. Values are the objects `PREFIX/ab/abcdef....safetensors`, as in a disk store.
 
-    `timeout_s` limits each request, body included; WRITE_TIMEOUT_S limits writes and lists. A reply is rejected before
-    its body is read if it announces too large a size. Failed requests are not repeated: the caller counts failures.
+    `timeout_s` limits each request, body included; WRITE_TIMEOUT_S limits writes and lists. An object that is too large
+    is rejected before its body is read. Failed requests are not repeated: the caller counts failures.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
@@ -78,7 +78,7 @@ class ObjectValues:
         return self._read(self._path(name))
 
     def put(self, name: str, data: bytes) -> None:
-        """Write the object in one step, also in a local folder."""
+        """Write the object atomically, also in a local folder: readers never get a part of it."""
         self._write(self._path(name), data)
 
     def contains(self, name: str) -> bool:
@@ -120,7 +120,7 @@ class ObjectValues:
         return self._read(self._note(name))
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        """Write a metadata value in one step."""
+        """Write a metadata value atomically."""
         self._write(self._note(name), data)
 
     def delete_metadata(self, name: str) -> None:

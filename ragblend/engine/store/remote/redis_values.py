@@ -72,7 +72,7 @@ class RedisValues:
             raise UsageError(f"{self.url} has a database or a socket file, but a cluster has neither; write {form}")
 
     def get(self, name: str) -> bytes | None:
-        """Return the value; None if there is none, or a value of another type than a string."""
+        """Return the value. Return None if there is no value, or if the value is not a Redis string."""
         with self._call(self._timeout_s):
             try:
                 return cast("bytes | None", self._client.get(PREFIX + name))
@@ -82,7 +82,7 @@ class RedisValues:
                 return None
 
     def put(self, name: str, data: bytes) -> None:
-        """Set the value, in one step."""
+        """Set the value atomically."""
         with self._call(WRITE_TIMEOUT_S):
             self._client.set(PREFIX + name, data)
 
@@ -126,7 +126,7 @@ class RedisValues:
                     yield key.decode("utf-8", "replace").removeprefix(PREFIX), size
 
     def delete_temporary_files(self) -> int:
-        """Return 0: a value appears in one step, so there is nothing to delete."""
+        """Return 0: writes are atomic and make no temporary files."""
         return 0
 
     def list_metadata(self, after: str = "") -> list[str]:

@@ -55,9 +55,9 @@ _OVERDUE = 0.9  # share of the time limit after which a missing result counts as
 class RemoteStatus(NamedTuple):
     """The state of a remote tier. `latency_s`: round trip of a ping in seconds, None if it failed.
 
-    `problem`: why the ping failed; "" if it did not. `breaker`: state of the CircuitBreaker. `num_failures`,
-    `num_dropped`: requests that failed and writes that were dropped since the RemoteStore was created. `num_waiting`:
-    writes queued or in progress; `queued_bytes`: their bytes in memory.
+    `problem`: why the ping failed; "" if it did not. `breaker`: state of the CircuitBreaker. `num_failures`: number of
+    failed requests since the RemoteStore was created; `num_dropped`: number of dropped writes. `num_waiting`: number of
+    writes that are queued or in progress; `queued_bytes`: size of their tensors in memory.
     """
 
     url: str
@@ -84,9 +84,9 @@ class RemoteStore(KVStore):
     `store_key`: new entries are signed with this key, and entries that it has not signed are ignored (see `signing`).
     The default is the process's own key, if there is one.
 
-    Concurrent requests for the same chunk fetch it once. A method raises BackendUnreachableError only if its docstring
-    says so: `delete`, for example, because its caller must know whether the entry was deleted. `flush` waits for queued
-    writes; `close` waits for them, then releases threads and connections. Both may be called again.
+    Concurrent requests for the same chunk fetch it once. If the backend does not answer, a method raises
+    BackendUnreachableError only if its docstring says so, as for `delete`. `flush` waits for queued writes. `close`
+    waits for them, too, and then releases threads and connections. The store stays usable.
     """
 
     is_remote = True
@@ -137,7 +137,7 @@ class RemoteStore(KVStore):
     # -- reading
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
-        """Return the entry, whole and verified; None for a miss (see `KVStore.get`) or without a reply in time."""
+        """Return the entry, whole and verified. Return None for a miss, or if no reply arrives in time."""
         return self.get_local(key, token_ids, self.fetch_many([key]))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
@@ -167,7 +167,7 @@ class RemoteStore(KVStore):
         return fetched
 
     def start_fetches(self, keys: Sequence[str]) -> dict[str, _InFlightFetch]:
-        """Start to fetch `keys` in parallel, and return the fetches by key. A later `get` waits for its fetch."""
+        """Start to fetch `keys` in parallel. Return the fetches by key. A later `get` of a key waits for its fetch."""
         wanted = [key for key in dict.fromkeys(keys) if self._queue.peek(key) is None]
         return {key: flight for key in wanted if (flight := self._start(key)) is not None}
 
@@ -247,8 +247,8 @@ class RemoteStore(KVStore):
     def put(self, kv: ChunkKV) -> None:
         """Queue a chunk for sending, and return at once.
 
-        If the queue is full, only the key is queued. At its turn, the tensors are read from a local tier.
-        Without such a tier (`set_upload_source_tiers`), the chunk is dropped and counted.
+        If the queue is full, only the key is queued, and the tensors are read from a local tier before sending.
+        If `set_upload_source_tiers` has set no local tier, the chunk is dropped instead and adds 1 to `num_dropped`.
         """
         held = load_into_memory(kv)
         with self._lock:
@@ -295,14 +295,14 @@ class RemoteStore(KVStore):
         return 0.0 if self.breaker.is_closed else max(0.01, self.breaker.wait_s())
 
     def contains(self, key: str) -> bool:
-        """Return True if the entry is stored or queued; False if it is damaged or the backend does not answer."""
+        """Return True if the entry is stored or queued; False if it is known as damaged or no answer arrives."""
         return self.contains_many([key])[0]
 
     def contains_many(self, keys: Sequence[str], until_s: float = math.inf) -> list[bool]:
         """Return the result of `contains` for each key. The backend is queried in batches.
 
-        After `until_s` or a failure, no more batches are queried, and the keys left are False. until_s: a time of the
-        monotonic clock, in seconds.
+        No batch is queried after a failure or after `until_s`; the result is False for keys that were not queried.
+        until_s: a time of the monotonic clock, in seconds.
         """
         there = {key for key in keys if self._queue.peek(key) is not None}
         left = [key for key in dict.fromkeys(keys) if key not in there and key not in self._bad]
@@ -382,7 +382,7 @@ class RemoteStore(KVStore):
         )
 
     def is_available(self) -> bool:
-        """Return True if requests may be sent, because the breaker is closed. Otherwise, send a probe if one is due."""
+        """Return True if the breaker is closed. Otherwise, send its probe in the background if the probe is due."""
         if not self.breaker.is_closed:
             self._probe_when_due()
         return self.breaker.is_closed
@@ -393,11 +393,11 @@ class RemoteStore(KVStore):
         return self._queue.num_waiting
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for queued writes. Return False after `timeout_s` seconds; None waits until the backend answers."""
+        """Wait until no write is queued, and return True; return False after `timeout_s` seconds. None: no limit."""
         return self._queue.flush(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds for queued writes, then drop and count the rest. True if all were written."""
+        """Wait up to `timeout_s` seconds for queued writes, then drop those left. Return False if writes were left."""
         drained = self._queue.close(timeout_s)
         with self._lock:
             executor, self._executor = self._executor, None
@@ -472,7 +472,7 @@ def open_remote(
     """Return the remote tier at `url`: `redis://`, `redis+cluster://`, `s3://BUCKET/PREFIX`, `gs://`, `az://`,
     `file:///DIR`.
 
-    Opens no connection yet. Raises UsageError for an invalid URL, ImportError with the extra to install.
+    Opens no connection yet. Raises UsageError for an invalid URL. Raises ImportError if the client library is missing.
     """
     scheme = url.partition("://")[0] if "://" in url else ""
     if not scheme or timeout_s <= 0:
