@@ -56,7 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """A framework's chunk, and the key of its KV entry. The entry's ingestion context is the most similar chunks."""
+    """A framework's chunk, and the key of its KV entry. This KV is computed after the chunk's most similar chunks."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -513,7 +513,7 @@ class ChunkRegistry(Catalog):
             insert_rows(connection, VARIANTS, row_of.values())
 
     def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Record, for the variants whose KV has the keys `entries`, that this KV is stored (`is_stored`) or missing."""
+        """Set `is_stored` in the records of the variants whose KV has the keys `entries`."""
         other = _KNOWN_VARIANTS.where(VARIANTS.c.is_stored != int(is_stored))
         with self._locked() as connection:
             if changed := find_existing(connection, other, dict.fromkeys(entries)):

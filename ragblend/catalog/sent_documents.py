@@ -184,7 +184,7 @@ class SentDocumentTable(Catalog):
     def documents_with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int
     ) -> list[dict[str, Any]]:
-        """Return up to `limit` documents that failed or have no chunk, each with its status and the reason."""
+        """Return up to `limit` failed documents and stored documents without chunks, each with status and reason."""
         chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
         columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
         query = select(*columns).where(*chosen).order_by(_ROW.number).limit(limit)

@@ -77,7 +77,7 @@ class FolderScan:
     def has_left_out(self, path: str, top: str) -> bool:
         """Return True if the file `path` is below a folder of `roots`, but the scan left the file out.
 
-        A file that only `glob` left out gives False. `roots` other than `top` and folders below `top` do not count.
+        If only `glob` left the file out, return False. Only those `roots` count that are `top` or are below `top`.
         """
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
