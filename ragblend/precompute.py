@@ -179,8 +179,8 @@ def precompute_chunks(
 
     - index: finds similar texts as the context of chunks with the context "similar" and no `context_texts`. Without an
       index, such chunks raise UsageError.
-    - register_texts: a function that registers the chunks' texts. None registers them as texts of the open `index`, or,
-      if `index` is no ChunkIndex, without a document.
+    - register_texts: a function that registers the chunks' texts. None registers them as texts of the open `index`. If
+      `index` is no ChunkIndex, None registers them as texts that belong to no document.
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))

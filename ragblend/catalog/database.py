@@ -80,7 +80,8 @@ class Catalog:
     def change_counter(self) -> tuple[int, int]:
         """Return a pair of numbers. The caller compares it with an earlier pair.
 
-        If the pairs are equal, no other process has committed since then, and this object has not changed token ids.
+        If the pairs are equal, no other process has committed since then, and no call on this object has added or
+        removed the token ids of a chunk.
         """
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes

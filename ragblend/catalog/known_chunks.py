@@ -124,7 +124,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry. The next call opens the same path or URL, even if another database is there."""
+        """Close the registry. The next call opens the database that is then at its path or URL."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()

@@ -162,9 +162,9 @@ def verify(
         tier.close()
     if repair and report.has_problems:
         from ragblend.engine.store.metadata import CONTEXT_FILE
-        from ragblend.operations.maintenance import drop_unreadable_files, repair_store
+        from ragblend.operations.maintenance import drop_files_that_block_opening, repair_store
 
-        drop_unreadable_files(report, settings.store, kv_dir=settings.kv_dir)
+        drop_files_that_block_opening(report, settings.store, kv_dir=settings.kv_dir)
 
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")

@@ -270,7 +270,7 @@ class LocalEngine(EngineBase, ABC):
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     def key(self, chunk: Part) -> str:
-        """Return the store key of the chunk's KV, which is computed after the default prefix.
+        """Return the store key of the KV that the chunk has after the default prefix.
 
         A chunk's KV has two variants with different keys. The chunk's `context` selects one.
         """

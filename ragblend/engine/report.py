@@ -24,8 +24,8 @@ class ChunkReport:
 
     `prefix_match`: "exact" if the prompt begins with the prefix after which the KV was computed, else "approximate";
     None for a miss. `kv_dtype`: "int8", "fp8" or the dtype of the computation; None if no stored KV was used. `exact`:
-    True if the KV equals that of full prefill, so never for a chunk stored in eight bits. If such a chunk directly
-    follows its prefix, only ratio 1 recomputes its tokens.
+    True if the KV equals that of full prefill. A chunk stored in eight bits is never exact, because it is rounded.
+    If it directly follows its prefix, its tokens are recomputed at ratio 1 only.
     """
 
     source: str

@@ -235,9 +235,9 @@ def plot_with_intervals(
 
 
 def plot_calibration(facts: Facts, path: Path) -> None:
-    """Write two plots over the charged budget, the cost of recomputed tokens and the query probe.
+    """Write two plots. Their x-axis is the charged budget: the cost of recomputed tokens plus that of the query probe.
 
-    One shows the share of first tokens that equal full prefill's, with 95 % intervals. The other shows the KL
+    One plot shows the share of first tokens that equal full prefill's, with 95 % intervals. The other shows the KL
     divergence. Each rule has a line, on which a ring marks the fitted ratio.
     """
     title = f"{facts['model']}, {facts['num_questions']} questions, target {facts['target']}: ratio {facts['ratio']:g}"

@@ -200,7 +200,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
     return repaired.num_new_kv
 
 
-def drop_unreadable_files(report: VerifyReport, store: str | Path, *, kv_dir: str | None = None) -> None:
+def drop_files_that_block_opening(report: VerifyReport, store: str | Path, *, kv_dir: str | None = None) -> None:
     """Delete the damaged files that prevent an engine from opening the store: its defaults and its catalogue.
 
     If a catalogue is sound without its damaged rows, only these rows are deleted. `report.damaged_files` names the

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from ragblend.errors import UsageError
-from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, is_control_token, turn_arrangements
+from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, controls_model, turn_arrangements
 from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, tool_use_as_text
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
@@ -74,7 +74,7 @@ class Renderer:
         self._control_ids = {
             text: token
             for text, token in tokenizer.get_added_vocab().items()
-            if text.strip() and len(text) > 1 and (text in special or is_control_token(text))
+            if text.strip() and len(text) > 1 and (text in special or controls_model(text))
         }
         texts = sorted(self._control_ids, key=len, reverse=True)
         control = "|".join(map(re.escape, texts)) if texts else r"(?!)"

@@ -118,12 +118,12 @@ def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def is_control_token(token: str) -> bool:
+def controls_model(token: str) -> bool:
     """Return True if an added token controls the model, for example `<tool_call>`, although it is not marked special.
 
     Runs of spaces (GPT-NeoX, OLMo), newlines (Gemma) and single letters that a tokenizer adds are ordinary text.
 
-    >>> is_control_token("<think>"), is_control_token("    "), is_control_token("é")
+    >>> controls_model("<think>"), controls_model("    "), controls_model("é")
     (True, False, False)
     """
     return len(token) > 1 and any(letter.isalnum() for letter in token)

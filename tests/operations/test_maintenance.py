@@ -6,7 +6,7 @@ from contextlib import closing
 from ragblend import load_engine
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
-from ragblend.operations.maintenance import drop_unreadable_files, verify_and_quarantine
+from ragblend.operations.maintenance import drop_files_that_block_opening, verify_and_quarantine
 
 
 def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(tmp_path):
@@ -18,7 +18,7 @@ def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(
         file.execute("DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'")
     report = verify_and_quarantine(store, kv_dir=kv_dir)
     assert list(report.damaged_files) == ["catalog.sqlite"]
-    drop_unreadable_files(report, store, kv_dir=kv_dir)
+    drop_files_that_block_opening(report, store, kv_dir=kv_dir)
     disk = DiskStore(store, kv_dir=kv_dir)
     keys = set(disk.keys())
     assert len(keys) == 1

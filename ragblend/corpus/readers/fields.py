@@ -60,8 +60,8 @@ def read_text_field(record: Mapping[str, Any], text_field: str) -> ParsedRecord 
     """Return the text at `text_field`, a name or a dotted path; None if the record has no such field.
 
     A path goes through lists: `sections.body` is the bodies of all sections, with a blank line between two. null is an
-    empty text, and a list or an object is flattened. Short values of the record are metadata (see `read_record`). All
-    other values are left out, because the caller chose the field.
+    empty text, and a list or an object is flattened. Short values of other fields are the metadata (see `read_record`).
+    Long values of other fields are left out, because the caller chose the field.
     """
     values = _find_values(record, text_field)
     if values is None:

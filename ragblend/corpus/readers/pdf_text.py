@@ -135,8 +135,8 @@ def _start_of_last_word(text: str) -> int:
 def compose_accents(pages: Sequence[str]) -> list[str]:
     """Return `pages` with separate accents joined to the letters after them ("Tank¨onyv" becomes "Tankönyv").
 
-    TeX's older fonts separate them. An accent stays separate if the document has at least as many letters with it as
-    separate accents. The fonts then have such letters, and the accent is a quotation mark or an apostrophe.
+    TeX's older fonts separate them. If the document has at least as many letters with an accent ("ö") as separate marks
+    of it ("¨"), its fonts have such letters. These marks are quotation marks or apostrophes, and stay separate.
     """
     letters = set[str]().union(*pages)
     candidates = [accent for accent in _ACCENTS if accent in letters]

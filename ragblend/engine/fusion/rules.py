@@ -216,8 +216,8 @@ def is_probe_worthwhile(
     """Return True if the rule's query probe of `num_fresh` tokens is cheap enough, or if there is no probe to run.
 
     The cost of a probe is the number of its tokens times the number of layers that they run through. The limit is the
-    cost of recomputing the share `ratio` + PROBE_MARGIN of the chunk tokens. NO_PROBE_RULE with this larger share is
-    still further from full prefill than `rule` with `ratio`. A long question over short chunks exceeds the limit.
+    cost of recomputing the share `ratio` + PROBE_MARGIN of the chunk tokens: up to this cost, the probe brings the
+    answer closer to full prefill than further recomputed tokens would. A long question over short chunks exceeds it.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]

@@ -63,7 +63,7 @@ def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quan
 
     In half precision or with quantised weights, a model's results vary with the number of tokens that run together.
     An error of up to twice this variation is accepted and logged as a warning. Without quantised weights,
-    the limit is at most MAX_TOLERANCE. `vocabulary`: number of token ids. `name`: the model's, for errors.
+    an error above MAX_TOLERANCE is never accepted. `vocabulary`: number of token ids. `name`: the model's, for errors.
     """
     allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
     most = math.inf if is_quantised else MAX_TOLERANCE if model.like.dtype != torch.float32 else 0.0

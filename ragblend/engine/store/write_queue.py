@@ -70,8 +70,8 @@ class WriteQueue:
     def put(self, kv: MemoryKV) -> bool:
         """Queue a chunk, and return True. Never waits.
 
-        The chunk is dropped, and the result is False, if the chunk does not fit and there is no `read_back`, if
-        MAX_WAITING chunks are queued, or if the process ends.
+        The chunk is dropped, and the result is False, if MAX_WAITING chunks are queued, or if the process ends. A chunk
+        that exceeds the queue's bytes is dropped, too, unless `read_back` can read it later.
         """
         key = kv.header.key
         with self._changed:

@@ -232,7 +232,7 @@ class LatentAttention(AttentionFamily):
         return 1, self.rotary_dim, self.rank
 
     def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the projection to the latent and the rotary part. Attention expands the stored latent later."""
+        """Return the projection whose output is the latent and the rotary part. Attention expands the latent."""
         return [attention.kv_a_proj_with_mqa]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:

@@ -472,7 +472,10 @@ class VllmClient(EngineBase):
         return counts["new_kv_bytes"]
 
     def is_stored(self, chunk: Part) -> bool:
-        """Return True if the server has the chunk's KV as a separate document. `precompute` sends such a document."""
+        """Return True if the server has KV of the document that `precompute` sends for the chunk.
+
+        A chunk that the server has only as a part of another document gives False.
+        """
         if not self.blends:
             return False
         path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)

@@ -137,7 +137,10 @@ class VllmLayers:
         return self.device.type != "cpu"
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings [R, 1, hidden size] of token ids [R]. No residual is stacked with them yet."""
+        """Return the embeddings [R, 1, hidden size] of token ids [R].
+
+        Between layers the states are [R, 2, hidden size]: the second part is the residual, which embeddings lack.
+        """
         hidden: Tensor = self._decoder.embed_input_ids(token_ids)
         return hidden[:, None]
 

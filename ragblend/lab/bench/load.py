@@ -109,10 +109,12 @@ def _run(config: LoadConfig, engine: TransformersEngine | VllmEngine, disk: Disk
 
 
 def make_cases(config: LoadConfig, profile: MachineProfile, load_bytes: int, num_tokens: int) -> tuple[LoadCase, ...]:
-    """Return the cases to measure. Memory is read with the pipeline; the disk and throttled readers also without it.
+    """Return the cases to measure: KV from memory, from the disk, and from readers that are throttled.
 
-    If the controller would choose a higher ratio than `config.blend_ratio` for a throttled reader, that ratio is a
-    further case. load_bytes: size of the KV of one prompt's chunks. num_tokens: tokens of one prompt."""
+    KV from the disk and from throttled readers is loaded with the pipeline and without it. If the controller would
+    choose a higher ratio than `config.blend_ratio` for a throttled reader, that ratio is a further case.
+    load_bytes: size of the KV of one prompt's chunks. num_tokens: tokens of one prompt.
+    """
     least_s = profile.prompt_compute_s(config.blend_ratio, num_tokens)
     asks_first = find_rule(config.rule, profile.num_layers).probes_before_selection
 

@@ -25,7 +25,7 @@ from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
 from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.bench.common.workloads import make_prompts, precompute_chunks, torch_threads, vocab_size
-from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card, warm_prefix_cache
+from ragblend.lab.bench.ttft_vllm import cache_first_chunks, open_vllm, vllm_hardware_card
 from ragblend.lab.plots import plot_throughput
 from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.prompt.types import Prompt
@@ -72,7 +72,7 @@ def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_prog
             return [engine.request(prompt, max_tokens=config.output_tokens, **options) for prompt in prompts]
 
         def answer(case: ModeAndRule, prompts: Sequence[Prompt], arrivals_s: Sequence[float]) -> list[TimedAnswer]:
-            warm_prefix_cache(engine, prompts if case.mode == "prefix" else [])
+            cache_first_chunks(engine, prompts if case.mode == "prefix" else [])
             return check_answer_modes(case, replay_requests(engine, requests_of(case, prompts), arrivals_s))
 
         idle_s = measure_idle_ttfts(cases, prompts, answer)

@@ -33,7 +33,7 @@ from ragblend.lab.bench.common.workloads import (
     torch_threads,
     vocab_size,
 )
-from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card, warm_prefix_cache
+from ragblend.lab.bench.ttft_vllm import cache_first_chunks, open_vllm, vllm_hardware_card
 from ragblend.lab.plots import plot_ttft
 from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import ModelOptions
@@ -103,7 +103,7 @@ def _sample(
     """Time one request for one token, so that nothing is decoded. The engine synchronizes the device."""
     rule = "auto" if case.rule == "none" else case.rule
     if isinstance(engine, VllmEngine):
-        warm_prefix_cache(engine, [prompt] if case.mode == "prefix" else [])
+        cache_first_chunks(engine, [prompt] if case.mode == "prefix" else [])
     reset_peak_rss()
     start_s = process_time()
     result = engine.generate(prompt, mode=case.mode, rule=rule, recompute_ratio=ratio, max_tokens=1)

@@ -1,7 +1,7 @@
 """Stock vLLM with the ragblend connector, in this process, as the engine of a benchmark: `--backend vllm`.
 
 The weights are a checkpoint on disk, as vLLM requires; the paged KV is just large enough. "full" and "prefix" are
-vLLM's own prefill, without and with its prefix cache. Read `open_vllm` and `warm_prefix_cache`.
+vLLM's own prefill, without and with its prefix cache. Read `open_vllm` and `cache_first_chunks`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def open_vllm(
             yield engine
 
 
-def warm_prefix_cache(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
+def cache_first_chunks(engine: VllmEngine, prompts: Sequence[Prompt]) -> None:
     """Clear vLLM's prefix cache, then fill it with the first chunk of each of `prompts`.
 
     With chunks in random order, prefix caching can reuse no more than the first chunk. The cache is cleared because it
