@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -366,3 +367,25 @@ def test_the_thread_that_watches_ends_with_its_store(tmp_path, monkeypatch):
     closed.close()
     del dropped, store
     wait_until(lambda: gc.collect() >= 0 and watching() == before, 60, "the threads have ended")
+
+
+def test_a_tombstone_whose_write_failed_is_never_applied(tmp_path):
+    """Otherwise it would delete what is stored after the failed removal."""
+    server = RedisServer(tmp_path)
+    import redis
+
+    server.start()
+    try:
+        one, two = (machine(tmp_path / name, open_remote(server.url)) for name in ("one", "two"))
+        with closing(redis.Redis(port=server.port)) as client:
+            two.apply_deletions()
+            client.acl_setuser("default", enabled=True, nopass=True, commands=["-zadd"])
+            with pytest.raises(BackendUnreachableError):
+                one.delete_everywhere(keys_of(0))
+            two.put(KVS[0])
+            client.acl_setuser("default", enabled=True, nopass=True, commands=["+zadd"])
+        machine_again = machine(tmp_path / "two", open_remote(server.url))  # which lists all tombstones
+        machine_again.apply_deletions()
+        assert on_disk(machine_again) == {*keys_of(0)}
+    finally:
+        server.kill()

@@ -141,10 +141,20 @@ class RedisValues:
             return cast("bytes | None", self._client.hget(NOTES, name))
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        """Write a metadata value. Then add its name to the set that `list_metadata` reads."""
+        """Write a metadata value, and add its name to the set that `list_metadata` reads.
+
+        Both happen in one step, except in a cluster, whose nodes may have one each. A value whose name is not added
+        would be listed only by calls without `after`, although this call has failed.
+        """
         with self._call(self._timeout_s):
-            self._client.hset(NOTES, name, data)
-            self._client.zadd(NOTE_NAMES, {name: 0})
+            if self._is_cluster:  # the two keys may be on different nodes
+                self._client.hset(NOTES, name, data)
+                self._client.zadd(NOTE_NAMES, {name: 0})
+                return
+            pipeline = self._client.pipeline(transaction=True)
+            pipeline.hset(NOTES, name, data)
+            pipeline.zadd(NOTE_NAMES, {name: 0})
+            pipeline.execute()
 
     def delete_metadata(self, name: str) -> None:
         """Delete a metadata value, if there is one."""
