@@ -156,7 +156,7 @@ def _find_documents(document: str, settings: Settings) -> tuple[list[DocumentKey
 
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
 def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Remove documents with their chunks and pins, and the KV and texts that no other document uses.
+    """Remove documents, with the KV and texts that no other document uses.
 
     DOC is a file or a folder. For documents that a vector store or a client of a server has added, DOC is an id,
     COLLECTION/ID, or COLLECTION for all of its documents. Documents in the vector store itself are not deleted.

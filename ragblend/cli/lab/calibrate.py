@@ -51,7 +51,7 @@ def calibrate(
     plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Find the smallest recompute ratio at which enough first tokens are the same as with full prefill.
+    """Find the smallest recompute ratio at which enough first tokens equal full prefill's.
 
     --target sets the share of equal first tokens. Engines on this store then use the ratio.
 
