@@ -39,4 +39,4 @@ def test_the_parts_take_at_most_eight_minutes():
 def test_a_part_ends_at_its_limit(monkeypatch):
     monkeypatch.setattr(gpu, "PARTS", {"exactness": Part(gpu.exactness, 0.1)})
     found = gpu.run_part("exactness", CPU)
-    assert "2 s are allowed" in found["error"]
+    assert "time limit 2 s" in found["error"]
