@@ -29,6 +29,7 @@ from benchmarks.stock_clients import ingest, served
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
 from ragblend.engine.transformers.model import load_tokenizer
+from ragblend.engine.vllm.client import sse_events
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.data import SYSTEM, load_cases
 from ragblend.prompt.render import Renderer
@@ -103,13 +104,10 @@ def _stream(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     start_s = perf_counter()
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as response:
         response.raise_for_status()
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
+        for event in sse_events(response.iter_lines()):
             pieces += [choice["delta"].get("content") or "" for choice in event.get("choices") or ()]
-            if any(pieces):
-                record.setdefault("ttft_s", perf_counter() - start_s)
+            if "ttft_s" not in record and any(pieces):
+                record["ttft_s"] = perf_counter() - start_s
             if usage := event.get("usage"):
                 record["prompt_tokens"] = usage["prompt_tokens"]
             if report := (event.get("kv_transfer_params") or {}).get("ragblend"):
@@ -174,11 +172,11 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 def main() -> None:
     """Serve, ingest, converse, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--conversations", type=int, default=5, help="Of each kind.")
-    parser.add_argument("--num-chunks", type=int, default=2, help="Of a turn that brings some.")
-    parser.add_argument("--server-python", required=True, help="The Python of an environment with vLLM and ragblend.")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
+    parser.add_argument("--conversations", type=int, default=5, help="Conversations of each kind. Default: 5.")
+    parser.add_argument("--num-chunks", type=int, default=2, help="Chunks of a turn that brings chunks. Default: 2.")
+    parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
+    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
