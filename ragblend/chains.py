@@ -254,9 +254,9 @@ def create_long_document_chain(
     document."), invoke it with the document alone. A document is a text, a LangChain Document or a list of either.
 
     The document is cut into chunks of at most `chunk_tokens` (default: 256, or a quarter of a window). A window is a
-    series of chunks with at most `window_tokens` (default: as many as fit into a prompt). It repeats at least
-    `overlap_tokens` (default: a tenth) of the previous window. Each chunk is prefilled once. Other windows and later
-    questions reuse its KV. `combine`:
+    series of chunks with at most `window_tokens` (default: as many as fit into a prompt). It repeats about
+    `overlap_tokens` (default: a tenth) of the previous window, in whole chunks. Each chunk is prefilled once. Other
+    windows and later questions reuse its KV. `combine`:
 
     - "reduce": the model answers every window, then combines the answers, in several rounds if they are many.
     - "refine": the model answers the windows in turn, each with the answer so far.

@@ -128,6 +128,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         object. Only "function_calling" adds the schema to the prompt; for the two JSON methods, describe the fields in
         the prompt. If max_tokens cuts an answer, the JSON methods raise OutputParserException. With `include_raw=True`,
         each result is {"raw": AIMessage, "parsed": ..., "parsing_error": ...}, and a parser's error is not raised.
+        Raises UsageError for another `method`, and if `schema` is None with a `method` other than "json_mode".
         """
         from ragblend.langchain.tools import bind_structured_output
 
@@ -149,7 +150,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
     ) -> LLMResult:
         """Answer each conversation. An engine in this process decodes the answers together.
 
-        If an answer fails, the other answers are still completed; then the first error is raised.
+        If an answer of such an engine fails, its other answers are still completed; then the first error is raised.
         """
         loop, answer = getattr(self.engine, "loop", None), super().generate
         if loop is None or len(messages) < 2:

@@ -259,8 +259,8 @@ class GenerationOptions:
 
     `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. None and "auto" mean the store's
     calibrated ratio or, without one, the rule's default. If `ragblend profile` has measured the machine, this ratio is
-    raised up to the point where recomputing takes as long as loading. If blending would then be slower than full
-    prefill, full prefill is run.
+    raised up to the point where recomputing takes as long as loading. If blending at the ratio that was not raised
+    would be slower than full prefill, full prefill is run.
 
     Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
     also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.

@@ -178,7 +178,7 @@ def precompute_chunks(
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
     - index: finds similar texts as the context of chunks with the context "similar" and no `context_texts`. Without an
-      index, such chunks raise UsageError.
+      index, UsageError is raised if such a chunk has to be prefilled.
     - register_texts: a function that registers the chunks' texts. None registers them as texts of the open `index`. If
       `index` is no ChunkIndex, None registers them as texts that belong to no document.
     - prefill: computes and stores the KV; by default in this process.

@@ -184,7 +184,8 @@ class IndexedDocuments:
     def stored_vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
         """Return the stored vectors of `texts`, as little-endian float32, by text key.
 
-        The key of a text is `text_key(text.strip())`. Texts without an intact chunk are left out.
+        The key of a text is `text_key(text.strip())`. Only one chunk of each text is read. A text without chunks, or
+        whose chunk is damaged, is left out.
         """
         found = {}
         with self.read_transaction() as connection:
@@ -202,7 +203,7 @@ class IndexedDocuments:
         return np.array([row.id for row in self._rows(_IDS_SINCE, generation=newer_than)], np.int64)
 
     def rows(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
-        """Return the chunk rows with these row ids, in no fixed order. Raises CorruptError if a row is missing."""
+        """Return the chunk rows with these row ids, in no fixed order. Raises CorruptError for lost or damaged rows."""
         found = self._rows_with_ids(ids)
         if len(found) < len(ids):
             raise self.registry.damage_error("it lists chunks that are missing")

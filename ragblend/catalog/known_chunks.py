@@ -70,7 +70,7 @@ class KnownChunks:
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the parts of a prompt (token ids) that equal parts of known chunks.
 
-        They are in the prompt's order and do not overlap.
+        They are in the prompt's order and do not overlap. Short parts are left out (see `is_long_enough`).
         """
         return self._search(
             lambda index: [
@@ -162,7 +162,7 @@ class KnownChunks:
 
 
 def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:
-    """Return the parts of a prompt that equal parts of `chunks`, in the prompt's order. They do not overlap.
+    """Return the parts of a prompt that equal parts of `chunks`, chosen and ordered as by `KnownChunks.find_runs`.
 
     `chunks`: token ids of each chunk. They should be few, because each call builds an index of them.
     """

@@ -265,9 +265,9 @@ class ChunkRegistry(Catalog):
                 insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
 
     def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
-        """Return the texts that would be deleted if each document had only its texts in `kept_texts`. Change nothing.
+        """Return the texts that would be deleted if the documents in `kept_texts` had only the texts there.
 
-        A text is left out if an index, or another document of the same namespace, has the text.
+        A text is left out if an index, or another document of the same namespace, has the text. Nothing is changed.
         """
         lost: dict[str, set[DocumentKey]] = {}
         with self._locked():
@@ -284,7 +284,7 @@ class ChunkRegistry(Catalog):
     def remove_from_document(self, texts: Iterable[str], document: DocumentKey = UNNAMED) -> list[str]:
         """Remove texts from a document. Delete the texts that no other document has, and return them.
 
-        If no other document of the same namespace has a text, the text's token ids for this namespace are deleted.
+        Token ids for the document's namespace are deleted, if no index or other document of the namespace has the text.
         """
         released = {text_key(text): text for text in map(_normalize, texts)}
         if not released:

@@ -191,7 +191,7 @@ class SentDocumentTable(Catalog):
         return [row._asdict() for row in self._rows(query)]
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
-        """Return a document's `status` and all its fields except the body. Return None for an unknown document."""
+        """Return a document's fields, except namespace, stored version and body, and its `status`; None if unknown."""
         query = select(*_FACTS, _STATUS.label("status")).where(_OF_DOCUMENT)
         rows = self._rows(query, **DocumentKey(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None

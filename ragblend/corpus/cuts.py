@@ -56,7 +56,8 @@ def find_best_cut(text: str, ends: Sequence[int], first: int, last: int, start: 
     - In general the chunk ends at the strongest gap between words in its second half (see `_strength`). If several gaps
       are equally strong, the chunk ends at the last of them.
     - Gaps after a heading, inside a code block or inside a table row are weak. If the second half has only weak gaps,
-      the chunk ends at the end of a line, sentence or paragraph in its second quarter, if there is one.
+      the chunk ends at the end of a line, sentence or paragraph in its second quarter, if there is one. A code block
+      that is larger than the chunk is cut in any case.
     - A chunk of uniform rows of records ends in its last three fifths, before the row with the lowest hash. An inserted
       row therefore changes few chunks.
     """

@@ -41,9 +41,10 @@ LANGCHAIN_PREFIX = "langchain:"
 class Embedder(Protocol):
     """A function from texts to unit vectors. The inner product of two vectors is the similarity of their texts.
 
-    A model may be loaded at the first use. Two more attributes are optional. `embed_query(text)`: the vector of a
-    question, if the model encodes questions differently. `version`, an int: increase it when the vectors change under
-    the same name; without it, the version is 1.
+    A model may be loaded at the first use. Ray workers, and an index that is opened without an embedder object, call
+    `load_embedder(name)`, which must return an equal embedder. Two more attributes are optional. `embed_query(text)`:
+    the vector of a question, if the model encodes questions differently. `version`, an int: increase it when the
+    vectors change under the same name; without it, the version is 1.
     """
 
     @property

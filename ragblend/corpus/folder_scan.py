@@ -101,8 +101,8 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", excluded: Iterabl
     A file in `paths` is always returned. Of the files in a folder, the scan leaves out:
 
     - hidden files, `node_modules`, `__pycache__`, ragblend's own data, and files in the folders `excluded`;
-    - files that match a `.gitignore` file of the folder, of a folder below it, or of a folder above it in the same git
-      repository;
+    - files that are excluded by a `.gitignore` file of the folder, of a folder below it, or of a folder above it in the
+      same git repository;
     - files that do not match the pattern `glob`, as for `Path.rglob`;
     - links to folders, and links to files outside of `paths`.
 

@@ -36,8 +36,8 @@ def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> Non
     """Set the engine's context policy to `requested`, and record the policy in the store.
 
     The policy says which variants of a chunk are stored, see `chunk_variants`. `requested` None: keep the engine's
-    policy. Raises UsageError for the policy "none" if the store has recorded "similar": some chunks of the store would
-    have similar variants, others would not.
+    policy; the default policy "none" is then not recorded. Raises UsageError for the policy "none" if the store has
+    recorded "similar": some chunks of the store would have similar variants, others would not.
     """
     if requested is None and engine.context == engine.default_context == "none":
         return

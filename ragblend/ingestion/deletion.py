@@ -196,8 +196,8 @@ def keys_to_delete(
     """Return {store key: removed text} of the entries to delete if `texts` are removed, in the order of deletion.
 
     Without `everywhere`, these are the keys of `texts` for this engine. `everywhere` adds two kinds of entries of the
-    engine's namespace, if they are known on this machine: entries of other models and prefixes, and entries of chunks
-    that have one of `texts` in their context.
+    engine's namespace, if they are known on this machine: entries of `texts` for other models and prefixes, and entries
+    of chunks that have one of `texts` in their context.
     """
     texts = list(dict.fromkeys(texts))
     keys: dict[str, str] = {}

@@ -29,7 +29,7 @@ class Removal(NamedTuple):
 
     `num_other_kv` counts deleted entries of other models, and of other chunks that had a deleted chunk in their
     context. The next ingestion stores the KV of these other chunks again. `num_other_kv` is 0 if a server deletes, and
-    if the call only finishes an earlier, killed removal.
+    if the call finishes an earlier removal that was killed.
     """
 
     num_chunks: int

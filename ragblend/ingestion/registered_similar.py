@@ -52,8 +52,8 @@ class RegisteredChunkFinder:
     def find_missing_variants(self) -> list[Chunk]:
         """Return the similar variants that were requested for this engine, but are not stored.
 
-        There are two causes. Texts of the variant's context were removed, or its chunk had no similar text when the
-        chunk was added.
+        There are three causes. The variant is new, texts of its context were removed, or its chunk had no similar text
+        when the chunk was added.
         """
         requested = self.registry.variants_without_kv(self._name)
         return [Chunk(each.text, context="similar") for each in requested if self._entry(each.text) == each.entry]

@@ -10,9 +10,9 @@ from ragblend.corpus.folder_scan import ReadFailure
 
 @dataclass(slots=True)
 class IngestReport:
-    """Results of one ingestion: numbers of documents, chunks and KV entries, and lists of absolute paths.
+    """Results of one ingestion: numbers, sizes, durations, and lists of documents and files.
 
-    The fields `num_..._kv` count KV entries. An entry is the stored KV of one chunk.
+    The paths of files are absolute. The fields `num_..._kv` count KV entries. An entry is the stored KV of one chunk.
     """
 
     num_documents: int = 0

@@ -134,7 +134,7 @@ def calibrate(
 def read_questions(text: str) -> list[str]:
     """Return the questions in a text: its lines, or the "question" of the JSON object on each line.
 
-    Raises UsageError if the first line is a JSON object and another line is not, or an object has no "question".
+    Raises UsageError if the first line begins with "{" and a line is not a JSON object with a "question".
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not lines[0].startswith("{"):

@@ -207,7 +207,8 @@ def open_vllm_for_profile(
     """Open vLLM in this process over an empty temporary store, whose memory tier can hold the measured chunks.
 
     The temporary store is in the folder `settings.store`. `vllm_options`: vLLM's engine arguments. The default of
-    `max_model_len` is the length of the longest prompt.
+    `max_model_len` is the length of the longest prompt, with 1024 tokens for the system text, or the model's context
+    length if that is smaller.
     """
     model = settings.model or find_store_model(settings.store)
     checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto"))

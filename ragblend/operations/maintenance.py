@@ -280,8 +280,8 @@ def collect_garbage(
 ) -> GcResult:
     """Delete temporary files and damaged entries, then the least recently used KV until at most `max_bytes` remain.
 
-    `max_bytes`: None sets no limit. `dry_run`: True deletes nothing, and returns the same result. `orphans`: True also
-    deletes data that no document needs, for all models and prefixes:
+    `max_bytes`: None sets no limit. Pinned KV is not evicted, so more may remain. `dry_run`: True deletes nothing, and
+    returns the same result. `orphans`: True also deletes data that no document needs, for all models and prefixes:
 
     - KV and registered texts of chunks that no document of the index, a framework or a server has,
     - KV whose context contains such a chunk,

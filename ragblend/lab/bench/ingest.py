@@ -69,7 +69,7 @@ def time_prefill_and_ingest(
 ) -> list[dict[str, float]]:
     """Return one dictionary per round with the seconds of each mode. An untimed warm-up comes first.
 
-    The modes are "prefill", "ingest" (without context) and "ingest similar".
+    The modes are "prefill", "ingest" (without context) and, if `config.contexts` has "similar", "ingest similar".
     """
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
     drawn, _ = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary)

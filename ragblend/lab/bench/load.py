@@ -56,7 +56,7 @@ class LoadCase(NamedTuple):
     ratio: float
     load_over_recompute: float  # T_load / T_recompute at `LoadConfig.ratio`, by the controller's estimates
     expected_s: float  # estimate of the controller: with the pipeline, or the sum of both
-    bytes_per_s: float | None = None
+    bytes_per_s: float | None = None  # limit of the read speed; None: no limit
 
 
 LoadSample = tuple[BlendReport, Timeline]

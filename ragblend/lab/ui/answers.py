@@ -111,7 +111,7 @@ class UiState:
 class QuestionRun:
     """One question with its chunks, and its answers in several modes.
 
-    Call `answer` once for each mode, first for "full": the other answers are compared with that answer.
+    Call `answer` for the mode "full" first: the answers in other modes are compared with that answer.
     """
 
     def __init__(self, engine: Engine, prompt: Prompt, settings: Settings) -> None:
@@ -202,8 +202,8 @@ def shared_beginning(answer: str, reference: str) -> str:
 def answer_question(job: UiJob, question: str, ui: UiState) -> None:
     """Retrieve the chunks for a question, answer the question in every mode, and emit all results as events of `job`.
 
-    The last event is "asked". Its id is the `question_name` for `blend_again`. Raises EmptyCorpusError if the
-    index has no documents.
+    The event "asked" follows the results. Its id is the `question_name` for `blend_again`. Raises EmptyCorpusError if
+    the index has no documents.
     """
     engine, index = ui.engine_and_index
     if question.strip() and not index.num_chunks:

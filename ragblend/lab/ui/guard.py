@@ -61,7 +61,7 @@ def rejection_reason(method: str, headers: Mapping[str, str], names: set[str]) -
     """Return the reason for which a request is rejected; "" if it is accepted.
 
     `names`: accepted host names. IP addresses and names that end in ".localhost" are always accepted. Requests other
-    than GET and HEAD must come from this server's page.
+    than GET and HEAD are rejected if another page sent them.
 
     >>> names = {"localhost"}
     >>> [rejection_reason("GET", {"host": host}, names) for host in ("localhost:8765", "[::1]:8765")]

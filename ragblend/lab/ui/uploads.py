@@ -77,8 +77,8 @@ def check_upload_size(name: str, num_bytes: int, max_mib: float) -> None:
 def save_upload(path: Path, file: IO[bytes], num_bytes: int) -> None:
     """Write an upload to `path`. The file appears there when it is complete.
 
-    `file`: the upload, with `num_bytes` bytes. A child process reads it first. Raises UnreadableDocumentError if the
-    child process crashes, takes too long or needs too much memory.
+    `file`: the upload, with `num_bytes` bytes. Unless it is plain text, a child process reads it first. Raises
+    UnreadableDocumentError if the child process crashes, takes too long or needs too much memory.
     """
     try_reading_in_child(file, num_bytes, path.suffix)
     folder = Directory(path.parent, fsync=False, full_hint="Make room and drop the file again")
