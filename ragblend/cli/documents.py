@@ -159,7 +159,8 @@ def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = F
     """Remove documents, with the KV and texts that no other document uses.
 
     DOC is a file or a folder. For documents that a vector store or a client of a server has added, DOC is an id,
-    COLLECTION/ID, or COLLECTION for all of its documents. Documents in the vector store itself are not deleted.
+    COLLECTION/ID, or COLLECTION for all of its documents. Pins of the documents are removed, too. Documents in the
+    vector store itself are not deleted.
 
     A file that still exists is ingested again by the next `ingest` of its folder. After a crash, or an unreachable
     remote tier (exit code 5), run the same command again.

@@ -58,7 +58,8 @@ def _describe(axes: Any, x: str, y: str, title: str = "") -> None:
     axes.set_ylabel(y)
     axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
 
 
 def _title(facts: Facts) -> str:
@@ -205,7 +206,7 @@ def plot_panel(axes: Any, panel: Panel, runs: Sequence[Facts]) -> None:
         points.sort(key=lambda run: float(run[place]))
         color = COLORS[mode] if mode in ("full", "prefix", "reuse") else next(colors)
         label = (rule if mode == "blend" else mode) + (f", {context}" if context != "none" else "")
-        if not points or (place == "charged_budget_32" and mode not in ("reuse", "blend")):
+        if place == "charged_budget_32" and mode not in ("reuse", "blend"):
             continue
         if name.endswith("_kl") and mode in ("full", "prefix"):
             continue
@@ -223,10 +224,12 @@ def _line_of(run: Facts) -> tuple[str, str, str]:
 def plot_with_intervals(
     axes: Any, points: Sequence[Facts], x_field: str, y_field: str, bounds: tuple[str, str], color: str, label: str
 ) -> None:
-    """Plot the field `y_field` of `points` over the field `x_field`.
+    """Plot the field `y_field` of `points` over the field `x_field`. Without points, nothing is plotted.
 
     bounds: the fields with the lower and upper end of the error bars; a field that the points lack draws no bar.
     """
+    if not points:
+        return
     places, values = [point[x_field] for point in points], [point[y_field] for point in points]
     low, high = (bound if bound in points[0] else y_field for bound in bounds)
     below = [max(0.0, point[y_field] - point[low]) for point in points]  # rounding, at 1
