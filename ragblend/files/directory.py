@@ -173,8 +173,9 @@ def disk_full_reason(error: OSError) -> str:
 
 
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
-    """Return in words why a file of `nbytes` bytes in `folder` cannot grow; "" if it can. See `disk_full_reason`.
+    """Return the `disk_full_reason` why a file of `nbytes` bytes in `folder` cannot grow; "" if there is none.
 
+    The result is also "" if a write fails for another reason, such as missing permissions.
     Writes a temporary file to find out. Call this after an I/O error of a library, because such an error does not say
     whether the disk is full.
     """

@@ -95,7 +95,7 @@ def describe_adapters(model: Any) -> str:
 
 
 def describe_active_adapters(model: Any) -> str:
-    """Return the active adapters of `model` and their scalings as text, one line per layer with an adapter."""
+    """Return the active adapters of `model` and their scalings as text. If one of them changes, the text changes."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "active_adapters"))
     return "\n".join(f"{name} {[getattr(layer, each, None) for each in names]}" for name, layer in layers)

@@ -176,7 +176,7 @@ def model_fingerprint(path: Path, dtype: str, overrides: Mapping[str, Any] | Non
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that may change the KV.
 
-    `config` is the file's content. It must not have the defaults that transformers adds, because these differ between
-    releases of transformers, and the fingerprint must not.
+    `config` is the file's content, or `to_diff_dict()` of a loaded config. It must not have the defaults that
+    transformers adds, because these differ between releases of transformers, and the fingerprint must not.
     """
     return {name: value for name, value in config.items() if name not in IRRELEVANT_FIELDS and value is not None}

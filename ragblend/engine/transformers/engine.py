@@ -181,7 +181,7 @@ class TransformersEngine(BlendingEngine):
     def run_to_end(
         self, streams: Sequence[GenerationStream], cancel_check: CancelCheck | None = None
     ) -> list[BaseException | None]:
-        """Wait until all `streams` have ended. Return the error of each stream; None if its answer is complete."""
+        """Start `streams` and wait until all have ended. Return the error of each; None if it ended without one."""
         try:
             if self.store.remote_tiers:
                 # Fetched KV stays in memory until the prompt's prefill, so only a few prompts are fetched ahead.

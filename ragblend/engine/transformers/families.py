@@ -342,7 +342,7 @@ def kv_source_layers(layers: Sequence[Any]) -> tuple[int, ...]:
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """Return a config's RoPE settings by layer type. If they are the same for all types, the only key is ""."""
+    """Return a config's RoPE settings by layer type. If it has one setting for all types, the only key is ""."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     by_type = {kind: dict(each) for kind, each in found.items() if isinstance(each, Mapping)}
     return by_type or {"": found}

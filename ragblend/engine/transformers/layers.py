@@ -199,8 +199,9 @@ class TransformersLayers:
     ) -> Tensor:
         """Run one decoder layer over the tokens at positions `rows` [R], and return its output [R, hidden size].
 
-        The tokens' keys and values are passed to `hook`, and written to `fused`. In some models, the last layers make
-        no KV and read the KV of earlier layers. The call for the last layer that makes KV then runs those layers, too.
+        The tokens' keys and values are written to `fused`. Before that, `hook` receives those of its rows, keys before
+        RoPE (see FreshRowsCallback). In some models, the last layers make no KV and read the KV of earlier layers. The
+        call for the last layer that makes KV then runs those layers, too.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
@@ -212,8 +213,8 @@ class TransformersLayers:
     ) -> Tensor:
         """Run one decoder layer for a query probe, and return its output [R, hidden size].
 
-        It differs from `run_layer` in two ways: `probe_hook` receives the queries, keys and values of the attention,
-        and layers that make no KV do not run.
+        It differs from `run_layer` in two ways. `probe_hook` receives the queries, keys and values of the attention; if
+        it returns a tensor, this is the attention's output. Layers that make no KV do not run.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), latent=self._latent)
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_probe_hook=probe_hook)

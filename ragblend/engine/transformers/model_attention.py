@@ -1,7 +1,7 @@
 """Attention function that ragblend registers in transformers, for scattered rows, packed chunks and decode batches.
 
-All other calls go to the attention implementation that the model had before. Depends on transformers' attention
-registries and on `fusion.attention`, not on models.
+Other calls with soft caps or sinks go to the model's eager code, and all others to the implementation that the model
+had before. Depends on transformers' attention registries and on `fusion.attention`, not on models.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, R, Hq, D] of a layer.
 
-    Scattered rows, packed chunks and several prompts are computed here. Other calls go to `whole`, the implementation
-    that the model had before. Layers pass `softcap`, the soft cap of scores, and `s_aux`, the sinks. The window is in
-    the mask and in `blend_window`.
+    Scattered rows, packed chunks and several prompts are computed here. Other calls go to `attend_eager` if they have a
+    soft cap of scores (`softcap`) or sinks (`s_aux`), else to `whole`, the implementation that the model had before.
+    The window is in the mask and in `blend_window`.
     """
     params = AttentionExtras(blend_window, softcap, s_aux)
     if blend_packed is not None:
@@ -153,7 +153,8 @@ def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
 def wrap_attention(model: Any) -> None:
     """Make `model` use ragblend's attention for scattered rows, packed chunks and decode batches.
 
-    All other calls go to the attention implementation that the model had before.
+    Other calls with a soft cap or sinks go to the model's eager code (`attend_eager`). All others go to the attention
+    implementation that the model had before.
     """
     own = model.config._attn_implementation or "sdpa"
     if own.startswith(ATTENTION):  # another engine's: both do the same

@@ -283,8 +283,8 @@ class CalibrationCache:
     ) -> RequestTuning:
         """Return the rule and ratio of a request whose prompt begins with `prefix_ids`.
 
-        `rule` and `ratio`: options of the request, as in the function `resolve_request_tuning`. Logs one warning if the
-        ratio is "auto" and the rule has no calibration.
+        `rule` and `ratio`: options of the request, as in the function `resolve_request_tuning`. The first call whose
+        ratio is "auto" and whose rule has no calibration logs a warning.
         """
         choice = resolve_request_tuning(self.find(prefix_ids), self._num_layers, rule, ratio)
         if choice.fit is None and ratio == "auto" and not self._warned:
@@ -319,9 +319,9 @@ def resolve_request_tuning(
 ) -> RequestTuning:
     """Return the rule and ratio of a request with the options `rule` and `ratio`.
 
-    Rule "auto" becomes the calibration's best rule. Ratio None or "auto" becomes the rule's calibrated ratio. If the
-    rule is not calibrated, the default rule and ratio for `num_layers` layers replace them. Other values are unchanged.
-    Raises UsageError for an unknown rule or an invalid ratio.
+    Rule "auto" becomes the calibration's best rule; without a calibration, the default rule for `num_layers` layers.
+    Ratio None or "auto" becomes the rule's calibrated ratio; the rule's own default if the rule is not calibrated.
+    Other values are unchanged. Raises UsageError for an unknown rule or an invalid ratio.
     """
     known = find_rule(rule, num_layers)
     fit = calibration.fit_of(rule) if calibration is not None else None

@@ -272,7 +272,8 @@ class ServerModelRenderer:
     """Renderer for the model of a server. It calls `load`, which loads the model's tokenizer, only when needed.
 
     The formats of tool calls come from `facts`. All other attributes are those of the loaded Renderer. The tokenizer
-    is needed to split documents and to count tokens, but not to answer prompts.
+    is needed to split documents and to count tokens, but not to answer prompts. Exception: a server without
+    ragblend reports no formats, so prompts with tools need the tokenizer.
     """
 
     def __init__(self, facts: ServerFacts, load: Callable[[], Renderer]) -> None:
@@ -349,8 +350,8 @@ class VllmClient(EngineBase):
     """Engine over a vLLM server, as `load_engine(model, backend="http://HOST:PORT")` returns it.
 
     If `on_miss` is "store", chunks that the server has not stored are sent to it as documents, in the background. A
-    vLLM server without ragblend answers without reuse. `load_renderer` loads the model's tokenizer. It is called
-    only to split documents or to count tokens.
+    vLLM server without ragblend answers without reuse. `load_renderer` loads the model's tokenizer. It is called once,
+    when the tokenizer is first needed (see `ServerModelRenderer`).
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class VllmEngine(VllmEngineBase):
         self._loop = _EngineLoop(engine)
 
     def run_request(self, request: VllmRequest) -> Generator[OutputDelta]:
-        """Add `request` to vLLM's batch and yield each output at once. Closing the generator aborts the request."""
+        """Add `request` to vLLM's batch and yield outputs as they arrive. Closing the generator aborts the request."""
         answers: queue.SimpleQueue[OutputDelta | BaseException] = queue.SimpleQueue()
         request_id = f"ragblend-{uuid4().hex}"
         finished = False

@@ -174,7 +174,8 @@ class VllmLayers:
     ) -> Tensor:
         """Run a decoder layer over the tokens at positions `rows` [R], and return its output [R, 2, hidden size].
 
-        The tokens' keys and values are passed to `hook`, and written to `fused`, a PagedKV.
+        The tokens' keys and values are written to `fused`, a PagedKV. Before that, `hook` receives those of its rows,
+        keys before RoPE (see FreshRowsCallback).
         """
         together = fused.should_attend_together(layer, hook is not None)
         calls = fused.attention_calls(rows, together)

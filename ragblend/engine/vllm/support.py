@@ -214,9 +214,9 @@ def reject_unsupported_attention(impl: Any) -> None:
 def model_fingerprint(model_config: Any) -> str:
     """Return the fingerprint of the checkpoint that vLLM serves. The transformers engine computes the same one.
 
-    Both engines can therefore share stored KV.
-    The fingerprint covers the revision, overrides of the config, a separate config (`hf_config_path`), and online
-    quantisation, which changes the KV. Raises UsageError for overrides that are a function.
+    Both engines can therefore share stored KV. The fingerprint covers the revision, overrides of the config, a separate
+    config (`hf_config_path`), and online quantisation, which changes the KV. Raises UsageError for overrides that are a
+    function.
     """
     overrides = getattr(model_config, "hf_overrides", None) or {}
     if not isinstance(overrides, dict):
