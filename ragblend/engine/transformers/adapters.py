@@ -95,9 +95,14 @@ def describe_adapters(model: Any) -> str:
 
 
 def describe_active_adapters(model: Any) -> str:
-    """Return the active adapters of `model` and their scalings as text. If one of them changes, the text changes."""
+    """Return the active adapters of `model` and their scalings as text, one line per module with an adapter."""
     names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "active_adapters"))
+    # A transformers model has a method of that name, whose text would contain the whole model.
+    layers = (
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(module, "active_adapters") and not callable(module.active_adapters)
+    )
     return "\n".join(f"{name} {[getattr(layer, each, None) for each in names]}" for name, layer in layers)
 
 

@@ -180,7 +180,7 @@ def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
         return Calibration(**{**body, "prefix_ids": ids, "fits": fits})
     except UsageError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise UsageError(f"it is no calibration ({type(error).__name__}: {error})") from error
 
 

@@ -121,7 +121,7 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
             shares=tuple((float(x), float(y)) for x, y in facts["shares"]),
             bytes_per_s={str(name): float(speed) for name, speed in facts["bytes_per_s"].items()},
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"the machine profile is invalid ({error!r}); measure again: ragblend profile") from error
 
 

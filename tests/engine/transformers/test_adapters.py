@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from ragblend.cli.app import app
 from ragblend.engine.load import load_engine
+from ragblend.engine.transformers.adapters import describe_active_adapters
 from ragblend.engine.transformers.loaded_model import loaded_model_fingerprint
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.errors import NotFoundError, RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
@@ -153,6 +154,9 @@ def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_i
 def test_an_adapter_that_transformers_itself_loaded_counts(saved, adapter):
     model = load(saved)
     model.load_adapter(str(adapter))
+    described = describe_active_adapters(model).splitlines()
+    assert described
+    assert all("_proj [" in line for line in described), "a line per layer, and none of the model"
     with load_engine((model, AutoTokenizer.from_pretrained(saved))) as engine, load_engine(str(saved)) as plain:
         assert engine.fingerprint != plain.fingerprint
         full, other = (each.generate(PROMPT, mode="full", max_tokens=8).token_ids for each in (engine, plain))

@@ -23,6 +23,7 @@ from ragblend.engine.tuning.calibration import (
     CalibrationCache,
     CurvePoint,
     RuleFit,
+    calibration_from_dict,
     calibration_problem,
     load_calibration,
     parse_calibration,
@@ -96,6 +97,13 @@ def test_a_damaged_file_is_nothing_or_what_it_was(place, byte, cut):
         pass
     else:
         assert damaged == data
+
+
+@pytest.mark.parametrize("change", [{"created_s": 10**400}, {"prefix_ids": [float("inf")]}, {"fits": 3}])
+def test_values_that_are_no_calibrations_are_a_usage_error(change):
+    facts = json.loads(json.dumps(CALIBRATION.as_dict()))
+    with pytest.raises(UsageError, match="it is no calibration"):
+        calibration_from_dict({**facts, "calibration": {**facts["calibration"], **change}})
 
 
 @given(

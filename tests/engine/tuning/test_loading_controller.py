@@ -239,6 +239,7 @@ def test_a_profile_comes_back_from_json_as_it_was():
         {"profile_version": 0},
         {"prefill_s": []},
         {"num_layers": None},
+        {"num_layers": float("inf")},
         {"bytes_per_s": 3},
         {"shares": [1]},
     ):
