@@ -261,7 +261,7 @@ class LocalEngine(EngineBase, ABC):
         """Return the store keys that a prompt of these chunks is likely to use.
 
         These are the keys of all chunks under the store's context policy, and the first chunk's key without an
-        ingestion context. If the store has recorded no policy, all chunks' keys without a context are added.
+        ingestion context. If no policy is given or recorded, all chunks' keys without a context are added.
         """
         named = [as_chunk(chunk) for chunk in chunks]
         first = [replace(chunk, context="none") for chunk in (named[:1] if self._knows_context else named)]
@@ -295,8 +295,8 @@ class LocalEngine(EngineBase, ABC):
     def precompute(self, chunk: Part) -> int:
         """Prefill one chunk after the default prefix and its ingestion context, and store its KV.
 
-        Returns the number of bytes stored, 0 if the KV was stored already. Raises UsageError if the chunk's `context`
-        is "similar" and it has no `context_texts`.
+        Returns the number of bytes stored, 0 if the KV was stored already. Raises UsageError if the KV is not stored,
+        the chunk's `context` is "similar", and the chunk has no `context_texts`.
         """
         token_ids, context = self._chunk_ids(chunk)
         self.add_known_chunks([chunk])

@@ -176,7 +176,7 @@ class FuseResult:
 
     logits: Tensor  # [vocabulary] float32; empty if the plan needs none
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
-    rows_per_layer: list[float] = field(default_factory=list)  # placed chunk tokens run; K/V alone count `kv_share`
+    rows_per_layer: list[float] = field(default_factory=list)  # placed tokens and probe rows run; K/V alone: `kv_share`
     fixed_cost: float = 0.0  # part of rows_per_layer that does not grow with depth: measuring at the check layer
     probe_s: float = 0.0  # seconds of the query probe, waiting for its layers included
     attention: Tensor | None = None  # [T] float32, the query probe's attention
@@ -264,7 +264,7 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float,
 def charged_budget(rows_per_layer: Sequence[float], num_chunk_tokens: int) -> float:
     """Return the cost of a fusion as a share of the cost of running all chunk tokens through every layer.
 
-    `rows_per_layer[l]`: the number of chunk tokens that ran through layer l (see `FuseResult`).
+    `rows_per_layer[l]`: the number of chunk tokens and of query probe rows that ran through layer l (see `FuseResult`).
 
     >>> charged_budget([100, 20, 20, 20], num_chunk_tokens=100)
     0.4

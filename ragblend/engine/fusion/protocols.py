@@ -18,8 +18,8 @@ from ragblend.engine.store.kv import LayerKV
 class PromptKVBuffer(Protocol):
     """Buffer for a prompt's KV: keys and values of all its tokens per layer, in prompt order.
 
-    `fuse` reads `keys` and `values` only of the layer that was loaded last, and only at probe layers and the check
-    layer.
+    `fuse` reads `keys` and `values` only of the layer that was loaded last, and only at the check layer and at all
+    layers of a query probe, up to the last probe layer.
     """
 
     length: int  # rows that are valid in every layer

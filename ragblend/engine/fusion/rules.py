@@ -215,9 +215,10 @@ def is_probe_worthwhile(
 ) -> bool:
     """Return True if the rule's query probe of `num_fresh` tokens is cheap enough, or if there is no probe to run.
 
-    The cost of a probe is the number of its tokens times the number of layers that they run through. The limit is the
-    cost of recomputing the share `ratio` + PROBE_MARGIN of the chunk tokens: up to this cost, the probe brings the
-    answer closer to full prefill than further recomputed tokens would. A long question over short chunks exceeds it.
+    The cost of a probe is the number of its tokens times the number of layers that they run through. Layer 0 does not
+    count, because `fuse` uses its output again. The limit is the cost of recomputing the share `ratio` + PROBE_MARGIN
+    of the chunk tokens: up to this cost, the probe brings the answer closer to full prefill than further recomputed
+    tokens would. A long question over short chunks exceeds the limit.
 
     >>> [is_probe_worthwhile(RULES["ask"], 0.05, fresh, 200, 200, 31) for fresh in (40, 41)]
     [True, False]

@@ -140,7 +140,7 @@ def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
 def write_chunk(stream: BinaryIO, kv: MemoryKV, data_offset: int, store_key: StoreKey | None = None) -> None:
     """Write `kv` as a chunk file to an empty, seekable stream.
 
-    data_offset: the result of `header_nbytes` for `kv`. store_key: the key that signs the file; None: no signature.
+    data_offset: `header_nbytes(kv, store_key)`. store_key: the key that signs the file; None: no signature.
     """
     # Checksums belong in the header but come from the data: write that first, so each layer is copied once.
     stream.seek(data_offset)
@@ -458,8 +458,8 @@ class DiskKV:
     """ChunkKV in a file. Each `layer` call reads and verifies only that layer, into newly allocated memory.
 
     The file normally stays open, so a reader is not disturbed if the entry is deleted or replaced. If the process has
-    few free descriptors, each `layer` call opens the file instead, and fails if the entry was deleted or replaced.
-    Safe to share between threads.
+    few free descriptors, each `layer` call opens the file instead, and fails if the entry was deleted, or replaced by
+    one with another header. Safe to share between threads.
 
     on_damage: called with key, path, open file and reason when a layer is damaged.
     """

@@ -86,8 +86,8 @@ class DiskStore(StoreMetadata, KVStore):
 
     `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for half of the space that is free or
     used by entries (see `auto_limit`). A `put` first evicts the least recently used entries that are not pinned. The
-    directory is not listed at each `put` (see `eviction`). So each process may write a sixteenth of the budget before
-    it counts the entries that other processes have written.
+    directory is not listed at each `put` (see `eviction`). So each of several processes may exceed the budget by a
+    sixteenth before it counts the entries that the others have written.
 
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
     is the process's key, if there is one.
@@ -332,7 +332,7 @@ class DiskStore(StoreMetadata, KVStore):
 
     @property
     def has_evicted(self) -> bool:
-        """True if an entry was ever evicted from this store. If True, eviction may be why an entry is missing."""
+        """True if a `put` has ever evicted an entry. A missing entry may be an evicted one. `gc` does not count."""
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_unreadable(self, key: str) -> None:

@@ -124,8 +124,8 @@ class DiskEvictor:
         """Return the size in bytes of all entries, damaged ones included.
 
         lists_again: True lists the folders that have changed. False uses the last listing, so later changes by other
-        processes are not counted. False is ignored if there is no budget or no earlier listing. If folders cannot be
-        listed, the last known size is returned.
+        processes are not counted. False is ignored without a budget, before the first listing, and after `invalidate`.
+        If folders cannot be listed, the last known size is returned.
         """
         with self._put_lock:
             if lists_again or self._capacity is None or self._looked_s is None:
@@ -135,7 +135,7 @@ class DiskEvictor:
                 return self._used_bytes + sum(self._damaged_bytes.values())
 
     def invalidate(self) -> None:
-        """Mark the table of entries as outdated, after many files have changed. The next `put` lists the directory."""
+        """Mark the table as outdated. The next `put` lists the directory, unless its entry certainly fits."""
         self._looked_s = None
 
     # -- the table; callers hold its lock

@@ -168,7 +168,7 @@ def lookup_contexts(
 
     The exact context comes first, if there is one. The contexts of the store's `policy` follow, and then those of
     "none". Each policy gives one context per prefix, in the order of `prefixes`. token_ids: the prompt. prefixes: token
-    ids of each prefix. is_beginning: False if the prompt has only a later part of the chunk, without its first token.
+    ids of each prefix. is_beginning: False if the part of the chunk at `start` does not begin with its first token.
 
     >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]

@@ -228,7 +228,7 @@ def convert_kv_dtype(kv: MemoryKV, kv_dtype: str) -> MemoryKV:
     """Return the chunk with KV in a store's `kv_dtype`: "auto" as computed, "int8" or "fp8" in eight bits.
 
     A chunk in eight bits is returned unchanged, because a second rounding would add to the error. A chunk is also
-    returned unchanged if it is too short for eight bits to save bytes, or if a number is infinite or NaN.
+    returned unchanged if it is too short for eight bits to save bytes, or if `quantize` returns None for a layer.
     """
     if kv_dtype == "auto" or not kv.header.is_lossless:
         return kv

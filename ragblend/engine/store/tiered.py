@@ -342,8 +342,8 @@ class TieredStore(KVStore):
         """Delete entries from every tier of this store. Then write tombstones: records from which other processes and
         machines learn that they must delete the entries, too.
 
-        See KVStore for `whole_namespace`, result and errors. Tombstones are written last, because another store could
-        otherwise apply one and then fetch the entry again.
+        See KVStore for `whole_namespace`, result and errors. Tombstones are written after the deletion, because another
+        store could otherwise apply one and then fetch the entry again.
         """
         found: set[str] = set()
         failure: BackendUnreachableError | None = None

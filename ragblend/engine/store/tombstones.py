@@ -230,7 +230,8 @@ def _poll_repeatedly(reference: weakref.ref[Tombstones], ended: threading.Event,
 
 
 def _first_name(time_s: float) -> str:
-    """Return the time, in seconds since the epoch, as a text. The names of later tombstones sort after it."""
+    """Return the milliseconds since the epoch as a text, after which the names of later tombstones sort. time_s: the
+    time in seconds since the epoch."""
     return f"{int(time_s * 1e3):013d}"
 
 

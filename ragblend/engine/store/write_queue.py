@@ -25,7 +25,8 @@ MAX_WAITING = 100_000  # chunks, most of them by key alone
 class WriteQueue:
     """Chunks that wait to be written to a slow target, such as a server. A thread writes the oldest first. Thread-safe.
 
-    A new chunk replaces a queued one of the same key. Each dropped chunk adds 1 to `num_dropped` and logs a warning.
+    A new chunk replaces a queued one of the same key. Each dropped chunk adds 1 to `num_dropped`. A warning is logged;
+    it is one warning for all chunks that are dropped at `close` or when the process ends.
 
     - write(kv): writes one chunk. If it raises BackendUnreachableError, the chunk is queued again and written after a
       pause. After any other error, the chunk is dropped.

@@ -16,8 +16,8 @@ State = Literal["closed", "open", "half-open"]
 class CircuitBreaker:
     """Decides whether requests are sent to a server that may fail. Thread-safe.
 
-    A closed breaker lets all requests pass. An open breaker lets none pass until a pause has ended. A half-open breaker
-    waits for the answer to one probe (a ping).
+    A closed breaker lets all requests pass. An open breaker lets none pass; after a pause, one probe (a ping) is due. A
+    half-open breaker lets none pass, either, and waits for the answer to the probe.
 
     `threshold` consecutive failures open the breaker for `pause_s` seconds. A request that exceeds its time limit is a
     failure, too. A successful probe closes the breaker. Each time it opens again, the pause is doubled, up to
