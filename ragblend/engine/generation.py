@@ -41,6 +41,7 @@ class Conversation:
 
     token_ids: list[int] = field(default_factory=list)
     fused: FusedKV | None = None
+    num_exact: int = 0  # leading tokens whose KV is exact
 
 
 class EngineKeywords(GenerationKeywords, total=False):
@@ -71,6 +72,7 @@ class PrefillResult:
     fused: FusedKV
     logits: Tensor
     report: BlendReport
+    num_exact: int  # leading tokens whose KV is exact
     misses: tuple[ChunkRun, ...] = ()  # runs whose chunks are not stored
     recomputed: Tensor | None = None  # positions of the chunk tokens recomputed through the last layer
     attention: Tensor | None = None  # [T] float32, the query probe's attention, if the rule runs one
@@ -222,6 +224,8 @@ class RunningAnswer:
                 # The last generated token's KV is not computed until a token follows it.
                 fused, ids = prefilled.fused, request.prompt.token_ids + result.token_ids
                 request.conversation.token_ids, request.conversation.fused = ids[: fused.length], fused
+                is_exact = prefilled.num_exact == request.prompt.num_tokens
+                request.conversation.num_exact = fused.length if is_exact else prefilled.num_exact
             if prefilled.misses:
                 engine.precompute_in_background(prefilled.misses)
             if self._on_end is not None:

@@ -1,6 +1,7 @@
 """What docs/structure.md shows is drawn from the package, and a request's way through it does not grow unseen."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 from tools.structure.draw import draw
@@ -32,3 +33,9 @@ def test_every_file_that_the_page_names_is_there():
 def test_the_picture_is_written(tmp_path):
     draw(tmp_path / "structure.png")
     assert (tmp_path / "structure.png").stat().st_size > 10_000
+
+
+def test_no_two_test_files_that_run_together_have_one_name():
+    # pytest imports them by this name, and stops a run of both.
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "inside_vllm" not in path.parts]
+    assert [name for name, count in Counter(path.name for path in files).items() if count > 1] == []

@@ -109,8 +109,8 @@ class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
     At `check_layer`, `rule` selects the share `ratio` of the chunk tokens for recomputing. By default, no stored token
-    is recomputed. `num_resident` rows of the FusedKV are valid and exact before fusing starts (a prefix, earlier
-    turns).
+    is recomputed. `num_resident` rows of the FusedKV are valid before fusing starts (a prefix, earlier turns). Their
+    first `num_exact` rows are exact. Later ones are not, if a chunk was blended for an earlier turn.
     """
 
     token_ids: Tensor  # [T] int64, on the model's device
@@ -124,11 +124,13 @@ class FusePlan:
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # sums rule inputs, if each rank has some of the heads
     probe_layers: tuple[int, ...] = ()  # layers of the query probe, ascending; () runs none
     question_start: int | None = None  # first token of the question; None: the token after the last placed chunk
+    num_exact: int | None = None  # leading resident rows that are exact; None: all of them
     # Derived from the fields above.
     end: int = field(init=False)  # position after the last token that is fused
     wants_logits: bool = field(init=False)  # True if the last token is computed for its logits
     num_chunk_tokens: int = field(init=False)  # tokens of all placed chunks
     num_queries: int = field(init=False)  # tokens of the question, at least the last token
+    exact_end: int = field(init=False)  # position after the resident rows that are exact
     corrects_drift: bool = field(init=False)  # True if the KV of kept tokens gets drift correction
 
     def __post_init__(self) -> None:
@@ -144,9 +146,18 @@ class FusePlan:
             ("wants_logits", self.num_fused is None),
             ("num_chunk_tokens", count),
             ("num_queries", max(1, len(self.token_ids) - start)),
+            ("exact_end", self.num_resident if self.num_exact is None else self.num_exact),
             ("corrects_drift", self.rule.drift_gain > 0 and recomputes_some),
         ):
             object.__setattr__(self, name, value)
+
+    @property
+    def num_exact_after_fusing(self) -> int:
+        """Number of leading tokens whose KV is exact once this plan is fused."""
+        if self.exact_end < self.num_resident:
+            return self.exact_end
+        stale = (each.start for each in self.placements if not (each.exact and each.kv.header.is_lossless))
+        return self.end if self.ratio >= 1 else min(stale, default=self.end)
 
     def with_rule(
         self, name: str, ratio: float, model: LayerwiseModel, fitted: tuple[str, int] | None = None
@@ -218,7 +229,8 @@ def record_fusion(
             chunk.exact, chunk.kv_dtype = placement.exact and header.is_lossless, header.stored_dtype
             chunk.num_recomputed_tokens = bisect_left(recomputed, placement.end) - bisect_left(recomputed, start)
         elif start < plan.num_resident:
-            chunk.hit, chunk.prefix_match, chunk.exact = True, "exact", True
+            chunk.hit, chunk.exact = True, min(start + chunk.num_tokens, plan.num_resident) <= plan.exact_end
+            chunk.prefix_match = "exact" if chunk.exact else "approximate"
             num_computed += max(0, start + chunk.num_tokens - plan.num_resident)
         else:
             num_computed += chunk.num_tokens
@@ -244,7 +256,8 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float,
 
     The shares sum to 1. The result is None if the rule runs no query probe. The attention is measured over the stored
     KV, before any recompute. It is the mean over the question's tokens, heads and probe layers. Stale tokens are chunk
-    tokens that keep stored KV which is not exact (see `Placement`). Recomputed tokens are chunk tokens whose stored KV
+    tokens that keep stored KV which is not exact (see `Placement`), and the tokens of earlier turns from the first such
+    chunk on. Recomputed tokens are chunk tokens whose stored KV
     was replaced. Exact tokens are all others: the prefix, chunks with exact KV, and tokens computed for this prompt.
     """
     if fused.attention is None:
@@ -252,6 +265,7 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float,
     is_stored = torch.zeros(len(fused.attention), dtype=torch.bool, device=fused.attention.device)
     for placement in plan.placements:
         is_stored[placement.start : placement.end] = not placement.exact
+    is_stored[plan.exact_end : plan.num_resident] = True
     if plan.wants_logits:
         is_stored[-1] = False  # the last token is computed even where its KV is stored
     mass = fused.attention.double()

@@ -60,9 +60,10 @@ def _codes_are_finite(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool
 def kv_is_finite(kv: MemoryKV) -> bool:
     """Return True if no tensor of the chunk contains infinity or NaN. The tensors may be on any device.
 
-    Layers in eight bits are not examined, because `quantize` has rejected such values.
+    Codes and scales in eight bits are not examined, because `quantize` has rejected such values.
     """
-    tensors = [tensor for layer in kv.layers if isinstance(layer, LayerKV) for tensor in layer if tensor.numel()]
+    full = (layer if isinstance(layer, LayerKV) else (layer.first_keys, layer.first_values) for layer in kv.layers)
+    tensors = [tensor for pair in full for tensor in pair if tensor.numel()]
     return all(
         is_finite(tensor)
         if tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -104,7 +104,7 @@ class BlendingEngine(LocalEngine):
         start_s = perf_counter()
         capacity = request.prompt.num_tokens + min(request.options.max_tokens, 256)
         fused = FusedKV.allocate(self.layers.kv_shapes, capacity, self.layers.like)
-        num_resident, num_known = self._copy_resident_rows(request, fused)
+        num_resident, num_known, num_exact = self._copy_resident_rows(request, fused)
         prefix_s = perf_counter() - start_s
         stored = self._lookup(request, num_resident, damaged, store_get)
         placements = tuple(placement for placement, _ in stored.values())
@@ -117,6 +117,7 @@ class BlendingEngine(LocalEngine):
             num_resident=num_resident,
             seed=request.options.seed or 0,
             question_start=request.prompt.question_start,
+            num_exact=num_exact,
         )
         if request.mode == "blend":
             fitted = request.fit.rule_and_layer if request.fit is not None else None
@@ -136,28 +137,32 @@ class BlendingEngine(LocalEngine):
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
         wanted = runs if request.mode != "prefix" else ()
         misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
-        return PrefillResult(fused, result.logits, report, misses, result.recomputed, result.attention, loader.read_s)
+        num_exact = plan.num_exact_after_fusing
+        return PrefillResult(
+            fused, result.logits, report, num_exact, misses, result.recomputed, result.attention, loader.read_s
+        )
 
     # -- look up
 
-    def _copy_resident_rows(self, request: EngineRequest, fused: FusedKV) -> tuple[int, int]:
-        """Copy exact KV, of earlier turns or else of the prefix, into the front of `fused`.
+    def _copy_resident_rows(self, request: EngineRequest, fused: FusedKV) -> tuple[int, int, int]:
+        """Copy the KV of earlier turns, or else of the prefix, into the front of `fused`.
 
-        Return the number of rows, and how many of them were in memory; the others are computed here.
+        Return the number of rows, how many of them were in memory (the others are computed here), and how many leading
+        ones are exact.
         """
         prompt, conversation = request.prompt, request.conversation
         if conversation is not None and conversation.fused is not None:
             count = min(common_prefix_length(conversation.token_ids, prompt.token_ids), prompt.num_tokens - 1)
             if count > prompt.num_prefix:
                 fused.copy_front(conversation.fused, count)
-                return count, count
+                return count, count, min(count, conversation.num_exact)
         prefix_ids = tuple(prompt.token_ids[: prompt.num_prefix])
         prefix, count = self._longest_known_prefix(prefix_ids)
         num_known = count
         if prefix is None or len(prefix_ids) - count > COMPUTED_IN_PROMPT:
             prefix, count = self._prefix(prefix_ids), len(prefix_ids)
         fused.copy_front(prefix, count)
-        return count, num_known
+        return count, num_known, count
 
     def _lookup(self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet) -> StoredRuns:
         """Return the prompt's stored runs, each in the best context in which its chunk is stored."""
@@ -249,11 +254,12 @@ class BlendingEngine(LocalEngine):
         """Return full prefill by the model's own forward, without reuse."""
         start_s = perf_counter()
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
+        num_tokens = request.prompt.num_tokens
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
         report.chunks = new_run_reports(request.prompt)
         merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
-        return PrefillResult(FusedKV(layers, request.prompt.num_tokens), logits, report)
+        return PrefillResult(FusedKV(layers, num_tokens), logits, report, num_tokens)
 
     # -- KV of prefixes
 

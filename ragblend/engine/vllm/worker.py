@@ -319,9 +319,6 @@ class BlendWorker:
         starts = [start for start, _ in job.spans]
         used = {start: by_start[first] for start in starts if (first := max(start, job.num_resident)) in by_start}
         record_fusion(report, starts, used, plan, result, num_known)
-        for start, chunk in zip(starts, report.chunks, strict=True):
-            if start < job.num_resident:  # was blended for an earlier turn
-                chunk.exact = job.ratio >= 1
         return report, None
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
@@ -388,6 +385,8 @@ class BlendWorker:
             num_fused=job.end,
             sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
             question_start=question_start if question_start < len(job.token_ids) else None,
+            # Earlier turns were blended by the same rule and ratio, which are part of the salt of their blocks.
+            num_exact=None if params.mode == "blend" and job.ratio >= 1 else min(num_resident, job.spans[0][0]),
         )
         return plan.with_rule(params.rule, job.ratio, layers, job.fitted) if params.mode == "blend" else plan
 

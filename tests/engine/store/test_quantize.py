@@ -107,6 +107,18 @@ def test_values_without_an_eight_bit_form_are_stored_as_computed_or_not_at_all(k
 
 
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_the_first_tokens_which_are_stored_as_computed_are_examined_too(kv_dtype, bad, which, caplog):
+    kv = make_kv(tokens=12)
+    getattr(kv.layer(1), which)[1, NUM_FIRST - 1, 3] = bad
+    store = TieredStore(MemoryStore(1 << 20), kv_dtype=kv_dtype)
+    store.put(kv)
+    assert store.get(kv.header.key) is None
+    assert "holds infinity or NaN" in caplog.text
+
+
+@pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("tokens", range(1, NUM_FIRST + 2))
 def test_a_chunk_too_short_to_gain_anything_stays_as_computed(kv_dtype, tokens):
     kv = make_kv(tokens=tokens, dtype="bfloat16")

@@ -532,6 +532,23 @@ def test_the_second_turn_reuses_the_first_and_is_exact_at_ratio_one(chat_engine,
     assert conversation.token_ids[: len(ids)] == ids
 
 
+def test_a_later_turn_reports_as_exact_what_the_earlier_turn_reported(chat_engine):
+    conversation = Conversation()
+    first = chat_engine.generate(turns(), recompute_ratio=0.1, max_tokens=3, conversation=conversation)
+    assert [chunk.exact for chunk in first.report.chunks] == [True, False]
+    assert conversation.num_exact == chat_engine.match(turns()).runs[1].start
+    second = turns(first.text)
+    for ratio in (0.1, 1.0):  # recomputing the new chunk does not change what earlier turns left
+        report = prefill(chat_engine, second, ratio, conversation=conversation).report
+        assert report.num_prefix_tokens >= first.report.prompt_tokens
+        assert [chunk.exact for chunk in report.chunks] == [True, False, False]
+        assert [chunk.prefix_match for chunk in report.chunks[:2]] == ["exact", "approximate"]
+    third = chat_engine.generate(second, mode="full", max_tokens=2, conversation=conversation)
+    assert conversation.num_exact == conversation.fused.length
+    again = chat_engine.generate(turns(first.text, third.text), max_tokens=1, conversation=conversation).report
+    assert [chunk.exact for chunk in again.chunks][:2] == [True, True]
+
+
 def test_a_conversation_from_full_prefill_serves_a_blend(chat_engine, stock_model):
     conversation = Conversation()
     first = chat_engine.generate(turns(), mode="full", max_tokens=5, conversation=conversation)
