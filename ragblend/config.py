@@ -180,8 +180,12 @@ def _trusted_settings(file_settings: Mapping[str, Any], folder: Path, trusted: M
         elif name not in trusted:
             log.warning(
                 "%s sets %s, which is ignored: %s. To set it, use its flag, RAGBLEND_%s, or %s",
-                folder / CONFIG_FILE, name, reason, name.upper(), user_folder() / USER_FILE,
-            )  # fmt: skip
+                folder / CONFIG_FILE,
+                name,
+                reason,
+                name.upper(),
+                user_folder() / USER_FILE,
+            )
     return accepted
 
 

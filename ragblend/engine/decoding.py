@@ -33,9 +33,13 @@ class Sampler:
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:
         self._options = options
         settings = (
-            options.top_k, options.min_p, options.repetition_penalty, options.presence_penalty,
-            options.frequency_penalty, options.logit_bias,
-        )  # fmt: skip
+            options.top_k,
+            options.min_p,
+            options.repetition_penalty,
+            options.presence_penalty,
+            options.frequency_penalty,
+            options.logit_bias,
+        )
         self._is_plain = settings == (None,) * len(settings)  # temperature and top-p alone need no processors
         self._ids, self._num_prompt_ids = list(prompt_ids), len(prompt_ids)
         if not self._is_plain:

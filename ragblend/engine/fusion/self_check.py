@@ -77,8 +77,12 @@ def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quan
                 log.warning(
                     "the results of %s depend on how many tokens run together (logits by %.2g, KV by %.2g of their "
                     "largest value, in %s); the exactness check found and allows: %s",
-                    name, noise[GATES[2]], noise[GATES[1]], dtype_name(model.like.dtype), found,
-                )  # fmt: skip
+                    name,
+                    noise[GATES[2]],
+                    noise[GATES[1]],
+                    dtype_name(model.like.dtype),
+                    found,
+                )
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:

@@ -275,8 +275,9 @@ class TieredStore(KVStore):
         if not kv_is_finite(held):
             log.warning(
                 "KV %s is not stored: it holds infinity or NaN as the model computed it in %s; choose another `dtype`",
-                held.header.key, held.header.dtype,
-            )  # fmt: skip
+                held.header.key,
+                held.header.dtype,
+            )
             return
         failure: RagblendError | None = None
         with self.recorded_write(held.header, is_copy=False):

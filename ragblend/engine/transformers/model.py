@@ -93,9 +93,14 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
             kwargs["attn_implementation"] = options.attn_implementation
         with _no_bars(), hide_dequantize_progress() if path.is_file() else nullcontext():
             weights = AutoModelForCausalLM.from_pretrained(
-                **source, **trust, config=config, dtype=kind, device_map=device_map,
-                **(dequantize_keywords() if path.is_file() else {"use_safetensors": True}), **kwargs,
-            )  # fmt: skip
+                **source,
+                **trust,
+                config=config,
+                dtype=kind,
+                device_map=device_map,
+                **(dequantize_keywords() if path.is_file() else {"use_safetensors": True}),
+                **kwargs,
+            )
         tokenizer = AutoTokenizer.from_pretrained(**_tokenizer_source(path, adapter), **trust)
     except (torch.OutOfMemoryError, UnsupportedModelError):
         raise
