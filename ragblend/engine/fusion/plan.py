@@ -222,16 +222,17 @@ def record_fusion(
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
     for chunk, start in zip(report.chunks, starts, strict=True):
+        resident_end = min(start + chunk.num_tokens, plan.num_resident)
+        is_exact = resident_end <= max(start, plan.exact_end)  # False if an earlier turn blended a part of the chunk
         if start in stored:
             placement, match, policy = stored[start]
             header = placement.kv.header
             chunk.hit, chunk.prefix_match, chunk.context = True, match, policy
-            chunk.exact, chunk.kv_dtype = placement.exact and header.is_lossless, header.stored_dtype
+            chunk.exact, chunk.kv_dtype = is_exact and placement.exact and header.is_lossless, header.stored_dtype
             chunk.num_recomputed_tokens = bisect_left(recomputed, placement.end) - bisect_left(recomputed, start)
         elif start < plan.num_resident:
-            chunk.hit, chunk.exact = True, min(start + chunk.num_tokens, plan.num_resident) <= plan.exact_end
-            chunk.prefix_match = "exact" if chunk.exact else "approximate"
-            num_computed += max(0, start + chunk.num_tokens - plan.num_resident)
+            chunk.hit, chunk.prefix_match, chunk.exact = True, "exact", is_exact
+            num_computed += start + chunk.num_tokens - resident_end
         else:
             num_computed += chunk.num_tokens
     total = plan.num_chunk_tokens + num_computed
