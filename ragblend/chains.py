@@ -53,7 +53,7 @@ REPHRASE_PROMPT = ChatPromptTemplate.from_messages(
 
 
 class BlendRetriever(BaseRetriever):
-    """The chunks of a ragblend index as LangChain documents, best first.
+    """Retriever that returns chunks of a ragblend index as LangChain documents. By default the best chunk is first.
 
     `index` is an open ChunkIndex or its folder. `k`, `neighbours` and `order` are arguments of `ChunkIndex.search`. A
     call may override them: `retriever.invoke(question, k=3)`.
@@ -253,8 +253,8 @@ def create_long_document_chain(
     Invoke it with `{"input": question, "document": document}`. If `instruction` replaces the question ("Summarize the
     document."), invoke it with the document alone. A document is a text, a LangChain Document or a list of either.
 
-    The document is cut into chunks of at most `chunk_tokens` (default: 256, or a quarter of a window). A window is a
-    series of chunks with at most `window_tokens` (default: as many as fit into a prompt). It repeats about
+    The document is cut into chunks of at most `chunk_tokens` (default: 256, at most a quarter of a window). A window
+    is a series of chunks with at most `window_tokens` (default: as many as fit into a prompt). It repeats about
     `overlap_tokens` (default: a tenth) of the previous window, in whole chunks. Each chunk is prefilled once. Other
     windows and later questions reuse its KV. `combine`:
 
@@ -301,7 +301,7 @@ def blend_tool(
 ) -> BaseTool:
     """Return a tool for `create_agent` that searches with `retriever`.
 
-    The artifact of its ToolMessage is the list of retrieved documents. ChatBlend prefills documents without stored KV
-    in the background, and stores their KV.
+    The artifact of its ToolMessage is the list of retrieved documents. In the background, ChatBlend
+    prefills the documents that have no stored KV, and stores the result.
     """
     return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")

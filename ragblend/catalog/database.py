@@ -78,10 +78,10 @@ class Catalog:
                 self._connection = None
 
     def change_counter(self) -> tuple[int, int]:
-        """Return a pair of numbers. The caller compares it with an earlier pair.
+        """Return two numbers, which a caller compares with those of an earlier call to detect changes.
 
-        If the pairs are equal, no other process has committed since then, and no call on this object has added or
-        removed the token ids of a chunk.
+        If both calls return the same numbers, no other process has committed between the calls, and no call on this
+        object has added or removed token ids of a chunk.
         """
         with self._locked() as connection:
             return self._dialect.change_counter(connection), self._num_changes
@@ -123,7 +123,7 @@ class Catalog:
         self.close()
 
     def damage_error(self, what: str) -> CorruptError:
-        """Return the error for damaged rows. Its message has `what`, a text on the damage, and the fix."""
+        """Return the error for damaged rows. Its message names the catalogue, the damage (`what`) and the fix."""
         return CorruptError(f"{self.name}: {what}. {self._dialect.fix_hint()}")
 
     def __enter__(self) -> Self:

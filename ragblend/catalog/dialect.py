@@ -54,7 +54,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def change_counter(self, connection: Connection) -> int:
-        """Return a number that changes with every commit of another process. Must be fast: called for each prompt."""
+        """Return a number that changes with every commit of another process. Called per prompt, so it must be fast."""
 
     @abstractmethod
     def find_problems(self, connection: Connection) -> list[str]:

@@ -86,7 +86,7 @@ class IndexedDocuments:
         self._identity = registry.identity
 
     def close(self) -> None:
-        """Close the catalogue without saving search files."""
+        """Close the catalogue. The file `vectors.faiss` is not written (see `ChunkIndex.save`)."""
         self.registry.close()
 
     def read_transaction(self) -> AbstractContextManager[Connection]:
@@ -114,7 +114,7 @@ class IndexedDocuments:
         return has_facts
 
     def read_metadata(self) -> dict[str, str]:
-        """Return the facts of the index, by name."""
+        """Return the facts of the index (embedder, dimension, tokenizer, ...), as texts by name."""
         facts: dict[str, str] = json.loads(self._fact("facts"))
         return facts
 
@@ -210,7 +210,7 @@ class IndexedDocuments:
         return found
 
     def rows_around(self, row: Row[Any], distance: int) -> Sequence[Row[Any]]:
-        """Return a chunk's row, and up to `distance` rows before and after it, in document order."""
+        """Return a chunk's row and up to `distance` rows of its document on each side, in document order."""
         span = {"first": row.ordinal - distance, "last": row.ordinal + distance}
         return self._intact_rows(_AROUND, document=row.document, **span)
 
@@ -218,7 +218,8 @@ class IndexedDocuments:
         """Delete the rows whose checksum does not match.
 
         If the row of a chunk, document or file is deleted, the next ingestion reads all files again and adds the
-        missing documents. If a fact of the index is damaged, the whole index is removed.
+        missing documents. If a row about the index itself (its embedder, its generation, ...) is damaged, the whole
+        index is removed.
         """
         damaged = self.registry._damaged_rows()
         if damaged["facts of the index"]:
@@ -269,10 +270,10 @@ class IndexedDocuments:
         return [PendingDeletion._make(row[:4]) for row in self._select_checked(PENDING_DELETIONS)]
 
     def current_deletions(self, entries: Iterable[PendingDeletion]) -> list[PendingDeletion]:
-        """Return the present records of these pending deletions, which other processes may have changed.
+        """Return these pending deletions as they are recorded now, because other processes may have changed them.
 
-        If another process has deleted an entry, the entry is left out. If another process has recorded a pending
-        deletion of the same entry, the returned record may differ in `source` and `text_key`.
+        A deletion that is no longer recorded is left out. If another process has recorded the deletion of the same
+        entry again, the returned record may differ in `source` and `text_key`.
         """
         query = select_checked(PENDING_DELETIONS, _OF_ENTRY)
         rows = (self._rows(query, b_key=entry.key, b_place=entry.place) for entry in entries)

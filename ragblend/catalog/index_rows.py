@@ -16,7 +16,7 @@ from ragblend.prompt.types import Chunk
 
 
 class IngestedFile(NamedTuple):
-    """The record of an ingested file. The file is read again if its version differs from `version`."""
+    """The record of an ingested file. If the file's current version differs from `version`, the file is read again."""
 
     path: str
     version: str  # digest of the bytes, and the versions of reader and chunker; "": read the file again
@@ -58,7 +58,7 @@ def as_chunk(row: Row[Any]) -> Chunk:
 
 
 def is_intact_chunk(row: Row[Any]) -> bool:
-    """Return True if the row's checksum matches, and its id is the id of its text, source and start."""
+    """Return True if the row's checksum matches, and its id is the `Chunk.id` for its text, source and start."""
     return is_intact(row[:-1]) and row_id(Chunk(row.text, row.source, row.start).id) == row.id
 
 

@@ -124,7 +124,7 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry. The next call opens the database that is then at its path or URL."""
+        """Close the registry. The next call opens the database that is then at the registry's path or URL."""
         with self._lock:
             self._registry.close()
             self._cached_ids.cache_clear()
@@ -162,7 +162,7 @@ class KnownChunks:
 
 
 def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> list[ChunkRun]:
-    """Return the parts of a prompt that equal parts of `chunks`, chosen and ordered as by `KnownChunks.find_runs`.
+    """Return the parts of a prompt that equal parts of `chunks`, as `KnownChunks.find_runs` does for known chunks.
 
     `chunks`: token ids of each chunk. They should be few, because each call builds an index of them.
     """

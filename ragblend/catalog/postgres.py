@@ -116,7 +116,7 @@ class PostgresDialect(Dialect):
         """Do nothing, because PostgreSQL's vacuum overwrites deleted rows, and the server recycles its log."""
 
     def find_problems(self, connection: Connection) -> list[str]:
-        """Return an empty list, because PostgreSQL raises an error when it reads damaged pages."""
+        """Check nothing and return an empty list, because PostgreSQL raises an error when it reads damaged pages."""
         return []
 
     def fix_hint(self) -> str:

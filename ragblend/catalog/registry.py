@@ -56,7 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """A framework's chunk, and the key of its KV entry. This KV is computed after the chunk's most similar chunks."""
+    """A chunk that a framework added, and the key of its KV that is computed after the most similar chunks."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str
@@ -137,7 +137,7 @@ _SET_VARIANT_STORED = (
 
 
 class ChunkRegistry(Catalog):
-    """The texts, token ids and keys of KV entries of ingested chunks, in a store's database. See `Catalog`."""
+    """The ingested chunks in a store's database: their texts, token ids and keys of KV entries. See `Catalog`."""
 
     def add_model(self, fingerprint: str, name: str, *, new_model: bool) -> None:
         """Record a model for which documents are stored.
@@ -265,7 +265,7 @@ class ChunkRegistry(Catalog):
                 insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
 
     def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
-        """Return the texts that would be deleted if the documents in `kept_texts` had only the texts there.
+        """Return the texts that a namespace would lose if each of the documents kept only its `kept_texts`.
 
         A text is left out if an index, or another document of the same namespace, has the text. Nothing is changed.
         """
@@ -327,8 +327,8 @@ class ChunkRegistry(Catalog):
     # --- token ids ---
 
     def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
-        """Store the token ids of `chunks`, pairs (text, token ids), for a tokenizer (its fingerprint) and a namespace.
-        Intact rows are not changed."""
+        """Store the token ids of texts for a tokenizer (its fingerprint) and a namespace.
+        `chunks`: pairs (text, token ids). Intact rows are not changed."""
         rows = {text_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
         owner = {"tokenizer": tokenizer, "namespace": namespace}
 
@@ -436,7 +436,7 @@ class ChunkRegistry(Catalog):
     # --- chunks that an entry contains or has in its context ---
 
     def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record the `chunks` (token ids) of the entry with key `entry`: its own and those of its context."""
+        """Record the chunk of the entry with key `entry` and the chunks in its context. `chunks`: token ids of each."""
         self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
 
     def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
@@ -448,12 +448,12 @@ class ChunkRegistry(Catalog):
         self._insert_missing((ENTRY_CHUNKS, missing))
 
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
-        """Return, for each chunk, the keys of the entries recorded for it. `chunks`: token ids of each chunk."""
+        """Return, for each chunk, the keys of the entries that are recorded with it. `chunks`: token ids of each."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
     def remove_entry_chunks(self, entries: Iterable[str]) -> None:
-        """Remove the records that `record_entry_chunks` made for `entries`, which were deleted."""
+        """Remove the records that `record_entry_chunks` made for `entries`, which the caller deletes."""
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
@@ -463,7 +463,7 @@ class ChunkRegistry(Catalog):
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
     def mark_all_entries_recorded(self, folder: Path) -> None:
-        """Record that the chunks of every entry in the store's folder are recorded."""
+        """Mark the registry as complete for a store: no entry in `folder` has to be read again to find its chunks."""
         self._record_entry_chunks("", [(b"", self._mark(folder))])
 
     def _mark(self, folder: Path) -> str:
@@ -491,7 +491,7 @@ class ChunkRegistry(Catalog):
         return any(map(is_intact, self._rows(_VARIANT, b_entry=key, b_embedder=embedder)))
 
     def stored_variant_keys(self) -> list[str]:
-        """Return the keys of the KV of all variants whose KV is stored, sorted."""
+        """Return the `entry` keys of the variants whose KV is stored, sorted."""
         query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
         return [row.entry for row in self._rows(query)]
 
@@ -572,7 +572,7 @@ def has_registry(store: Any) -> bool:
 
 
 def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
-    """Return the registry of a KVStore. Without `create`, a missing file is not created; an empty registry is returned.
+    """Return the registry of a KVStore. Without `create`, return an empty one in memory if the file is missing.
 
     For a store without a catalogue the registry is in memory, and all callers share it.
     """

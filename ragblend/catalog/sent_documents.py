@@ -71,7 +71,7 @@ class SentDocumentTable(Catalog):
     """The documents that were sent to the servers of one catalogue. Safe between threads and processes."""
 
     def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
-        """Record documents to be stored, all or none. Each replaces the recorded document with the same id, if any.
+        """Record, in one transaction, documents to be stored. Each replaces the document with the same id, if any.
 
         Return a unique id for this ingestion.
         """
@@ -134,9 +134,10 @@ class SentDocumentTable(Catalog):
     def record_outcome(
         self, document: WaitingDocument, counts: SentDocumentCounts, reason: str, *, is_stored: bool
     ) -> None:
-        """Record that a document was stored or, if not `is_stored`, that it failed for `reason`.
+        """Record that a document was stored or, if not `is_stored`, that it failed.
 
-        If the document was sent again in the meantime, its new version stays pending.
+        `reason`: why the document failed, or why a chunk of it was skipped; "" if neither happened. If the document was
+        sent again in the meantime, its new version stays pending.
         """
         changes = {"body": None, "stored_version": document.version if is_stored else "", "reason": reason}
         changed = update(SENT_DOCUMENTS).where(_ROW.number == document.number).values(**changes, **counts._asdict())
@@ -184,14 +185,14 @@ class SentDocumentTable(Catalog):
     def documents_with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int
     ) -> list[dict[str, Any]]:
-        """Return up to `limit` failed documents and stored documents without chunks, each with status and reason."""
+        """Return at most `limit` documents that failed, or of which a chunk was skipped, with status and reason."""
         chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
         columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
         query = select(*columns).where(*chosen).order_by(_ROW.number).limit(limit)
         return [row._asdict() for row in self._rows(query)]
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
-        """Return a document's fields, except namespace, stored version and body, and its `status`; None if unknown."""
+        """Return a document's status, id, collection, version, ingestion, metadata, reason, counts; None if unknown."""
         query = select(*_FACTS, _STATUS.label("status")).where(_OF_DOCUMENT)
         rows = self._rows(query, **DocumentKey(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None

@@ -33,7 +33,7 @@ class FaissVectors:
 
     @staticmethod
     def from_bytes(data: bytes, index_id: bytes, dim: int) -> FaissVectors:
-        """Return the vectors that `to_bytes` wrote for this index. Raises ValueError for damage or another index."""
+        """Return the vectors that `to_bytes` wrote for `index_id`. Raises ValueError for damage or another index."""
         end = max(0, len(data) - _TRAILER.size)
         if len(data) < _TRAILER.size or data[-32:] != hashlib.sha256(data[:-32]).digest():
             raise ValueError("does not match its checksum")  # FAISS's parser is unsafe for damaged bytes
@@ -53,7 +53,7 @@ class FaissVectors:
         return int(self.faiss.ntotal)
 
     def sync(self, catalogue: IndexedDocuments) -> None:
-        """Make the vectors equal to the catalogue's: add new ones, replace changed ones, remove the others."""
+        """Make the vectors equal to the catalogue's: add new ones, replace changed ones, remove deleted ones."""
         changed, held = catalogue.row_ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
         stale, missing = np.isin(held, changed), changed
         if held.size - np.count_nonzero(stale) + changed.size != catalogue.num_chunks:  # some were removed

@@ -123,7 +123,7 @@ def demo(
     ] = "ragblend-data/demo",
     json_: JsonOption = False,
 ) -> None:
-    """Ingest a small corpus with the embedded model and answer questions in all four modes."""
+    """Ingest a small corpus and answer questions in all four modes. Uses the small model that the package contains."""
     limit_torch_to_one_thread()
     quiet_libraries()
     from ragblend.demo.show import run_demo

@@ -101,7 +101,7 @@ class CommandWithRareOptions(TyperCommand):
 
 
 class SectionedHelpGroup(TyperGroup):
-    """A list of commands, each with its first sentence, under the headings of `GROUPS`."""
+    """A command group whose help lists, under the headings of `GROUPS`, each command with its help's first sentence."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. If an unknown flag names a setting, the error says how to set that setting without a flag."""

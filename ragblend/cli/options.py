@@ -25,11 +25,11 @@ Command = Callable[..., None]
 
 
 def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callable[[Command], Command]:
-    """Return a decorator that adds a flag for each setting in `names` to a command. The command receives `settings`.
+    """Return a decorator that adds to a command a flag for each setting in `names`. The command receives `settings`.
 
-    The help lists these flags after the command's arguments and before its options. A parameter of the command may have
-    the name of a setting: its value is also the setting's. If the name is one of `names`, the parameter gets the added
-    flag's value.
+    The help lists these flags after the command's arguments and before its options. A parameter of the command may be
+    named like a setting. If the name is in `names`, the parameter gets the value of the added flag. Otherwise the
+    parameter has its own flag or argument, whose value is also the setting's.
 
     `unflagged`: settings that the command reads without a flag; the help lists them. `demo`: help text of a flag
     `--demo`; "" adds no such flag. With `--demo`, the demo's values override environment and files, but not flags.

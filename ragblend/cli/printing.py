@@ -55,7 +55,7 @@ def print_line(text: str) -> None:
 
 
 def print_notice(text: str) -> None:
-    """Print a line of progress or advice on stderr. Argument names stay: the line may quote a question."""
+    """Print a line of progress or advice on stderr. Argument names stay, because the line may quote a question."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -79,7 +79,7 @@ def escape_unprintable() -> None:
 
 
 class FlagFormatter(logging.Formatter):
-    """Formats log records with flags in place of argument names."""
+    """Formatter of log records that replaces argument names with flags."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line."""
@@ -102,7 +102,7 @@ def print_json(facts: dict[str, Any]) -> None:
 def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     """Print what an ingestion did and cost; notes about the files go to stderr.
 
-    It names a few of the files that were removed or skipped, and a few notes; `ragblend --verbose` prints all of them.
+    Only a few of the removed or skipped files, and a few notes, are printed; `ragblend --verbose` prints all of them.
     """
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
@@ -181,14 +181,14 @@ def print_sources(hits: Sequence[SearchHit]) -> None:
 
 
 def wait_and_print_shadow(engine: Engine, settings: Settings) -> None:
-    """Wait for the shadow prefills, then print how often they agreed with the answers; nothing if `shadow` is 0."""
+    """Wait for the shadow prefills, then print how often they agreed with the answers. If `shadow` is 0, do nothing."""
     if settings.shadow:
         engine.flush_shadow()
         print_notice(engine.shadow.summary())
 
 
 def remote_line(facts: dict[str, Any]) -> str:
-    """Return the text for `remote_facts`."""
+    """Return the text to print about the remote tier. `facts`: the result of `remote_facts`."""
     from ragblend.engine.store.tiered import format_bytes
 
     if not facts["reachable"]:
@@ -201,7 +201,7 @@ def remote_line(facts: dict[str, Any]) -> str:
 
 
 def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
-    """Return the text for the store's limit in bytes and the setting that it comes from."""
+    """Return the line about the store's limit, with the setting that the limit comes from. None means no limit."""
     from ragblend.engine.store.tiered import format_bytes
 
     if limit_bytes is None:
@@ -224,7 +224,7 @@ def join_names(names: Iterable[str], max_names: int | None = NUM_NAMED, flag: st
 
 
 def plural(number: int, what: str) -> str:
-    """Return a number of things with their name.
+    """Return a number with the noun `what`, in the plural unless the number is 1.
 
     >>> plural(1, "document"), plural(0, "document")
     ('1 document', '0 documents')

@@ -45,7 +45,7 @@ def settings_from(arguments: dict[str, Any]) -> Settings:
 
 
 def prepare_demo_settings(arguments: dict[str, Any]) -> Settings:
-    """Ingest the demo's corpus and return its settings. Those of `arguments` that are not None override them."""
+    """Ingest the demo's corpus and return the demo's settings. The `arguments` that are not None override these."""
     limit_torch_to_one_thread()
     quiet_libraries()
     from ragblend.demo.show import prepare_demo
@@ -56,12 +56,15 @@ def prepare_demo_settings(arguments: dict[str, Any]) -> Settings:
 
 
 def limit_torch_to_one_thread() -> None:
-    """Limit torch to one thread: the embedded model is so small that two threads wait for each other."""
+    """Limit torch to one thread, unless OMP_NUM_THREADS is set.
+
+    The demo's model is so small that two threads wait for each other.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def set_num_threads(count: int | None) -> None:
-    """Set the CPU threads of every library that has not been imported yet; None changes nothing."""
+    """Set the number of CPU threads in OMP_NUM_THREADS, which libraries read at import. None changes nothing."""
     if count is not None and count > 0:
         os.environ["OMP_NUM_THREADS"] = str(count)
 

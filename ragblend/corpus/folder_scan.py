@@ -77,7 +77,7 @@ class FolderScan:
     def has_left_out(self, path: str, top: str) -> bool:
         """Return True if the file `path` is below a folder of `roots`, but the scan left the file out.
 
-        If only `glob` left the file out, return False. Only those `roots` count that are `top` or are below `top`.
+        If only `glob` left the file out, return False. Roots that are neither `top` nor below `top` do not count.
         """
         shown = path in self.files or path in self.filtered_out
         return not shown and any(
@@ -103,7 +103,7 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", excluded: Iterabl
     - hidden files, `node_modules`, `__pycache__`, ragblend's own data, and files in the folders `excluded`;
     - files that are excluded by a `.gitignore` file of the folder, of a folder below it, or of a folder above it in the
       same git repository;
-    - files that do not match the pattern `glob`, as for `Path.rglob`;
+    - files that do not match `glob`, a pattern in the syntax of `Path.rglob`;
     - links to folders, and links to files outside of `paths`.
 
     A link to a file is returned under the link's name, unless the file itself is returned too. Raises NotFoundError for

@@ -116,7 +116,7 @@ def _blend_options(settings: Settings, model: str | None, profile: str | None, r
 
 
 def analysis_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines to print for an analysis. `found`: its facts."""
+    """Return the lines to print for an analysis. `found`: the JSON object of the analysis."""
     estimated = found["tokens_are_estimated"]
     by = "estimated from the characters; --model counts them" if estimated else f"by {found['tokens_by']}"
     lines = [

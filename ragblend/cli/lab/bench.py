@@ -79,8 +79,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
 def add_benchmark_command(config: type[BenchConfig], help: str, *more: Parameter) -> None:
     """Add a benchmark's command. The command's NAME is the name of the class `config`: "load" for LoadConfig.
 
-    The command runs `BENCHMARK` of the module `ragblend.lab.bench.NAME`, or of NAME's module in `_MODULES`. `help`:
-    the command's help text. `more`: parameters in addition to the fields of `config`.
+    The command runs `BENCHMARK` of the module `ragblend.lab.bench.NAME`, or of the module that `_MODULES` has for
+    NAME. `help`: the command's help text. `more`: parameters in addition to the fields of `config`.
     """
     name = config.__name__.removesuffix("Config").lower()
 

@@ -46,8 +46,8 @@ def explain(
 ) -> None:
     """Show the state of each prompt token after blending, and the difference to full prefill.
 
-    Set the other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the ingestion
-    used.
+    Other settings of `ragblend ask`, such as `namespace`, have no flag here. Give them the values used at ingestion, in
+    environment variables (such as RAGBLEND_NAMESPACE) or in ragblend.toml.
     """
     if settings.backend != "transformers":
         raise UsageError(
