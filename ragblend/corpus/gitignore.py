@@ -17,7 +17,10 @@ _GITIGNORE_BYTES = 1 << 20
 
 
 class GitignoreRules(NamedTuple):
-    """Rules of `.gitignore` files. Rules are for paths below their file's folder. Inner folders override outer ones."""
+    """Rules of `.gitignore` files.
+
+    A rule applies to the paths below its file's folder. The rules of inner folders override those of outer folders.
+    """
 
     rules: tuple[tuple[str, GitIgnoreSpec], ...] = ()  # (folder, rules of its file), outermost folder first
 
@@ -25,7 +28,7 @@ class GitignoreRules(NamedTuple):
     def from_parents(top: str) -> GitignoreRules:
         """Return the rules of the folders above `top` in its git repository.
 
-        Return no rules if `top` is outside of a repository. Return none, too, if the rules found ignore `top` itself.
+        Return no rules if `top` is outside of a repository, or if the rules of these folders ignore `top` itself.
         """
         folders, folder = [], top
         while not os.path.exists(os.path.join(folder, ".git")):

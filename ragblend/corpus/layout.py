@@ -57,7 +57,7 @@ class TableSpan(NamedTuple):
 
 
 class Layout:
-    """Where a text has code blocks (with their fences), headings (whole lines) and tables.
+    """The spans of a text's code blocks (with their fences), headings (whole lines) and tables.
 
     `marks`: the text's marks. A heading is a line with a heading mark, or a heading of Markdown.
     """
@@ -166,7 +166,10 @@ def _is_header(first: list[str], second: list[str]) -> bool:
 
 
 class RowEnd(NamedTuple):
-    """The end of a row. `rank` is a digest of the next row's text, so it does not change if the rows move."""
+    """The end of a row. Of several row ends, the one with the lowest `rank` becomes the end of a chunk.
+
+    `rank` is a digest of the next row's text, so that rows that move in the text are cut at the same row ends.
+    """
 
     offset: int
     rank: bytes

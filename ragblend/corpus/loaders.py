@@ -59,8 +59,8 @@ class FileReader:
         return OpenedFile(digest, partial(load_file, self.loader, path))
 
     def reader_version(self, path: str) -> str:
-        """Return an id of the reader of `path` and its settings. Files with the same bytes and the same id give the
-        same documents.
+        """Return the version of the reader of `path`, with the reader's settings. If this version changes, ingestion
+        reads an unchanged file again.
         """
         if self.loader is not None:
             return f"loader {get_loader_version(self.loader)}"

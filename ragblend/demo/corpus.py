@@ -88,7 +88,7 @@ def sample_corpus() -> Corpus:
 def pick_questions_about(texts: Iterable[str], count: int, seed: int = 0) -> list[str]:
     """Return at most `count` questions of the sample corpus that `texts` answer, in random order.
 
-    For `ragblend calibrate` with the embedded model, which cannot answer other questions.
+    `ragblend calibrate` uses them for the embedded model, which cannot answer other questions.
     """
     text = "\n".join(texts)
     answerable = [question.text for question in sample_corpus().questions if _contains_answer(text, question)]

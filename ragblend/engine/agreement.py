@@ -36,7 +36,7 @@ class ShadowCounters:
 
     @property
     def first_token_agreement(self) -> float | None:
-        """Return the share of compared requests with full prefill's first token; None without comparisons."""
+        """Return the share of comparisons in which the first tokens agree; None without comparisons."""
         return self.num_first_tokens_same / self.num_shadowed if self.num_shadowed else None
 
     @property

@@ -27,7 +27,10 @@ class Stream(Protocol):
 
 
 class DocumentEngine(Protocol):
-    """Engine with a store, a tokenizer and the keys of a model's KV: enough to find, pin and remove documents."""
+    """Engine that can find, pin and remove documents.
+
+    It has a store and a tokenizer, and computes the keys of a model's KV in the store. It need not load the model.
+    """
 
     @property
     def name(self) -> str: ...

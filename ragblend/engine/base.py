@@ -39,7 +39,9 @@ LEAST_QUOTE = 64
 
 
 def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
-    """Return where a prompt's last user turn ends: before the `tail_ids` that end the prompt, else at its end.
+    """Return the position at which a prompt's last user turn ends.
+
+    It is the start of `tail_ids` if the prompt ends with them, else the end of the prompt.
 
     >>> last_turn_end([5, 6, 7, 1, 2], [1, 2]), last_turn_end([5, 6, 7], [1, 2])
     (3, 3)
@@ -221,9 +223,8 @@ class LocalEngine(EngineBase, ABC):
         """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
 
         A run is a part of a chunk. Chunks that the prompt names are matched even if they are unknown, so that they are
-        stored for later requests. The last run may be a quotation in the question. It is left out if it ends the last
-        user turn and has fewer than LEAST_QUOTE tokens, unless the prompt names its chunk and has no other run of the
-        chunk.
+        stored for later requests. A run that ends the last user turn and has fewer than LEAST_QUOTE tokens may be a
+        quotation in the question. It is left out, unless the prompt names its chunk and has no other run of that chunk.
         """
         self.check_not_forked()
         start_s = perf_counter()
@@ -272,7 +273,8 @@ class LocalEngine(EngineBase, ABC):
     def key(self, chunk: Part) -> str:
         """Return the store key of the KV that the chunk has after the default prefix.
 
-        A chunk's KV has two variants with different keys. The chunk's `context` selects one.
+        KV computed directly after the prefix and KV computed after similar chunks have different keys. The chunk's
+        `context` selects one of the two.
         """
         return self.key_of_ids(*self._chunk_ids(chunk))
 
@@ -320,7 +322,8 @@ class LocalEngine(EngineBase, ABC):
     def forget(self, chunk: Part) -> bool:
         """Delete the KV that is stored under `key(chunk)`. Return True if there was any.
 
-        The chunk is no longer matched in prompts, unless its `context` is "similar": the KV without context remains.
+        The chunk is no longer matched in prompts, except if its `context` is "similar". Its KV without an ingestion
+        context is then kept, so that prompts can still reuse it.
         """
         named = as_chunk(chunk)
         if named.context != "similar":

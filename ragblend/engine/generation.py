@@ -92,7 +92,7 @@ OnEnd = Callable[[PrefillResult, Generation], None]
 
 
 class RunningAnswer:
-    """An answer in progress inside the engine loop. The caller holds its GenerationStream.
+    """An answer in progress inside the engine loop. The caller reads it through a GenerationStream.
 
     `advance` runs the answer up to its next decode step. It puts the answer's texts into `pieces`, and None at the end.
     """

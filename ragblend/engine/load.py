@@ -82,8 +82,8 @@ def load_engine(
     remote tier records no policy, so pass `context` for KV that another process puts there. Raises StoreMismatchError
     if all KV in the directory is of other models, unless `new_model` is True.
 
-    `shadow`: share of the requests answered from fused KV for which full prefill also runs, after the answer.
-    `engine.shadow` counts how often both agree; each report's `shadow` has the comparison.
+    `shadow`: of the requests answered from fused KV, the share for which full prefill also runs, after the answer.
+    `engine.shadow` counts how often both results agree; each report's `shadow` has the comparison.
 
     `max_num_seqs`: most answers that are decoded together, each with its KV in memory. None is 8. For vLLM, put it into
     `vllm_options`.

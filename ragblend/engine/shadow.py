@@ -123,7 +123,7 @@ def compare_with_full(
 ) -> ShadowReport:
     """Run `request` by full prefill and compare with its `answer`, whose first token came from `logits` [vocabulary].
 
-    Whole answers are compared if both are greedy and `answer` was not cancelled; otherwise only the first token.
+    Whole answers are compared if the request is greedy and `answer` was not cancelled; otherwise only the first token.
     """
     comparable = request.options.temperature == 0 and answer.finish_reason != "cancelled"
     options = request.options if comparable else replace(request.options, max_tokens=1)

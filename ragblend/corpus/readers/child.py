@@ -24,9 +24,9 @@ def run_in_child(
 ) -> tuple[Any, str]:
     """Call a reader function in a child process. Return (result, ""), or (None, reason) if it rejected the file.
 
-    `function`: "MODULE:NAME". It is called with the bytes of stdin and `arguments`, and must return a JSON value.
-    `memory_bytes`: limit of the child's address space. `fix`: advice at the end of error messages. The file is given as
-    `stdin=FILE` or `input=BYTES`, as in `subprocess.run`. Raises UnreadableDocumentError if the child crashed, took
+    Pass the file as `stdin=FILE` or `input=BYTES`, as for `subprocess.run`. `function`: "MODULE:NAME". Its arguments
+    are the file's bytes and then `arguments`, and it must return a JSON value. `memory_bytes`: limit of the child's
+    address space. `fix`: advice at the end of error messages. Raises UnreadableDocumentError if the child crashed, took
     longer than `limit_s` seconds or exceeded `memory_bytes`.
     """
     command = [*_COMMAND, function, str(memory_bytes), *arguments]
@@ -59,9 +59,9 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def main(function: str, memory_bytes: str, *arguments: str) -> int:
-    """Run in the child: call `function` with the bytes of stdin, and print the pair for `run_in_child` as JSON.
+    """Run in the child: call `function`, and print as JSON the (result, reason) that `run_in_child` returns.
 
-    Return the exit status: 3 if memory ran out, else 0.
+    `function` gets the bytes of stdin and then `arguments`. Return the exit status: 3 if memory ran out, else 0.
     """
     _limit_memory(int(memory_bytes))
     module, _, name = function.partition(":")

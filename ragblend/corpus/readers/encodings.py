@@ -46,7 +46,7 @@ def decode_text(data: bytes, declared: str = "") -> TextWithNotes:
 
     The encodings are, in this order: that of the byte order mark; UTF-16, if there are NUL bytes; the charset
     `declared` ("" for none); UTF-8; the likeliest charset. Single-byte charsets decode any bytes, so a guess is
-    accepted only if it gives no control characters. Raises UnreadableDocumentError for bytes that are not text.
+    accepted only if it gives almost no control characters. Raises UnreadableDocumentError for bytes that are not text.
     """
     if marked := detect_bom_encoding(data):
         return _decode_marked(data, marked)

@@ -67,7 +67,8 @@ def normalize_characters(text: str) -> str:
 def is_garbage(text: str) -> bool:
     """Return True if over 5 % of `text` is control, private or unassigned characters, or over 30 % is glyph names.
 
-    Such a character between two spaces does not count: it is a bracket of a formula or a note of music.
+    Up to two control, private or unassigned characters are accepted. A single one between white space does not count,
+    because it is a bracket of a formula or a note of music.
 
     >>> is_garbage("The pump leaks."), is_garbage("\\x01\\x02\\x03 pump"), is_garbage("/g145/g144/g3 (cid:12)")
     (False, True, True)
@@ -83,7 +84,7 @@ def is_garbage(text: str) -> bool:
 
 
 def remove_controls(text: str) -> str:
-    """Return `text` without control characters, spaces at line ends and repeated blank lines."""
+    """Return `text` without control characters, white space at both ends of lines, and repeated blank lines."""
     text = text.replace("\f", "\n")
     for char in _CONTROLS & set(text):
         text = text.replace(char, "")
@@ -94,8 +95,9 @@ def remove_controls(text: str) -> str:
 def join_hyphens(pages: Sequence[str]) -> list[str]:
     """Join the words that a hyphen divides at a line's end. Return the changed `pages`.
 
-    Before a capital letter, the hyphen and the line break stay. If the document does not have the joined word, the
-    hyphen stays before a conjunction ("Ein- und Ausgabe"), and in a compound that the document has within a line.
+    Before a capital letter, the hyphen and the line break stay. In two cases only the hyphen stays, unless the document
+    also has the joined word: before a conjunction ("Ein- und Ausgabe"), and in a compound that the document also has
+    within a line.
 
     >>> join_hyphens(["hyphen-\\nated, post-\\noffice\\nthe post-office", "Anglo-\\nSaxon"])
     ['hyphenated, post-office\\nthe post-office', 'Anglo-\\nSaxon']
@@ -135,8 +137,8 @@ def _start_of_last_word(text: str) -> int:
 def compose_accents(pages: Sequence[str]) -> list[str]:
     """Return `pages` with separate accents joined to the letters after them ("Tank¨onyv" becomes "Tankönyv").
 
-    TeX's older fonts separate them. If the document has at least as many letters with an accent ("ö") as separate marks
-    of it ("¨"), its fonts have such letters. These marks are quotation marks or apostrophes, and stay separate.
+    TeX's older fonts separate them. An accent stays separate if the document has at least as many letters with it ("ö")
+    as separate marks of it ("¨"). Its fonts then have such letters, so the marks are quotation marks or apostrophes.
     """
     letters = set[str]().union(*pages)
     candidates = [accent for accent in _ACCENTS if accent in letters]

@@ -35,8 +35,8 @@ class ZipContainer:
         return _part_key(name) in self._entries
 
     def check_declared_size(self) -> None:
-        """Raise UnreadableDocumentError if the sizes in the directory sum to too many bytes. Call it before another
-        library unpacks the file.
+        """Raise UnreadableDocumentError if the unpacked sizes in the zip file's directory sum to more than
+        MAX_UNPACKED_BYTES. Call it before another library unpacks the file.
         """
         if sum(entry.file_size for entry in self._entries.values()) > MAX_UNPACKED_BYTES:
             raise UnreadableDocumentError(_size_message(self.kind))

@@ -256,7 +256,7 @@ def attend_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output [Hq, Q, D] of all queries, and the attention mass of the question's queries.
 
-    The output is that of `attend_rows`, the mass that of `attention_mass`. The question's queries are the last
+    See `attend_rows` for the output, and `attention_mass` for the mass [T]. The question's queries are the last
     `num_question_rows`. `keys`, `values`: [H, T, D].
     """
     question = queries.slice_rows(slice(-num_question_rows, None))

@@ -63,12 +63,12 @@ def fuse(
     `layers` places the stored KV in `fused`; None: it is placed already.
 
     Fresh tokens, which have no stored KV (the question, for example), run through every layer. Candidates are the
-    tokens whose stored KV may be replaced. They run up to the check layer. There the rule selects a share of the
-    candidates, and only these run through the later layers. A rule with a query probe selects earlier: it runs the
-    fresh tokens over the stored KV up to its last probe layer, and then selects. Fresh and selected tokens run through
-    every layer. In each layer, computed rows replace stored ones, and each computed token attends to all tokens at or
-    before its position, so ratio 1.0 is full prefill. With drift correction (`drift_gain`), the estimated change of
-    kept candidates is added to their KV before attention.
+    tokens whose stored KV may be replaced. For a rule that needs deviations, all candidates run up to the check layer.
+    There the rule selects some of them, and only these run through the later layers. Other rules select before the
+    first layer, so that only selected candidates run. Before a rule with a query probe selects, the fresh tokens run
+    over the stored KV, up to the last probe layer. In each layer, computed rows replace stored ones, and each computed
+    token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift correction
+    (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
 
     If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """

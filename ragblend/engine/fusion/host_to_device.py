@@ -31,7 +31,8 @@ def _copying_stream(device: torch.device) -> Any:
 class HostToDeviceCopier:
     """Copies layers from host memory to `device`. Any thread may call it.
 
-    Only GPU work of the thread that created the copier may use the copies.
+    On a GPU, only work on the stream `computing` may use the copies (see `in_compute_order`). Their memory could be
+    used again while another stream still reads them.
     """
 
     def __init__(self, device: torch.device) -> None:

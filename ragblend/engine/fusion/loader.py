@@ -238,9 +238,9 @@ class LayerLoader:
         return LayerKV(keys, fused.values(layer)[:, rows])
 
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
-        """Add `shares` [T, M] times `drift` [H, M, D] to the layer's values and to its keys before rotation.
+        """Add `shares` [T, M] times `drift` [H, M, D] to the layer's keys and values. If `drift` is None, do nothing.
 
-        T: tokens of the prompt. M: landmarks of the DriftCorrection. If `drift` is None, do nothing.
+        T: tokens of the prompt. M: landmarks of the DriftCorrection. The pre-RoPE change of the keys is rotated first.
         """
         if drift is None:
             return

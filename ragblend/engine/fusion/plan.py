@@ -61,7 +61,7 @@ class FusedKV:
 
     @classmethod
     def allocate(cls, shapes: Sequence[tuple[int, int, int]], capacity: int, like: Tensor) -> FusedKV:
-        """Return KV for `capacity` tokens. `shapes[l]` is (H, D of keys, D of values); dtype and device as `like`."""
+        """Return KV for `capacity` tokens, of `like`'s dtype and device. `shapes[l]`: (H, D of keys, D of values)."""
         return cls(
             [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
         )
@@ -109,8 +109,9 @@ class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
     At `check_layer`, `rule` selects the share `ratio` of the chunk tokens for recomputing. By default, no stored token
-    is recomputed. `num_resident` rows of the FusedKV are valid before fusing starts (a prefix, earlier turns). Their
-    first `num_exact` rows are exact. Later ones are not, if a chunk was blended for an earlier turn.
+    is recomputed. The first `num_resident` rows of the PromptKVBuffer are valid before fusing starts (a prefix, earlier
+    turns). The first `num_exact` of these are exact. The others may not be, for example if an earlier turn blended a
+    chunk.
     """
 
     token_ids: Tensor  # [T] int64, on the model's device
@@ -256,10 +257,10 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float,
     """Return the shares of the question's attention on exact, recomputed and stale tokens of the prompt.
 
     The shares sum to 1. The result is None if the rule runs no query probe. The attention is measured over the stored
-    KV, before any recompute. It is the mean over the question's tokens, heads and probe layers. Stale tokens are chunk
-    tokens that keep stored KV which is not exact (see `Placement`), and the tokens of earlier turns from the first such
-    chunk on. Recomputed tokens are chunk tokens whose stored KV
-    was replaced. Exact tokens are all others: the prefix, chunks with exact KV, and tokens computed for this prompt.
+    KV, before any recompute. It is the mean over the question's tokens, heads and probe layers. Stale tokens are the
+    kept tokens of chunks whose stored KV is not exact (see `Placement`), and the resident tokens whose KV is not exact
+    (see `FusePlan`). Recomputed tokens are chunk tokens whose stored KV was replaced. Exact tokens are all others: the
+    prefix, chunks with exact KV, and tokens computed for this prompt.
     """
     if fused.attention is None:
         return None
@@ -299,9 +300,9 @@ def project_charged_budget(
     """Return the charged budget (see `charged_budget`) that a rule would have in a model of `target_num_layers` layers.
 
     Budgets of models are compared at one depth, because in a shallow model the check is most of the cost. Layers before
-    the check layer keep their cost. Every other layer of the target model gets the mean cost of this model's
-    other layers, without `fixed_cost`. `fixed_cost`: the part of `rows_per_layer` for measuring at the check layer. It
-    does not grow with depth, so it is added once.
+    the check layer keep their cost. Each of the remaining layers of the target model costs the mean of the remaining
+    layers in `rows_per_layer`, without `fixed_cost`. `fixed_cost`: the part of `rows_per_layer` for measuring at the
+    check layer. It does not grow with depth, so it is added once.
 
     >>> round(project_charged_budget(32, [100, 20, 20, 20], num_chunk_tokens=100, check_layer=1), 4)
     0.225

@@ -67,7 +67,7 @@ def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: K
 
 @torch.inference_mode()
 def prefill_chunks(model: TransformersLayers, prefix: PromptKVBuffer, headers: Sequence[KVHeader]) -> list[MemoryKV]:
-    """Prefill several chunks in one pass, each after the same `prefix`. Return the KV of each, as `prefill_chunk`.
+    """Prefill several chunks in one pass, each after the same `prefix`. Return the KV of each, as `prefill_chunk` does.
 
     Norms, projections and MLPs run over the rows of all chunks; attention runs per chunk. `prefix` is not changed.
     """

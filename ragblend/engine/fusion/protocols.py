@@ -18,8 +18,8 @@ from ragblend.engine.store.kv import LayerKV
 class PromptKVBuffer(Protocol):
     """Buffer for a prompt's KV: keys and values of all its tokens per layer, in prompt order.
 
-    `fuse` reads `keys` and `values` only of the layer that was loaded last, and only at the check layer and at all
-    layers of a query probe, up to the last probe layer.
+    `fuse` reads `keys` and `values` only of the layer that was loaded last, and only in two cases: at the check layer,
+    and during a query probe, in every layer up to the last probe layer.
     """
 
     length: int  # rows that are valid in every layer
@@ -42,9 +42,9 @@ class FreshRowsCallback(NamedTuple):
 class LayerSource(Protocol):
     """Source of stored KV, which places it in one PromptKVBuffer, layer by layer.
 
-    `wait` returns when the layer is placed. `fuse` waits for layers in ascending order. For an earlier layer, `wait`
-    returns at once. It raises DamagedEntryError if stored bytes are damaged; the request then starts again with that
-    chunk as a miss. Once `ready[layer]` is set, `wait(layer)` does not block.
+    `wait` returns when the layer is placed. `fuse` waits for layers in ascending order. A second `wait` for a layer
+    returns at once. If stored bytes are damaged, `wait` raises DamagedEntryError, and the request starts again with the
+    damaged chunk as a miss. Once `ready[layer]` is set, `wait(layer)` does not block.
 
     A placed chunk is stale if its KV was computed without the tokens before it in the prompt. If a chunk is stale and
     the plan corrects drift, `fuse` calls `apply_drift` once for every layer except the first. It does so after waiting

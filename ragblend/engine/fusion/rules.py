@@ -281,8 +281,8 @@ class DriftCorrection(NamedTuple):
 def similarity_layer(num_layers: int, deepest: int) -> int:
     """Return the layer whose stored values measure how similar tokens are, for drift correction.
 
-    It is the layer at SIMILARITY_DEPTH, but at most `deepest`, the last layer of the query probe: later layers are not
-    loaded yet. It is never layer 0, whose values depend on the token alone; layer 1 is then taken.
+    It is the layer at SIMILARITY_DEPTH, but at most `deepest`, the last layer of the query probe, because later layers
+    are not loaded yet. It is at least layer 1, because the values of layer 0 depend on the token alone.
 
     >>> [similarity_layer(count, count - 1) for count in (2, 5, 30)], similarity_layer(30, 3), similarity_layer(30, 0)
     ([1, 2, 12], 3, 1)

@@ -54,7 +54,7 @@ MAX_TOLERANCE = 0.1
 def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quantised: bool = False) -> None:
     """Raise UnsupportedModelError unless fused KV reproduces `model`'s full prefill.
 
-    Four gates compare results with full prefill:
+    Four checks (`GATES`) compare results for a short prompt with full prefill:
 
     - Rotation: the stored keys of every chunk, rotated to their positions, equal full prefill's keys at layer 0.
     - Stored slice: the KV of a chunk directly after its prefix equals full prefill's KV at every layer.

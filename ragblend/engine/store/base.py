@@ -113,7 +113,7 @@ class KVStore(ABC):
         """
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> Mapping[str, ChunkKV]:
-        """Fetch entries that no local tier has from the remote tiers, in parallel. Return the fetched entries by key.
+        """Fetch, from the remote tiers in parallel, the entries that no local tier has. Return the fetched ones by key.
 
         Entries that do not arrive by the deadline are left out. until_s: the deadline, in seconds of the monotonic
         clock; None: now plus the largest `timeout_s` of the remote tiers.
@@ -186,9 +186,10 @@ class KVStore(ABC):
         """
 
     def watch_deletions(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
-        """Call `apply_deletions` in the background until `close`. Wait up to `timeout_s` seconds for the first call.
+        """Start to call `apply_deletions` every few seconds in the background, until `close`.
 
-        skip_disk: do not delete from the disk tier, because another process watches the same disk and deletes there.
+        Return after the first of these calls, at the latest after `timeout_s` seconds. skip_disk: do not delete from
+        the disk tier, because another process watches the same disk and deletes there.
         """
 
     def replace_dtype(self, kv: ChunkKV) -> None:
@@ -205,9 +206,9 @@ class KVStore(ABC):
     # -- between tiers and in the background
 
     def touch(self, key: str) -> None:
-        """Record a use of an entry that a faster tier has returned. This tier has not seen that use.
+        """Record a use of an entry in this tier, after a faster tier has returned the entry.
 
-        The least recently used entries are evicted first.
+        Without this record, the tier could evict the entry, because it evicts the least recently used entries first.
         """
 
     def prefetch(self, keys: Sequence[str]) -> None:
