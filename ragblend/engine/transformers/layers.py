@@ -150,7 +150,7 @@ class TransformersLayers:
         """Return the embeddings [R, hidden size] of token ids [R].
 
         Some models (Gemma 4) also have an input vector for each token and layer. The vectors of all layers are then
-        appended to the token's embedding. `run_layer` uses the vector of its layer, and removes this vector.
+        appended to the token's embedding. `run_layer` uses the vector of its layer, and its result lacks this vector.
         """
         if self._adapters:
             self._check_adapters()
@@ -199,9 +199,9 @@ class TransformersLayers:
     ) -> Tensor:
         """Run one decoder layer over the tokens at positions `rows` [R], and return its output [R, hidden size].
 
-        The tokens' keys and values are written to `fused`. Before that, `hook` receives those of its rows, keys before
-        RoPE (see FreshRowsCallback). In some models, the last layers make no KV and read the KV of earlier layers. The
-        call for the last layer that makes KV then runs those layers, too.
+        The tokens' keys and values are written to `fused`. Before that, `hook` receives the pre-RoPE keys and the
+        values of the rows `hook.row_indices`. In some models, the last layers make no KV and read the KV of earlier
+        layers. The call for the last layer that makes KV then also runs the layers that make none.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
@@ -330,7 +330,7 @@ class TransformersLayers:
 
     @contextmanager
     def self_check_mode(self, window: int) -> Iterator[None]:
-        """Change the model inside the block for the self-check, whose prompt is short.
+        """Change the model for the self-check, whose prompt is short, until the `with` block ends.
 
         Attention windows are reduced to `window` tokens, because longer ones would have no effect in a short prompt. In
         half precision, every token uses all experts, because rounding could otherwise change the choice of experts.

@@ -31,8 +31,8 @@ ATTENTION = "ragblend"
 class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Transformers cache of chunks that are packed into one sequence. A chunk attends to the prefix and to itself only.
 
-    `prefix`: rotated keys, and values, [H, P, D] of the prefix. `spans`: the consecutive rows of each chunk. `latent`
-    is set for a model with multi-head latent attention. `prefix` then has the expanded keys and values.
+    `prefix`: the prefix's rotated keys and its values, [H, P, D] each. `spans`: the consecutive rows of each chunk.
+    `latent` is set for a model with multi-head latent attention. `prefix` then has the expanded keys and values.
     """
 
     values: Tensor  # [H, R, D], the chunks' values as they are stored; set once the layer has run

@@ -100,7 +100,10 @@ class RuleFit:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Calibration of one model, prefix and chunker: a fit per rule, the best first."""
+    """Calibration of one model, prefix and chunker: a RuleFit per rule, the best rule first.
+
+    The best rule is the one with the smallest charged budget at its fitted ratio.
+    """
 
     fingerprint: str  # of the model
     prefix_ids: tuple[int, ...]
@@ -117,21 +120,21 @@ class Calibration:
 
     @property
     def ratio(self) -> float:
-        """Return the best fit's ratio, r*."""
+        """Return the fitted ratio of the best rule, r*."""
         return self.fits[0].ratio
 
     @property
     def rule(self) -> str:
-        """Return the best fit's rule."""
+        """Return the best rule."""
         return self.fits[0].rule
 
     @property
     def check_layer(self) -> int:
-        """Return the best fit's check layer."""
+        """Return the check layer of the best rule."""
         return self.fits[0].check_layer
 
     def fit_of(self, rule: str) -> RuleFit | None:
-        """Return the fit of `rule`, or the best fit for "auto"; None if the rule was not measured."""
+        """Return the RuleFit of `rule`, or of the best rule for "auto"; None if `rule` was not measured."""
         return next((fit for fit in self.fits if rule in ("auto", fit.rule)), None)
 
     @property
@@ -187,16 +190,16 @@ def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
 def save_calibration(disk: DiskStore, calibration: Calibration) -> Path:
     """Write a calibration into the store, and return its path. An earlier one of the same name is replaced.
 
-    Raises StoreFullError on a full disk, StoreNotWritableError if the file cannot be written otherwise.
+    Raises StoreFullError on a full disk, and StoreNotWritableError if the file cannot be written for another reason.
     """
     return disk.put_calibration(calibration.filename, calibration.as_dict())
 
 
 def calibration_problem(path: Path, facts: Mapping[str, Any]) -> str:
-    """Return why the calibration file `path` is invalid; "" if it is valid. `facts`: the file's JSON values.
+    """Return the reason why a calibration file is invalid, or has the wrong name; "" if it is valid.
 
-    The result is also "" for a file that is no calibration, because `DiskStore.verify_metadata` checks files of all
-    kinds with this function.
+    `facts`: the JSON values in the file `path`. The result is also "" for a file that is no calibration, because
+    `DiskStore.verify_metadata` checks files of all kinds with this function.
     """
     if path.parent.name != CALIBRATIONS_DIR:
         return ""
@@ -216,8 +219,8 @@ def load_calibration(
 ) -> Calibration | None:
     """Return the calibration of this model and prefix in the store at `store_dir`; None if there is none.
 
-    With `chunker` None, return the latest. A file that is damaged, of another version, under a wrong name or not signed
-    with the store's key is skipped with a warning.
+    With `chunker` None, return the latest of all chunkers. A file that is damaged, of another version, under a wrong
+    name or not signed with the store's key is skipped with a warning.
     """
     found: list[Calibration] = []
     key = resolve_key(store_key)

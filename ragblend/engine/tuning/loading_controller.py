@@ -94,7 +94,7 @@ class MachineProfile:
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return the seconds of computing that overlap with `load_s` seconds of loading, and so take no extra time."""
+        """Return the most seconds of computing that can overlap with `load_s` seconds of loading, at no extra time."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )
@@ -105,7 +105,7 @@ class MachineProfile:
 
 
 def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
-    """Return the profile that `as_dict` returned. Raises UsageError for another version or invalid values."""
+    """Return the profile in `facts`, a result of `as_dict`. Raises UsageError for another version or invalid values."""
     if facts.get("profile_version") != PROFILE_VERSION:
         raise UsageError(
             f"the machine profile has version {facts.get('profile_version')!r}, this ragblend reads {PROFILE_VERSION}; "
@@ -126,7 +126,9 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
 
 
 def make_monotone(points: Iterable[tuple[float, float]]) -> Curve:
-    """Return the points in order of x, one per x. A y that is lower than an earlier one is raised to it.
+    """Return the points in order of x, with the highest y of each x.
+
+    A y below an earlier one is raised to the highest earlier y.
 
     >>> make_monotone([(2, 5.0), (1, 3.0), (3, 4.0)])
     ((1, 3.0), (2, 5.0), (3, 5.0))
@@ -187,7 +189,8 @@ def largest_hidden_ratio(r_star: float, load_s: float, prefill_s: float, shares:
 def pipelined_s(load_s: float, compute_s: float, num_layers: int) -> float:
     """Return the seconds of loading and computing `num_layers` equal layers, each loaded while others are computed.
 
-    Computing begins once one layer is loaded (`exposed_load_s`), and then overlaps with the rest of the loading.
+    Computing begins once one layer is loaded (`exposed_load_s`). Layer 0 is loaded last, and no computing waits for it.
+    The result is therefore the longer of two times: all loading, or the first load and then all computing.
 
     >>> pipelined_s(4.0, 8.0, num_layers=4), pipelined_s(8.0, 4.0, num_layers=4)
     (9.0, 8.0)
@@ -199,7 +202,7 @@ def exposed_load_s(load_s: float, num_layers: int) -> float:
     """Return the seconds before computing can begin: the time of loading one layer.
 
     Engines load layer 1 first, and the query probe needs it before any recompute. Layer 0 depends on the token ids
-    alone, so it is computed instead. A model with one layer has nothing to wait for.
+    alone, so it is computed, and its load comes last. With one layer, computing therefore waits for no load.
 
     >>> exposed_load_s(8.0, num_layers=4), exposed_load_s(8.0, num_layers=1)
     (2.0, 0.0)

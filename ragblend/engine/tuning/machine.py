@@ -113,7 +113,7 @@ def read_machine_profile(
 def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
     """Write a profile into the store at `root`, and return the file's path. An older profile is replaced.
 
-    Raises StoreFullError on a full disk, StoreNotWritableError if the file cannot be written otherwise.
+    Raises StoreFullError on a full disk, and StoreNotWritableError if the file cannot be written for another reason.
     """
     path = profile_path(root, profile.fingerprint, profile.hardware)
     data = encode_signed_json(profile.as_dict(), MACHINES_DIR, resolve_key(store_key))

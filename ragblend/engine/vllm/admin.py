@@ -51,7 +51,7 @@ def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of the disk tier: numbers of chunks and bytes, in total and by namespace.
 
     The result also has the tier's limit in bytes (`budget_bytes`), the number of pinned chunks by document (`pins`),
-    and the status of the remote tier, None without one. `fields` of the HTTP request are ignored.
+    and the status of the remote tier (`remote`; None without a remote tier). `fields` of the HTTP request are ignored.
     """
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -101,10 +101,10 @@ def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Delete all entries of a namespace, those with a cache salt included. Return `num_removed` and `num_unread`.
+    """Delete all entries of a namespace, with or without a cache salt. Return `num_removed` and `num_unread`.
 
     `fields` of the HTTP request: `namespace`. Raises UsageError without it. The keys of entries do not show their
-    namespace, so entries that only the remote tier has are read first.
+    namespace, so entries that only the remote tier has are read first. `num_unread` counts those that cannot be read.
     """
     namespace = fields.get("namespace")
     if not isinstance(namespace, str):

@@ -39,8 +39,8 @@ class AttentionCall(NamedTuple):
 def cut_runs(rows: Sequence[int], max_rows: int, max_runs: int) -> list[list[tuple[int, int]]]:
     """Split rows into attention calls. A call is a list of runs, each a pair [start, end) of indices into `rows`.
 
-    The positions in a run are consecutive. A call spans at most `max_rows` rows and has at most `max_runs` runs. A
-    longer run is cut into consecutive parts, and each part still attends to everything before it.
+    The positions in a run are consecutive. A call spans at most `max_rows` rows and has at most `max_runs` runs. A run
+    of more than `max_rows` rows is cut into consecutive parts, and each part still attends to everything before it.
 
     >>> cut_runs([0, 1, 2, 7, 9], max_rows=2, max_runs=2)
     [[(0, 2)], [(2, 3), (3, 4)], [(4, 5)]]

@@ -33,7 +33,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def install_gate(app: Any) -> ApiKeys | None:
-    """Make the engine of vLLM's application `app` check API keys, and return the keys.
+    """Add checks of API keys to the engine of vLLM's application `app`, and return the keys.
 
     The connector's configuration names the file of the keys. Without a file, return None and change nothing.
     """

@@ -65,10 +65,10 @@ class ConnectorConfig(TierOptions):
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
     def message_for_clients(self, error: BaseException) -> str:
-        """Return an error's message without paths of this machine.
+        """Return an error's message without the store's paths on this machine.
 
         The addresses of the remote tier and the catalogue are removed, too. For an error that is not a RagblendError,
-        the message names only its type.
+        the message names only the error's type.
         """
         if not isinstance(error, RagblendError):
             return f"{type(error).__name__}; see the server's log"

@@ -48,7 +48,7 @@ class FrontEndEngine(VllmEngineBase):
     def is_generating(self) -> bool:
         """Return True if vLLM has unfinished requests of clients.
 
-        It is called between two chunks of an ingestion, when this engine itself has no request.
+        vLLM also counts this engine's requests, so call this method between two chunks, when there are none.
         """
         return bool(self._client.output_processor.get_num_unfinished_requests())
 

@@ -68,8 +68,8 @@ class Checkpoint(NamedTuple):
 def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
     """Return the checkpoint of `model`, in the dtype that the transformers engine would choose.
 
-    Both engines can therefore share a store. A Hugging Face id is downloaded. The weights are not loaded, but read once
-    for the fingerprint, which is cached.
+    vLLM and the transformers engine can therefore share a store. A Hugging Face id is downloaded. The weights are not
+    loaded, but read once for the fingerprint, which is cached.
     """
     path, config = _load_config(model, options)
     kind = choose_dtype(options.dtype, config, options.device)
@@ -261,7 +261,7 @@ def _flags_of_config_file(path: str | None) -> set[str]:
 
 
 def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the value of vLLM's flag `name`, None without it, and the other flags.
+    """Return the value of vLLM's flag `name` (None if `flags` lack it), and the other flags.
 
     >>> split_flag(["--max_model_len", "512", "--revision=v2", "-tp", "2"], "--revision")
     ('v2', ['--max_model_len', '512', '-tp', '2'])

@@ -130,9 +130,9 @@ class VllmLayers:
 
     @property
     def attends_scattered_rows_together(self) -> bool:
-        """True if one attention call may run scattered rows over the resident layer, one tensor with the layer's KV.
+        """True if one attention call may run scattered rows over the resident layer (the layer's KV as one tensor).
 
-        False on a CPU: vLLM's own kernel, which reads the paged cache, is always faster there (`benchmarks.scattered`).
+        False on a CPU, because vLLM's own kernel over the paged cache is always faster there (`benchmarks.scattered`).
         """
         return self.device.type != "cpu"
 
@@ -163,7 +163,7 @@ class VllmLayers:
         return placed.transpose(0, 1)
 
     def rotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> None:
-        """Rotate `keys` [R, H, D], contiguous, in place to positions `rows` [R]."""
+        """Rotate the contiguous tensor `keys` [R, H, D] in place to positions `rows` [R]."""
         flat = keys.view(len(keys), -1)
         rotated, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
         if rotated.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
@@ -174,8 +174,8 @@ class VllmLayers:
     ) -> Tensor:
         """Run a decoder layer over the tokens at positions `rows` [R], and return its output [R, 2, hidden size].
 
-        The tokens' keys and values are written to `fused`, a PagedKV. Before that, `hook` receives those of its rows,
-        keys before RoPE (see FreshRowsCallback).
+        The tokens' keys and values are written to `fused`, a PagedKV. Before that, `hook` receives the pre-RoPE keys
+        and the values of the rows `hook.row_indices`.
         """
         together = fused.should_attend_together(layer, hook is not None)
         calls = fused.attention_calls(rows, together)
@@ -215,7 +215,7 @@ class VllmLayers:
         """Run a decoder layer for a query probe, and return its output [R, 2, hidden size].
 
         The tokens at `rows` have no blocks in the paged cache. They attend to the resident layer of `fused`, a PagedKV.
-        `probe_hook` receives the tokens' queries and the keys, and also the values unless there are many rows.
+        `probe_hook` receives the tokens' queries and the keys, and the values if there are at most `max_rows` rows.
         """
         outputs, queries = [], []
         fits = len(rows) <= self.max_rows
@@ -235,7 +235,7 @@ class VllmLayers:
     def run_layer_keeping_unrotated_kv(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any
     ) -> tuple[Tensor, LayerKV]:
-        """Run a layer as `run_layer`. Return its output, and the rows' pre-RoPE keys and values [H, R, D]."""
+        """Run a layer as `run_layer` does. Return its output, and the rows' pre-RoPE keys and values [H, R, D]."""
         outputs, kvs = [], []
         for call in fused.attention_calls(rows):
             with self._capture(layer) as kept:

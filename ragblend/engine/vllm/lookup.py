@@ -72,8 +72,9 @@ class ChunkLookup:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
         `runs`: the runs that an earlier lookup of the prompt has found; None for the first lookup. With `asks_remote`,
-        the result's `missing` has the keys of better entries that the remote tier may have. If there are any, `stored`
-        is empty. Fetch these entries, and start the lookup again with `asks_remote=False`.
+        the result's `missing` has the keys of variants that are better than the best one on this machine. The remote
+        tier may have these variants. If `missing` is not empty, `stored` is empty. Fetch the variants, and start the
+        lookup again with `asks_remote=False`.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 

@@ -56,7 +56,7 @@ class RequestMetrics:
             self.observe(f"request_{name}_seconds", getattr(report, f"{name}_s"))
 
     def record_first_token(self, mode: str, arrival_s: float) -> None:
-        """Record now as the first-token time of a request that arrived at `arrival_s` (seconds since the epoch)."""
+        """Add a request's TTFT to the histogram of `mode`: the seconds from `arrival_s` (since the epoch) until now."""
         self.observe(f"request_ttft_seconds{LABEL}{mode}", max(0.0, time.time() - arrival_s))
 
     def set_queue_length(self, length: int) -> None:

@@ -113,7 +113,10 @@ class PagedKV:
             self._layers.write(layer, self._slots[rows], *placed)
 
     def place_in_resident_layer(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
-        """Write stored KV to the resident layer only, if `layer` is in `kept`. `place` fills the blocks later."""
+        """Write stored KV to the resident layer, but not to the blocks, which `place` fills later.
+
+        Has no effect if `layer` is not in `kept`.
+        """
         for _ in self._placed(layer, stored):
             pass
 
@@ -170,9 +173,10 @@ class PagedKV:
         return self._layers.attends_scattered_rows_together and layer in self._kept and is_resident
 
     def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
-        """Return the attention calls for `rows`: over the resident layer if `together`, else over the blocks.
+        """Return the attention calls for `rows` [R].
 
-        The result is cached, because most layers run the same rows as the layer before.
+        `together`: the rows attend to the resident layer (see `PagedKV`), else to the blocks. The result is cached,
+        because most layers run the same rows as the layer before.
         """
         if self._last is None or self._last[0] is not rows or self._last[1] != together:
             if together:
@@ -187,12 +191,14 @@ class PagedLayerLoader:
     """LayerSource that reads a request's stored chunks layer by layer, and places them in its PagedKV.
 
     A thread reads ahead. The caller's thread places the layers, because vLLM's cache has one writer. On a GPU, the
-    thread copies layers to the device while the GPU computes. Use the object as a context manager. Leaving it stops the
-    reader, and after an error does not wait for the current read. `done` is set once the reader has ended.
+    thread copies layers to the device while the GPU computes, except with `corrects_drift`. Use the object as a context
+    manager. Its exit ends the reader. After an error, the exit does not wait for the current read. `done` is set once
+    the reader has ended.
 
-    With a single rank, layer 0 of chunks that are not in memory is computed instead of read. Several ranks read it:
-    they would have to compute it together, and a chunk may be in the memory of one rank only. An entry that one of
-    several ranks cannot read counts as damaged on all of them.
+    With a single rank, layer 0 of chunks that are not in memory is computed. It is read last, only because the store
+    verifies and promotes whole entries. Several ranks read it first, because they would have to compute it together,
+    and a chunk may be in the memory of one rank only. An entry that one of several ranks cannot read counts as damaged
+    on all of them.
 
     `corrects_drift`: chunks that are not exact are corrected before they are placed in blocks. If there are such
     chunks, the caller must call `apply_drift` for every layer but the first. A layer of such a chunk stays in host

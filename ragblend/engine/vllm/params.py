@@ -150,7 +150,7 @@ def report_from_params(kv_transfer_params: Mapping[str, Any] | None) -> BlendRep
 
 
 def vllm_filters_and_penalties(options: GenerationOptions) -> dict[str, Any]:
-    """Return vLLM's sampling parameters for top-k, min-p, penalties and, if requested, bias.
+    """Return vLLM's sampling parameters for top-k, min-p, penalties and, if requested, logit bias.
 
     Parameters that `options` lacks get a value without effect. vLLM would otherwise use the model's generation_config,
     which the transformers engine does not use.
