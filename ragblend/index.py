@@ -92,7 +92,7 @@ class Manifest:
 
     @property
     def chunker(self) -> str:
-        """Name and version of the application's splitter; without such a splitter the chunk size, "512 tokens"."""
+        """Name and version of the application's splitter; else the chunk size, such as "512 tokens"."""
         return self.splitter or f"{self.chunk_size} tokens"
 
 
@@ -296,8 +296,8 @@ class ChunkIndex(IndexedDocuments):
 
     @property
     def is_saved(self) -> bool:
-        """True if `vectors.faiss` contains all changes: those of this object, and those of processes that were killed
-        before they called `save`.
+        """False while `vectors.faiss` lacks changes, made by this object or left by a process that was killed before it
+        called `save`; else True.
         """
         return not self._changed and not self._is_outdated
 

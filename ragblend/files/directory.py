@@ -134,7 +134,7 @@ def make_write_error(
     """Return the exception to raise after `error`, a failed write of `path`.
 
     The result is a StoreFullError if the disk is full, else a StoreNotWritableError. nbytes: size of the file; 0:
-    unknown. full_hint: advice for a full disk. options: the settings that choose the path, for the other error.
+    unknown. full_hint: advice for StoreFullError. options: settings that choose the path, for StoreNotWritableError.
     """
     if error.errno in DISK_FULL_ERRNOS:
         needs = f"{path} needs {nbytes} bytes, {_free_bytes(path)} are free there" if nbytes else f"no room for {path}"
@@ -173,7 +173,7 @@ def disk_full_reason(error: OSError) -> str:
 
 
 def probe_disk_full(folder: Path, nbytes: int = 0) -> str:
-    """Return the `disk_full_reason` why a file of `nbytes` bytes in `folder` cannot grow; "" if there is none.
+    """Return why a file of `nbytes` bytes in `folder` cannot grow, as a text of `disk_full_reason`; "" if it can.
 
     The result is also "" if a write fails for another reason, such as missing permissions.
     Writes a temporary file to find out. Call this after an I/O error of a library, because such an error does not say

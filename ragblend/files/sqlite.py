@@ -27,9 +27,11 @@ _LARGEST_LOG_BYTES = 1 << 26  # size of the largest transaction, for the check o
 def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection:
     """Return a connection to the SQLite file `path`, in autocommit mode, with the SQL function `row_checksum`.
 
-    create: create a missing file. fix: advice for the error. A file without a write-ahead log in a folder that this
-    process cannot write to (a package, a mounted image) is opened as immutable: SQLite then expects no writer. Raises
-    CorruptError if `path` is not a regular file.
+    create: create a missing file. fix: advice for the CorruptError. Raises CorruptError if `path` is not a regular
+    file.
+
+    A file is opened as immutable if it has no write-ahead log, and this process cannot write to its folder (a package,
+    a mounted image). SQLite then assumes that the file does not change.
     """
     try:
         check_regular_file(path)

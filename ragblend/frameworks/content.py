@@ -26,7 +26,8 @@ _INSTEAD |= {"document": _INSTEAD["file"], "media": "describe it in words"}
 def text_and_chunks(content: str | Sequence[Block]) -> tuple[str, list[Chunk]]:
     """Return the text of a message's content, and the chunks in it.
 
-    A chunk is a Chunk, or a text block that has a `chunk_id`. Raises UsageError for a block that is not text.
+    A chunk is a Chunk, or a text block that has a `chunk_id`. In the text, a blank line separates a chunk from the
+    blocks before and after it (`join_parts`). Raises UsageError for a block that is not text.
 
     >>> text_and_chunks([{"type": "text", "text": "a b", "extras": {"chunk_id": "1"}}, "Why?"])[0]
     'a b\\n\\nWhy?'

@@ -94,7 +94,10 @@ class ChatSession:
         return StreamedReply(self, asked, question, new, stream)
 
     def add_turn(self, asked: Message, question: str, chunks: Sequence[Chunk], answer: str) -> None:
-        """Append a finished turn: `asked`, the user's message made of `chunks` and `question`, and the answer."""
+        """Append a finished turn: the user message `asked` and its `answer`.
+
+        `asked` was made of `chunks` and `question`.
+        """
         self._messages += [asked, Message("assistant", answer)]
         self._turns.append((question, answer))
         self._seen.update(chunk.text for chunk in chunks)

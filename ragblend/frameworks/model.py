@@ -90,7 +90,7 @@ class BlendModel(BaseModel):
 
     The fields from `mode` to `strict` are defaults of a call's options. `call_options` are defaults of the options
     without a field: min_p, repetition_penalty, logit_bias, structured_outputs. Five names of other libraries are also
-    accepted: `model_name`, `base_url` for `backend`, `torch_dtype`, `max_new_tokens` and `max_completion_tokens`.
+    accepted: `model_name`, `base_url` (for `backend`), `torch_dtype`, `max_new_tokens` and `max_completion_tokens`.
     With `strict=True`, a call raises ChunkNotReusedError unless all chunks of its prompt are stored (`check_chunks`).
 
     Copies share the engine. A pickle contains the settings without the API key. Unpickling loads the engine again, and

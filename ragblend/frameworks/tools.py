@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, Any] | None:
-    """Return the constraint on the form of an answer, as vLLM's `structured_outputs`; None for free text.
+    """Return the constraint on an answer, in the form of vLLM's `structured_outputs`; None for free text.
 
     The constraint is made from the call's tools, `response_format` and `structured_outputs`. Raises UsageError if two
     of them exclude each other.
@@ -44,9 +44,10 @@ def output_constraint(options: CallOptions, renderer: Renderer) -> Mapping[str, 
 
 
 def resolve_tool_choice(options: CallOptions) -> str:
-    """Return "none", "auto", "required" or the name of a tool, for a choice in any framework's form.
+    """Return the tool choice of a call: "none", "auto", "required" or the name of a tool.
 
-    Raises UsageError for tools that are not functions, and for a choice that names no tool.
+    `options.tool_choice` may have the form of any framework. Raises UsageError for tools that are not functions, and
+    for a choice that names no tool.
     """
     check_tools(options.tools)
     asked, names = options.tool_choice, tool_names(options.tools)

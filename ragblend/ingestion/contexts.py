@@ -37,7 +37,7 @@ def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> Non
 
     The policy says which variants of a chunk are stored, see `chunk_variants`. `requested` None: keep the engine's
     policy; the default policy "none" is then not recorded. Raises UsageError for the policy "none" if the store has
-    recorded "similar": some chunks of the store would have similar variants, others would not.
+    recorded "similar", because only some chunks of the store would then have similar variants.
     """
     if requested is None and engine.context == engine.default_context == "none":
         return

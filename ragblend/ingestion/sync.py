@@ -47,7 +47,7 @@ def ignore_progress(stage: str, done: int, total: int | None) -> None:
 
 
 class ChunkerConfig(NamedTuple):
-    """A function that splits documents into chunks, and its version. If it changes, documents are split again."""
+    """A function that splits documents into chunks, and its version. With a new version, documents are split again."""
 
     split: Callable[[Document], list[Chunk]]
     version: str
@@ -265,7 +265,7 @@ class _SyncPass:
 
 
 def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
-    """Return how many files were moved into `scan`, by `IngestedFile.top` of their earlier ingestion.
+    """Return {path of an earlier ingestion (`IngestedFile.top`): number of its files that were moved into `scan`}.
 
     A moved file was indexed under a path outside of `scan`. No file is at that path any more, and a new file of
     `result` has the same bytes. The documents of a moved file are in the index twice.

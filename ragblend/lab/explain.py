@@ -74,7 +74,7 @@ class ExplainedSegment:
 class Explanation:
     """A prompt answered by blending and by full prefill, with the state of every token.
 
-    Both read the same token ids, those of the model's own template and tokenizer.
+    Both modes read the same token ids: those of the model's own template and tokenizer.
     """
 
     model: str

@@ -76,7 +76,7 @@ def deviation_scale(explanation: Explanation) -> float:
 
 
 def shade(share: float) -> int:
-    """Return the shade, one of STEPS, for a share of the scale.
+    """Return the shade, 0 to STEPS - 1, of a deviation that is `share` times `deviation_scale`.
 
     >>> [shade(share) for share in (0.0, 0.04, 0.05, 0.5, 0.99, 7.0)]
     [0, 0, 1, 5, 9, 9]

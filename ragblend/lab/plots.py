@@ -24,7 +24,9 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def check_plot(place: str | Path | None) -> Path | None:
-    """Return the path of a picture that can be drawn and written; None for None. Call it before a long measurement.
+    """Return `place` as a path after checking that a picture can be drawn and written there; None for no `place`.
+
+    Call this before a long measurement.
 
     Raises ImportError if matplotlib is missing, UsageError if the file's ending is not in PICTURE_ENDINGS or `place` is
     a folder, StoreNotWritableError if the file cannot be written.
@@ -73,7 +75,7 @@ def _title(facts: Facts) -> str:
 
 
 def plot_ttft(facts: Facts, path: Path) -> None:
-    """Write a bar per run of `bench ttft`: median TTFT, whiskers from fastest to slowest, the speedup as text."""
+    """Write a bar per case of `bench ttft`: median TTFT, whiskers from fastest to slowest, the speedup as text."""
     runs = facts["runs"]
     with figure_file(path, 8, 1.2 + 0.55 * len(runs), _title(facts)) as figure:
         axes = figure.add_subplot()
@@ -187,7 +189,10 @@ _PLACES = {"charged_budget_32": "charged budget at 32 layers", "ttft_s": "time t
 
 
 def plot_quality(facts: Facts, path: Path, panels: Sequence[Panel] = QUALITY_PANELS) -> None:
-    """Write the `panels` of `bench quality` over all questions: a line per rule, with bars for 95 % intervals."""
+    """Write the `panels` of `bench quality` over all questions. A panel whose values are all None is left out.
+
+    Each panel has a line per mode, rule and context policy, with bars for 95 % intervals.
+    """
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
     known = [panel for panel in panels if any(run[panel[1]] is not None for run in runs)]  # ROUGE-L needs its package
     title = f"{_title(facts)}, {facts['config']['data']}, {runs[0]['num_questions']} questions"
@@ -197,7 +202,10 @@ def plot_quality(facts: Facts, path: Path, panels: Sequence[Panel] = QUALITY_PAN
 
 
 def plot_panel(axes: Any, panel: Panel, runs: Sequence[Facts]) -> None:
-    """Draw `panel` of these runs on matplotlib's `axes`. KL panels omit full prefill."""
+    """Draw `panel` of these runs on matplotlib's `axes`.
+
+    A panel with a KL divergence or the charged budget on an axis omits full prefill and prefix caching.
+    """
     place, name, title = panel
     colors = itertools.cycle(RULE_COLORS)
     for line in dict.fromkeys(map(_line_of, runs)):

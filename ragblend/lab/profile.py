@@ -207,8 +207,8 @@ def open_vllm_for_profile(
     """Open vLLM in this process over an empty temporary store, whose memory tier can hold the measured chunks.
 
     The temporary store is in the folder `settings.store`. `vllm_options`: vLLM's engine arguments. The default of
-    `max_model_len` is the length of the longest prompt, with 1024 tokens for the system text, or the model's context
-    length if that is smaller.
+    `max_model_len` is the length of the longest prompt plus 1024 tokens for the system text, but at most the model's
+    context length.
     """
     model = settings.model or find_store_model(settings.store)
     checkpoint = find_checkpoint(model, replace(settings.model_options, device="auto"))
@@ -249,8 +249,8 @@ def measure_disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
 def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
     """Store `chunks` in `remote`, fetch them in parallel, and delete them. Return the bytes per second of the fetch.
 
-    It is measured once, because fetched chunks are cached for a moment. Raises BackendUnreachableError if `remote` does
-    not store or return the chunks.
+    The speed is measured once, because fetched chunks are cached for a moment. Raises BackendUnreachableError if
+    `remote` does not store or return the chunks.
     """
     keys = [kv.header.key for kv in chunks]
     for kv in chunks:

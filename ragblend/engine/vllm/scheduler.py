@@ -353,8 +353,8 @@ class BlendScheduler:
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after `num_computed_tokens` that the workers will fill with KV.
 
-        The second value is True if the number is above 0: workers fill the tokens between engine steps. The number is
-        None while it is unknown. A preempted request gets the same number again.
+        The second value is True if the number is above 0, because workers fill the tokens between engine steps. The
+        number is None while it is unknown. A preempted request gets the same number again.
         """
         state = self.requests.get(request.request_id)
         if state is None:

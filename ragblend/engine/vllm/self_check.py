@@ -38,13 +38,14 @@ measured on an H100. A wrong mask is off by ten times as much."""
 def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) -> None:
     """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Overwrites the KV blocks from 1 on.
 
-    Must run before the first request. The hidden states of the question's tokens must equal those of full prefill in
-    each of these cases (gates):
+    Must run before the first request. The hidden states of the question's tokens must equal those of full prefill, up
+    to rounding, in each of these cases:
 
     - A chunk is placed directly after its prefix.
     - All tokens are recomputed over stale KV.
     - Scattered tokens are recomputed over exact KV: in one attention call, in several calls that are planned together,
-      in several calls over the blocks, and as the rule "ask" selects them.
+      and in several calls over the blocks.
+    - The tokens that the rule "ask" selects are recomputed over exact KV.
     - A query probe runs over exact KV that was placed, or that is read from the blocks.
     """
     total = PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS + QUESTION_TOKENS

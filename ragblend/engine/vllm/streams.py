@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def checked_options(options: GenerationKeywords) -> GenerationOptions:
-    """Return GenerationOptions. Raises UsageError for invalid values, and for logprobs, which vLLM engines lack."""
+    """Return `options` as a GenerationOptions object.
+
+    Raises UsageError for invalid values, and for logprobs, which vLLM engines lack.
+    """
     checked = GenerationOptions(**options)
     if checked.logprobs:
         raise UsageError("logprobs are only available with backend='transformers'; leave them out for vLLM")

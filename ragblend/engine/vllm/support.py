@@ -235,7 +235,7 @@ def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOpti
     """Return the revision, dtype and trust_remote_code with which vLLM loads its model.
 
     `place`: name or path of another checkpoint, such as the tokenizer's; None for the model itself. For a directory,
-    the result has no revision: vLLM ignores a revision of a directory, but `find_model` would raise an error.
+    the result has no revision, because vLLM ignores a revision of a directory, but `find_model` would raise an error.
     """
     is_directory = Path(place or str(model_config.model)).expanduser().is_dir()
     return ModelOptions(

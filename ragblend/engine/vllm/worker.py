@@ -90,7 +90,8 @@ class BlendJob:
     def num_tokens_to_compute(self) -> int:
         """Estimated number of tokens that most layers compute.
 
-        These are the tokens after the prefix without stored KV and, in mode "blend", the share `ratio` of the others.
+        Counts tokens after the prefix and after the resident tokens: all without stored KV and, in mode "blend", the
+        share `ratio` of those with stored KV.
         """
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
@@ -158,7 +159,10 @@ class BlendWorker:
         self._jobs.append(_ActiveJob(job, steps))
 
     def leave_to_vllm(self, jobs: Sequence[BlendJob], reason: str) -> list[JobResult]:
-        """Drop all active jobs. Return them and `jobs` as failed for `reason`, so that vLLM computes their prompts."""
+        """Drop all active jobs, and `jobs`, which were not submitted. Return a failed result for each, with `reason`.
+
+        vLLM then computes the prompts of all these jobs.
+        """
         self._prefixes.clear()
         dropped = [running.job for running in self._jobs]
         for running in self._jobs:
@@ -166,7 +170,7 @@ class BlendWorker:
         return [_left_to_vllm(job, reason) for job in (*dropped, *jobs)]
 
     def cancel(self, request_id: str) -> list[JobResult]:
-        """Drop a request's job: its blocks are not written any more. Return its result in a list; [] without a job."""
+        """Drop a request's job, so that its blocks are not written any more. Return [its result]; [] without a job."""
         for running in self._jobs:
             if running.job.request_id == request_id:
                 self._drop(running)

@@ -270,7 +270,10 @@ def summarize(samples: Mapping[LoadCase, Sequence[LoadSample]]) -> list[Facts]:
 
 
 def median_sample_timeline(case: LoadCase, samples: Sequence[LoadSample]) -> Facts:
-    """Return the timeline of the sample with the median TTFT: [start, end] of each layer, in seconds since layer 0."""
+    """Return the timeline of the sample with the median TTFT, and the fields of `case` that identify it.
+
+    "load" and "fuse" have [start, end] of each layer, in seconds since the earliest start.
+    """
     _, (load, fuse) = sorted(samples, key=lambda sample: sample[0].ttft_s)[len(samples) // 2]
     zero_s = min(event.start_s for event in (*load, *fuse))
     facts = case._asdict()
@@ -292,7 +295,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def table_lines(facts: Facts) -> list[str]:
-    """Return the table: two lines that describe workload and machine, then one line per run."""
+    """Return the table: two lines that describe workload and machine, then one line per case."""
     config, disk = facts["config"], facts["controller"]["bytes_per_s"]["disk"]
     cache = "page cache dropped" if facts["page_cache_dropped"] else "PAGE CACHE NOT DROPPED"
     return [

@@ -173,9 +173,9 @@ def measure_rates(
     measure: Callable[[ModeAndRule, float], list[TimedAnswer]],
     on_progress: Progress = ignore_progress,
 ) -> list[Facts]:
-    """Measure all cases at each rate, from low to high.
+    """Measure all cases at each rate, from low to high. Return the `summarize_point` of each rate and case.
 
-    If the mean TTFT of a case is far beyond the bound, the case is not measured at higher rates.
+    If the mean TTFT of a case is more than `_STOP_FACTOR` times `bound_s`, the case is not measured at higher rates.
     """
     runs: list[Facts] = []
     running, ascending = list(cases), sorted(set(rates))
@@ -216,9 +216,10 @@ def compute_capacities(runs: Sequence[Facts], idle_s: Mapping[ModeAndRule, float
     """Return an object per case: the requests per second that the case can serve with a mean TTFT up to `bound_s`.
 
     `max_rate`: the highest rate of arrivals within the bound. `rate_at_bound`: the served rate at the bound. Compare
-    cases by `rate_at_bound`: measurements are short, so `max_rate` may be a rate at which the queue would grow.
-    `at_least`: no measured rate exceeded the bound, so the true rates may be higher. `blend_gain`: `rate_at_bound` of
-    the first blend, divided by `rate_at_bound` of this case; None if they cannot be compared.
+    cases by `rate_at_bound`. `max_rate` may be a rate at which the queue would grow, because measurements are short.
+    `at_least`: all measured rates are within the bound, so the true rates may be higher. `blend_gain`: `rate_at_bound`
+    of the first case with mode "blend", divided by `rate_at_bound` of this case. `blend_gain` is None for mode "blend",
+    for a case with `at_least`, and if one of the two rates is None.
     """
     capacities: list[Facts] = []
     for case, idle_ttft_s in idle_s.items():

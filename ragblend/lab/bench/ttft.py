@@ -117,7 +117,11 @@ fuse_s in which the query probe runs, and in which candidates are scored and sel
 
 
 def summarize(samples: Mapping[ModeAndRule, Sequence[TtftSample]]) -> list[Facts]:
-    """Return a run per case: the medians over its samples, and their ratios to full prefill's. Durations in seconds."""
+    """Return a JSON object per case (mode and rule), with the medians of its samples. Durations are in seconds.
+
+    `speedup`: full prefill's median TTFT, divided by the median TTFT of the case. `speedup_cpu`: the same ratio of CPU
+    times. Both are None if full prefill was not measured.
+    """
     full = next((taken for case, taken in samples.items() if case.mode == "full"), None)
     full_s = median(report.ttft_s for report, _, _ in full) if full else None
     full_cpu_s = median(cpu_s for _, cpu_s, _ in full) if full else None
@@ -160,7 +164,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def table_lines(facts: Facts) -> list[str]:
-    """Return the table: a line that describes the workload, then one line per run."""
+    """Return the table: a line that describes the workload, one line per case, and a legend."""
     config = facts["config"]
     return [
         f"{facts['model']} {config['dtype']}, {config['num_chunks']} chunks x {config['chunk_tokens']} tokens + "

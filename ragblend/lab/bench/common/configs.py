@@ -103,7 +103,7 @@ def check_modes(modes: Sequence[str], rules: Sequence[str]) -> None:
 
 
 class ModeAndRule(NamedTuple):
-    """A mode, and the rule that selects tokens in mode "blend". `rule` is "none" for the other modes."""
+    """A case to measure: a mode, and the rule that selects tokens in mode "blend". `rule` is "none" in other modes."""
 
     mode: Mode
     rule: str
@@ -253,8 +253,8 @@ class LoadConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestConfig(BenchConfig):
-    """Options of `bench ingest`. Each round prefills `num_chunks` chunks, then ingests them without context, and
-    with each context policy of `contexts`."""
+    """Options of `bench ingest`. Each round prefills `num_chunks` chunks, then ingests them once per context policy:
+    "none", and the others in `contexts`."""
 
     schema_version: ClassVar[int] = 2
 

@@ -39,7 +39,7 @@ def hardware_card(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def hardware_lines(card: dict[str, Any]) -> list[str]:
-    """Return the card as lines of text, one fact each; facts that are None are omitted."""
+    """Return a hardware card as lines of text, one per entry of `card`. Entries that are None are omitted."""
     return [f"{name:<15}{value}" for name, value in card.items() if value is not None]
 
 

@@ -172,7 +172,7 @@ def engine_for(
 def make_engine(model: Any, store: KVStore, name: str, fingerprint: str) -> TransformersEngine:
     """Return an engine over a transformers model, for prompts of `make_prompts`.
 
-    name: the engine's name of the model. fingerprint: identifies the model in the keys of `store`.
+    name: the model's name, which becomes `engine.name`. fingerprint: identifies the model in the keys of `store`.
     """
     layers = TransformersLayers(model)
     renderer = Renderer(synthetic_tokenizer(layers.config.vocab_size))
