@@ -148,9 +148,9 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         run_id: UUID | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        """Answer each conversation. An engine in this process decodes the answers together.
+        """Answer each conversation. An engine of the backend "transformers" decodes the answers together.
 
-        If an answer of such an engine fails, its other answers are still completed; then the first error is raised.
+        If one of these answers fails, the others are still completed; then the first error is raised.
         """
         loop, answer = getattr(self.engine, "loop", None), super().generate
         if loop is None or len(messages) < 2:

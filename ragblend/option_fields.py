@@ -21,7 +21,7 @@ _SHOWN_CHARS = 200  # longest value in a message
 
 
 class Validator(NamedTuple):
-    """Test of an option's values, and the description of valid values for messages: "choose 1 or more"."""
+    """Test of an option's values, and a description of the valid values for error messages, such as "1 or more"."""
 
     accepts: Callable[[Any], bool]
     expected: str

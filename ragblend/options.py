@@ -138,9 +138,9 @@ class ModelOptions:
 
     `device` names one device. `device_map` is the argument of transformers: "auto", a device, or a dictionary. A map
     with several devices is rejected, because the KV of all layers is on one device. `attn_implementation`: attention of
-    the model's own forward, in mode "full", shadow comparisons and the self-check. Blending computes scattered tokens,
-    and therefore uses ragblend's own attention. `model_kwargs` are passed to `from_pretrained`:
-    quantization_config, token, and fields of config.json, which are part of the model's fingerprint.
+    the model's own forward pass, which is used in mode "full", in shadow comparisons and in the self-check. Blending
+    computes scattered tokens, and therefore uses ragblend's own attention. `model_kwargs` are passed to
+    `from_pretrained`: quantization_config, token, and fields of config.json, which are part of the model's fingerprint.
     """
 
     dtype: str = option(
@@ -258,9 +258,9 @@ class GenerationOptions:
     """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one string.
 
     `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. None and "auto" mean the store's
-    calibrated ratio or, without one, the rule's default. If `ragblend profile` has measured the machine, this ratio is
-    raised up to the point where recomputing takes as long as loading. If blending at the ratio that was not raised
-    would be slower than full prefill, full prefill is run.
+    calibrated ratio or, without one, the rule's default. If `ragblend profile` has measured the machine, the calibrated
+    or default ratio is raised as far as recomputing takes no longer than loading. Full prefill is run instead if
+    blending would be slower even at the ratio before the raise.
 
     Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
     also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.

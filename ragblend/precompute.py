@@ -177,7 +177,7 @@ def precompute_chunks(
     KV in the model's dtype is rounded; KV in eight bits is prefilled again, because rounding cannot be undone. Before
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
-    - index: finds similar texts as the context of chunks with the context "similar" and no `context_texts`. Without an
+    - index: finds similar texts for chunks whose `context` is "similar" and whose `context_texts` are empty. Without an
       index, UsageError is raised if such a chunk has to be prefilled.
     - register_texts: a function that registers the chunks' texts. None registers them as texts of the open `index`. If
       `index` is no ChunkIndex, None registers them as texts that belong to no document.
@@ -318,8 +318,9 @@ def precompute_documents(
     - ids: for each chunk, the id of the document that it belongs to; "" for none. Default: the `id` of LangChain
       Documents. The chunks passed for an id replace all earlier chunks of this id in `collection`, and the KV of texts
       that no document has any more is deleted.
-    - versions: for each chunk, the version of its document, for example a hash of the file. Chunks with the stored
-      version are added to the earlier chunks of their id, so that a document may be passed in several calls.
+    - versions: for each chunk, the version of its document, for example a hash of the file; "" for none. If the
+      version equals the one that is stored for the id, the chunks are added to the earlier ones and do not replace
+      them. A document may therefore be passed in several calls.
     - workers: processes that prefill instead of this one (`RayWorkers`). prefill: a function that prefills instead;
       `workers` is then ignored.
 

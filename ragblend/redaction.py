@@ -30,7 +30,7 @@ _MIN_PIECE_CHARS = 3  # shortest piece of a password that is searched for: short
 def redact_url(url: str) -> str:
     """Return the URL's scheme, host and path. Text before the last `@` is replaced by `***`; a query is left out.
 
-    If the text after that `@` does not begin with a valid host, it is replaced as well, together with the path.
+    An invalid host is replaced by `***` as well, together with the path.
 
     >>> redact_url("redis://:secret@cache:6379/0?socket_timeout=1")
     'redis://***@cache:6379/0'

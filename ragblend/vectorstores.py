@@ -133,12 +133,11 @@ def _delegate(name: str) -> Any:
 class BlendVectorStore(VectorStore):
     """A LangChain vector store around another one. It also precomputes the KV of added documents.
 
-    The KV of a document is deleted with the document.
+    If the last document with a text is deleted, the KV of the text is deleted, too.
 
     inner: the vector store with the documents: any LangChain vector store, an open ragblend index, or its folder.
     llm: a ChatBlend, a BlendLLM or an engine that precomputes; None: documents are only indexed. Documents are indexed
-    first. If the precomputation of a document fails, searches still find it, and its text is prefilled in prompts. The
-    KV of a text is deleted with the last document that has it.
+    first. If the precomputation of a document fails, searches still find it, and its text is prefilled in prompts.
     embedding: only if `inner` is a folder: the LangChain embedding with which its index was made; None if the index was
     made with a ragblend embedder. An `embedding` for an open `inner` raises UsageError.
     collection: a name for the documents of this vector store in the KV store. Two vector stores may have documents with
@@ -210,7 +209,7 @@ class BlendVectorStore(VectorStore):
         """Delete the documents with these ids and, if `llm` is set, their KV. Unknown ids are ignored.
 
         `ids=None` deletes from a ragblend index all documents that were added through LangChain, with their KV. For any
-        other inner store it calls `inner.delete(None)` and deletes no KV; `ragblend remove COLLECTION` deletes the KV.
+        other inner store, `inner.delete(None)` is called and the KV stays; `ragblend remove COLLECTION` deletes the KV.
         """
         if ids is None and isinstance(self.inner, _IndexStore):
             ids = self.inner.ids()

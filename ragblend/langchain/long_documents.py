@@ -347,9 +347,9 @@ def make_windows(
     """Return windows over the documents `texts`, pairs of (text, source). No window has more than `budget` tokens.
 
     `window_tokens`: size of a window; default `budget`. `overlap_tokens`: number of tokens that a window shares with
-    the previous one, rounded up to whole chunks, or fewer if a new chunk would not fit otherwise (see `window_spans`);
-    default a tenth of a window. `chunk_tokens`: largest size of a chunk. Raises UsageError if a window is too small
-    for the overlap and one chunk together.
+    the previous one; default a tenth of a window. The overlap is rounded up to whole chunks, but it is smaller if a new
+    chunk would not fit otherwise (see `window_spans`). `chunk_tokens`: largest size of a chunk. Raises UsageError if a
+    window is too small for the overlap and one chunk together.
     """
     size = budget if window_tokens is None else window_tokens
     if not 0 < size <= budget:

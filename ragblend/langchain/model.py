@@ -60,7 +60,7 @@ class LangChainModel(BlendModel):
     # --- tokens ---
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return the ids of `text` by the engine's tokenizer, or by `custom_get_token_ids`."""
+        """Return the ids of `text` by `custom_get_token_ids` if it is set, else by the engine's tokenizer."""
         custom: Callable[[str], list[int]] | None = getattr(self, "custom_get_token_ids", None)
         if custom is not None:
             return custom(text)
@@ -116,7 +116,8 @@ class LangChainModel(BlendModel):
         """Return `invoke`'s result for each input. An engine in this process decodes the answers together.
 
         Each input has separate callbacks and, with `return_exceptions=True`, a separate error. `max_concurrency` in the
-        config is the largest number of inputs answered at a time; the default is the engine's `max_num_seqs`.
+        config is the largest number of inputs answered at a time. It defaults to the `max_num_seqs` of a
+        TransformersEngine, and with other engines to LangChain's default.
         """
         return Runnable.batch(self, inputs, self._make_call_configs(config, len(inputs)), **kwargs)  # type: ignore[arg-type]
 
@@ -240,7 +241,7 @@ _ROLES = {
 
 
 class PromptWithRoles(str):
-    """Chat prompt as a string with the attribute `messages`. BaseLLM passes prompts on as strings only."""
+    """Chat prompt as a string that also has its `messages`, because BaseLLM passes prompts on as strings only."""
 
     messages: Sequence[BaseMessage]
 

@@ -169,7 +169,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     ) -> list[ToolSelection]:
         """Return the complete calls in an answer.
 
-        If the answer calls no tool, the result is [], or ValueError is raised if `error_on_no_tool_call` is True.
+        Raises ValueError if the answer calls no tool; with `error_on_no_tool_call=False`, returns [] instead.
         """
         calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if not calls and error_on_no_tool_call:

@@ -72,7 +72,7 @@ class BlendSynthesizer(BaseSynthesizer):
 
     The prompt has the model's chat template, and no prompt template of LlamaIndex. A node is written as its plain text.
     `metadata_mode` selects metadata that are written before this text; they are prefilled in every prompt. The report
-    on reuse is in `response.metadata["ragblend"]`, for a stream after its end.
+    on reuse is in `response.metadata["ragblend"]`; a stream fills it when it ends.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class BlendQueryEngine(RetrieverQueryEngine):
         system: str | None = None,
         **kwargs: Any,
     ) -> BlendQueryEngine:
-        """Return a query engine over any LlamaIndex retriever; `llm` is a BlendLLM unless a synthesizer is given.
+        """Return a query engine over any LlamaIndex retriever. `llm`: a BlendLLM; not used if a synthesizer is given.
 
         Raises UsageError for arguments that only LlamaIndex's own prompts use (`response_mode`, prompt templates, ...),
         and for `streaming` or `system` together with a synthesizer, which has these settings itself.
@@ -276,7 +276,7 @@ def _reject_unknown(where: str, unknown: Iterable[str]) -> None:
 
 
 class BlendIndexRetriever(BaseRetriever):
-    """A retriever over a ragblend index, whose chunks it returns as nodes.
+    """A retriever that returns the chunks of a ragblend index as nodes.
 
     `index`: an open ChunkIndex, or its folder. `neighbours`, `order`: see `ChunkIndex.search`; by default the nodes are
     sorted by score.
@@ -337,9 +337,9 @@ class BlendIngestion(TransformComponent):
     and returned like the others.
 
     The nodes of a changed document replace the stored nodes of the document, and KV that no document needs any more is
-    deleted. The nodes of an unchanged document are added, so that several batches or splitters may pass its nodes. A
-    pipeline does not report deletions; `delete_ref_doc` deletes a document and its KV. If two pipelines have different
-    documents with equal ids, give each pipeline its own `collection`.
+    deleted. If a document is unchanged, its nodes are added to its stored nodes, because they may come in several
+    batches or from several splitters. A pipeline does not report deletions; `delete_ref_doc` deletes a document and its
+    KV. If two pipelines have different documents with equal ids, give each pipeline its own `collection`.
 
     The pipeline's cache never skips this step. A node with stored KV costs one lookup. A pipeline with a docstore
     passes only changed documents to this step, so fill a new store once with `precompute_documents`.

@@ -34,7 +34,7 @@ class DiagnosticResult(NamedTuple):
 
 
 def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """Run all checks. Return their results, each with its fix."""
+    """Run all checks and return their results. The result of a failed check has a `fix` if one is known."""
     ingest = f"ragblend ingest DOCS --store {settings.store}"
     no_model = DiagnosticResult(
         "model",
@@ -92,9 +92,9 @@ def _check(
 
 
 def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """Check vLLM's version, plugin, model and store, or the server if `settings` name one as backend.
+    """Check vLLM's version, plugin, model and store. If the backend in `settings` is a server, check only the server.
 
-    The checks are optional unless the backend is vLLM.
+    The checks are optional if the backend is neither vLLM nor a server.
     """
     if settings.is_served:
         fix = "run ragblend serve MODEL --store DIR on the machine of this address"

@@ -51,7 +51,7 @@ _BATCH = 64  # entries per transaction, during which no process can add document
 
 @dataclass(slots=True)
 class VerifyReport:
-    """Result of `verify_and_quarantine`, extended by a repair. Dictionaries map keys or paths to the problems."""
+    """Result of `verify_and_quarantine`; a repair adds its results. Dictionaries map keys or paths to the problems."""
 
     checked: int = 0  # entries that were read
     damaged: dict[str, str] = field(default_factory=dict)  # entries, by key

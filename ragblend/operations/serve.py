@@ -50,7 +50,7 @@ class ServerCommand:
     checkpoint: Checkpoint
 
     def display_command(self) -> str:
-        """Return the command as text without secrets: API keys, passwords and tokens, also in vLLM's flags."""
+        """Return the command as text in which API keys, passwords and tokens are hidden, also those in vLLM's flags."""
         settings = [f"{name}={value}" for name, value in hide_secrets(self.environment).items()]
         command = redact_command(list(self.command))
         return shlex.join(["env", *settings, *command] if settings else command)

@@ -164,8 +164,8 @@ class Renderer:
     def prefix_ids(self, system: str | None = None, *, pins_date: bool = False) -> tuple[int, ...]:
         """Return the ids of everything before the first user message's text: template header, system message if any.
 
-        The result is () if the template accepts no arrangement of these messages. `pins_date`: a template that writes
-        today's date writes `PINNED_DATE` instead.
+        The result is () if the template accepts no arrangement of these messages. `pins_date`: True makes a
+        template that writes today's date write `PINNED_DATE` instead.
         """
         if pins_date and "strftime_now" in self._template:
             return Renderer(self._tokenizer, PINNED_CLOCK + self._template).prefix_ids(system)
@@ -198,7 +198,7 @@ class Renderer:
     def ids_with_separators(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return for each text its ids as a chunk, followed by the ids of the separator between two chunks.
 
-        In a prompt, another chunk may follow these ids. They are the context for which its KV is computed.
+        A chunk's KV can be computed after these ids, as if the texts preceded the chunk in a prompt.
         """
         return tuple(self.chunk_ids(text) + self.separator_ids for text in texts)
 

@@ -67,9 +67,11 @@ def _parsed_arguments(arguments: str) -> Any:
 def turn_arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
     """Yield the prompt's turns, and then other versions of the turns for templates that reject the first version.
 
-    A prompt with tool calls has two versions. In both, tool results have the name of their tool. The second version has
-    call ids of nine letters and digits, for Mistral. Without tool calls, the second version merges adjacent turns of
-    one role, for Gemma and Mistral. If there is a system text, a third version moves it to the start of the first turn.
+    A prompt with tool calls or results has two versions. In both, tool results have the name of their tool. In the
+    second one, call ids have nine letters and digits, for Mistral.
+
+    For other prompts, the second version merges adjacent turns of one role, for Gemma and Mistral. If the first turn is
+    a system text, a third version also moves this text to the start of the next turn.
     """
     if any(message.calls or message.role == "tool" for message in prompt.messages):
         named = _with_tool_names(prompt.messages)

@@ -165,7 +165,10 @@ class ServerResources:
         }
 
     def answer_parser_facts(self) -> dict[str, Any]:
-        """Return the facts with which a client parses answers; {} if the model's tokenizer cannot be loaded."""
+        """Return what a client needs to parse answers; {} if the model's tokenizer cannot be loaded.
+
+        These are the formats of tool calls, whether the template supports tools, and the whitespace before an answer.
+        """
         try:
             renderer = self.renderer
         except RagblendError:
@@ -225,6 +228,8 @@ def correct_cached_tokens(engine_client: Any) -> None:
 
 def add_reports_to_streams(serving: Any, method_name: str, arg_index: int) -> None:
     """Make the streams of `serving`, one of vLLM's handlers, end with an event that has `kv_transfer_params`.
+
+    Only the streams of requests whose `kv_transfer_params` have the key PARAMS_KEY are changed.
 
     `method_name`: the handler's method that turns results into the events of a stream. It is called with `(request,
     *args)`: `args[arg_index]` is the iterator of vLLM's results, and `args[arg_index + 1]` the request's id.

@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 def timed_prefill(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration
 ) -> tuple[PrefillResult, float]:
-    """Return the prompt's prefill in this configuration, and its seconds. The chunks must be precomputed."""
+    """Return the prompt's prefill in this configuration, and the seconds it took. The chunks must be precomputed."""
     rule = "auto" if configuration.rule == "none" else configuration.rule
     start_s = perf_counter()
     prefilled = engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=configuration.ratio))
@@ -148,7 +148,7 @@ def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
 
 
 def normalize_answer(text: str) -> str:
-    """Return a text as SQuAD compares answers: lower case, no punctuation, no articles, single spaces.
+    """Return a text in the form in which SQuAD compares it: lower case, no punctuation, no articles, single spaces.
 
     >>> normalize_answer("The  Beatles' (first) album.")
     'beatles first album'
@@ -158,7 +158,7 @@ def normalize_answer(text: str) -> str:
 
 
 def best_score(measure: Any, found: str, golds: Iterable[str]) -> float | None:
-    """Return the highest `measure(found, gold)` over the gold answers; None if it is None for all."""
+    """Return the highest `measure(found, gold)` over the gold answers; None if every result is None."""
     scores = [score for gold in golds if (score := measure(found, gold)) is not None]
     return max(scores, default=None)
 

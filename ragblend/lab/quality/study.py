@@ -69,7 +69,7 @@ _STORE_BYTES = 1 << 33  # one prompt's chunks
 
 
 class QualityRecord(NamedTuple):
-    """One question in one configuration; NaN for a measure that is not defined. KL and loss in nats."""
+    """Measures of one question in one configuration, KL and loss in nats. NaN: the measure is not defined."""
 
     first_token_kl: float  # KL(full || this)
     answer_kl: float  # the same, mean over the tokens of full prefill's answer
@@ -248,9 +248,9 @@ def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -
 
 
 def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a dictionary per kind of question ("all" first) and configuration: means, intervals, paired differences.
+    """Return means, intervals and paired differences, in one dictionary per kind of question and configuration.
 
-    `kinds`: the kind of each question, in the order of the records.
+    The kind "all" comes first. `kinds`: the kind of each question, in the order of the records.
     """
     groups = {"all": list(range(len(kinds)))}
     if len(set(kinds)) > 1:

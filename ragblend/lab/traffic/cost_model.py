@@ -29,8 +29,9 @@ def mean_work_by_mode(
 
     Without a `profile`, the work is the number of computed tokens. With a `profile`, it is the seconds to the first
     token on an idle machine, with KV read at the speed of the profile's disk. `probes_first`: the rule runs a query
-    probe before it selects tokens, so less of the loading overlaps with computing. "full", "prefix" and "blend" are
-    the means. If blending a prompt is slower than prefix caching, "blend" uses the work of prefix caching.
+    probe before it selects tokens, so less of the loading overlaps with computing. In the result, "full",
+    "prefix" and "blend" are the means. "blend" counts a prompt with the work of prefix caching if blending that prompt
+    would be slower.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0
@@ -114,10 +115,10 @@ def precompute_hint(first_use_share: float) -> str | None:
 
 
 def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
-    """Return the number of bytes of one token's KV in all layers of a model, by its name or folder. Loads no weights.
+    """Return the number of bytes of one token's KV in all layers. `model`: name or folder. Loads no weights.
 
-    Multi-head latent attention keeps one latent and one rotary key per token instead of heads. Raises UsageError for a
-    GGUF file.
+    For multi-head latent attention, one latent and one rotary key are counted in each layer, instead of the heads'
+    keys and values. Raises UsageError for a GGUF file.
     """
     import torch
     from transformers import AutoConfig

@@ -81,7 +81,7 @@ def _checked(path: Path) -> str:
 def parse_request(body: Any) -> LoggedRequest | None:
     """Return the request in an OpenAI body; None if the body has neither messages nor a prompt.
 
-    Raises TypeError, AttributeError or ValueError for a field of another type.
+    Raises TypeError, AttributeError or ValueError for a field of the wrong type.
 
     >>> parse_request({"messages": [{"role": "user", "content": "Hi"}]}).pieces
     ['<user>\\n', 'Hi', '\\n']

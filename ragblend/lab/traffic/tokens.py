@@ -25,7 +25,7 @@ _PIECE = re.compile(
 
 
 class EstimatingTokenizer:
-    """A tokenizer without a model: cuts words into pieces, about as many as a model's tokenizer makes tokens."""
+    """A tokenizer without a model. It cuts a text into about as many pieces as a model's tokenizer makes tokens."""
 
     name, is_estimate = "estimate", True
 

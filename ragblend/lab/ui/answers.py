@@ -156,7 +156,7 @@ class QuestionRun:
     def emit_token_states(self, job: UiJob) -> None:
         """Emit the event "tokens": HTML that shows for each token of the prompt whether its KV was reused.
 
-        It shows the latest answer in mode "blend". Emits nothing if the engine does not expose its KV.
+        The event describes the latest answer in mode "blend". Emits nothing if the engine does not expose its KV.
         """
         if self._compared is not None:
             explanation = self._compared.explanation()

@@ -30,9 +30,9 @@ HEADERS = {
 
 
 class OriginGuard:
-    """ASGI middleware that answers 403 to requests from other pages, and sends `HEADERS` with every answer.
+    """ASGI middleware that answers 403 to requests with a `rejection_reason`, and sends `HEADERS` with every answer.
 
-    host: the address that the server listens on.
+    It protects the server from other pages in the user's browser. host: the address that the server listens on.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
