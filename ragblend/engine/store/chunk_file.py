@@ -90,8 +90,8 @@ class UnsignedEntryError(UnreadableEntryError):
 class ReadRequirements:
     """The conditions, other than intact bytes, under which a reader accepts an entry.
 
-    `store_key`: the key that must have signed the entry; None accepts any entry. `specs`: the dtype and shapes of each
-    known model's KV, by the model's fingerprint. Models may be added while the store is open.
+    `store_key`: the key that must have signed the entry; None requires no signature. `specs`: the dtype and shapes that
+    the KV of each known model must have, by the model's fingerprint. Models may be added while the store is open.
     """
 
     store_key: StoreKey | None = None
@@ -363,7 +363,8 @@ class SharedFile:
     def can_stay_open(self) -> bool:
         """True if the process has enough free file descriptors to keep this file open.
 
-        The kernel assigns the lowest free number. So the number of this descriptor must be below half of the limit.
+        The kernel assigns the lowest free number, so a high number means that many descriptors are in use. The number
+        of this file's descriptor must therefore be below half of the limit.
         """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return limit == resource.RLIM_INFINITY or self.fd < limit // 2
@@ -458,8 +459,8 @@ class DiskKV:
     """ChunkKV in a file. Each `layer` call reads and verifies only that layer, into newly allocated memory.
 
     The file normally stays open, so a reader is not disturbed if the entry is deleted or replaced. If the process has
-    few free descriptors, each `layer` call opens the file instead, and fails if the entry was deleted, or replaced by
-    one with another header. Safe to share between threads.
+    few free descriptors, each `layer` call opens the file instead. The call then raises DamagedEntryError if the entry
+    was deleted, or replaced by an entry with another header. Safe to share between threads.
 
     on_damage: called with key, path, open file and reason when a layer is damaged.
     """

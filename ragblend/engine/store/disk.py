@@ -65,11 +65,12 @@ class StoreEntry(NamedTuple):
 
 
 class GcResult(NamedTuple):
-    """What `gc` deleted, or would delete in a dry run.
+    """The files and entries that `gc` deleted, or would delete in a dry run.
 
-    `evicted`: keys of the deleted entries. `num_quarantined`: number of deleted files that were moved aside as damaged.
+    `evicted`: keys of the deleted entries. `num_quarantined`: number of deleted damaged files, moved aside earlier.
     `num_temp_files`: number of deleted temporary files. `freed_bytes`: size of all deleted files. `kept_bytes`: size of
-    the remaining entries. `texts`, `pins`: registered texts and pinned documents, which only `collect_garbage` deletes.
+    the remaining entries. Only `collect_garbage` deletes texts and pins. `texts`: the registered texts. `pins`: the
+    documents whose pins were deleted.
     """
 
     evicted: tuple[str, ...]
@@ -85,9 +86,9 @@ class DiskStore(StoreMetadata, KVStore):
     """KVStore in a directory, safe to share between threads and processes.
 
     `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for half of the space that is free or
-    used by entries (see `auto_limit`). A `put` first evicts the least recently used entries that are not pinned. The
-    directory is not listed at each `put` (see `eviction`). So each of several processes may exceed the budget by a
-    sixteenth before it counts the entries that the others have written.
+    used by entries (see `auto_limit`). If necessary, a `put` first evicts the least recently used entries that are not
+    pinned. The directory is not listed at each `put` (see `eviction`), so a process may write a sixteenth of the budget
+    before it counts the entries of other processes. Several processes may each exceed the budget by that much.
 
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
     is the process's key, if there is one.
@@ -95,7 +96,7 @@ class DiskStore(StoreMetadata, KVStore):
     `kv_dir`: the directory of the entries, on a faster disk for example; None is `kv` in `root`. Lost entries can be
     computed again, unlike the other files in `root`. A relative path is resolved once, when the store is opened.
 
-    `catalog`: the URL of the catalogue; None if it is a file in `root`.
+    `catalog`: the URL of the catalogue. None: the URL in the user's settings, or else a file in `root`.
 
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries, which the
     checksums detect. `create=False` raises NotFoundError if `root` does not exist.
@@ -221,7 +222,7 @@ class DiskStore(StoreMetadata, KVStore):
                     yield header
 
     def delete(self, key: str) -> bool:
-        """Delete an entry and its damaged copy; return True if there was one. Open readers are not disturbed.
+        """Delete an entry and a damaged file of its key; return True if any existed. Open readers are not disturbed.
 
         Raises StoreNotWritableError if the entry exists and cannot be deleted.
         """
@@ -297,8 +298,8 @@ class DiskStore(StoreMetadata, KVStore):
     def verify(self) -> Iterator[EntryCheck]:
         """Read every byte of every entry, and yield an EntryCheck for each. Damaged files are moved aside.
 
-        Intact files that were moved aside earlier are moved back. An entry is also damaged if its shapes are not its
-        model's, which come from `set_expected_spec` or from the store's metadata.
+        Intact files that were moved aside earlier are moved back. An entry is also damaged if it does not have its
+        model's dtype and shapes. `set_expected_spec` sets these; for other models, the store's metadata has them.
         """
         for fingerprint, facts in self.models().items():
             if fingerprint not in self._requirements.specs and (shape := KVSpec.from_facts(facts)) is not None:
@@ -332,13 +333,12 @@ class DiskStore(StoreMetadata, KVStore):
 
     @property
     def has_evicted(self) -> bool:
-        """True if a `put` has ever evicted an entry. A missing entry may be an evicted one. `gc` does not count."""
+        """True if a `put` ever evicted an entry (`gc` does not count). A missing entry may then be an evicted one."""
         return (self.kv_dir / EVICTED_MARK).exists()
 
     def drop_unreadable(self, key: str) -> None:
         """Delete the damaged file of `key` that was moved aside. Delete the entry file, too, if it cannot be read, or
-        if it has another format version.
-        """
+        if it has another format version."""
         if self.contains(key):
             remove_file(self._path(key).with_suffix(DAMAGED_SUFFIX))
         else:
@@ -358,8 +358,8 @@ class DiskStore(StoreMetadata, KVStore):
         - max_bytes: the byte budget of the remaining entries; None evicts nothing. Pinned entries are not evicted.
         - dry_run: delete nothing, and return what would be deleted.
 
-        Raises UsageError for a negative `max_bytes`; CorruptError, with nothing deleted, if a pin cannot be read; and
-        StoreNotWritableError if some files could not be deleted.
+        Raises UsageError for a negative `max_bytes`. Raises CorruptError, with nothing deleted, if `max_bytes` is given
+        and a pin cannot be read. Raises StoreNotWritableError if some files could not be deleted.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")

@@ -54,8 +54,9 @@ class _TrackedEntry(NamedTuple):
 class DiskEvictor:
     """Evicts entries of the directory `root`, so that together they take at most `capacity` bytes.
 
-    With `capacity` None, nothing is evicted. `pinned` returns the keys of entries that must stay. `evicted` is
-    called with the key of each evicted entry. Safe to share between threads.
+    A table in memory has the size and last use of each entry. With `capacity` None, nothing is evicted. `pinned`
+    returns the keys of entries that must stay. `evicted` is called with the key of each evicted entry. Safe to share
+    between threads.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class DiskEvictor:
     def certainly_fits(self, nbytes: int) -> bool:
         """Return True if an entry of `nbytes` fits for certain; False if that is not known.
 
-        Lists no folder, because a million entries take seconds to list. The used bytes of the whole disk are an upper
-        limit for the size of the entries: if they leave enough of the budget, the new entry fits.
+        Lists no folder, because a million entries take seconds to list. The stored entries are at most as large as the
+        used bytes of the whole disk. If these bytes and the new entry are within the budget, the entry fits.
         """
         if self._capacity is None:
             return True

@@ -26,7 +26,8 @@ _PATTERNS = {
 def layer_is_finite(layer: StoredLayer) -> bool:
     """Return True if no key or value of a stored layer is infinite or NaN. The tensors are contiguous, on the CPU.
 
-    Keys and values in eight bits are judged as they are after dequantization to the model's dtype.
+    For KV in eight bits, no code may be NaN (fp8) or -128 (int8), and each scale times the largest code must be finite
+    in the model's dtype.
     """
     if isinstance(layer, LayerKV):
         return all(map(is_finite, layer))
@@ -60,7 +61,7 @@ def _codes_are_finite(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool
 def kv_is_finite(kv: MemoryKV) -> bool:
     """Return True if no tensor of the chunk contains infinity or NaN. The tensors may be on any device.
 
-    Codes and scales in eight bits are not examined, because `quantize` has rejected such values.
+    Codes and scales of KV in eight bits are not examined, because `quantize` has rejected infinity and NaN.
     """
     full = (layer if isinstance(layer, LayerKV) else (layer.first_keys, layer.first_values) for layer in kv.layers)
     tensors = [tensor for pair in full for tensor in pair if tensor.numel()]

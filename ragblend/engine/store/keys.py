@@ -116,8 +116,8 @@ class IngestionContext(NamedTuple):
     def token_ids(self) -> tuple[int, ...]:
         """Return the token ids of all parts.
 
-        A chunk's key does not depend on them, because a prompt does not show after which similar chunks the chunk was
-        precomputed.
+        They are not part of the chunk's key, because a lookup has only the prompt. The prompt does not show which
+        similar chunks preceded the chunk when its KV was computed.
         """
         return tuple(itertools.chain.from_iterable(self.parts))
 
@@ -168,7 +168,8 @@ def lookup_contexts(
 
     The exact context comes first, if there is one. The contexts of the store's `policy` follow, and then those of
     "none". Each policy gives one context per prefix, in the order of `prefixes`. token_ids: the prompt. prefixes: token
-    ids of each prefix. is_beginning: False if the part of the chunk at `start` does not begin with its first token.
+    ids of each prefix. is_beginning: True if the chunk's first token is at `start`. False if a later token of the chunk
+    is there; then no context is exact.
 
     >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
     >>> [(context.token_ids, context.policy) for context in found]

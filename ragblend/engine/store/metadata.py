@@ -61,8 +61,8 @@ class StoreMetadata:
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Protect a document's entries from eviction until `unpin`, in all processes and also after restarts.
 
-        document: its name in the index. keys: the keys of its entries, which may be stored later. Replaces an earlier
-        pin of the document. Raises StoreFullError or StoreNotWritableError if the pin cannot be written.
+        document: the document's name in the index. keys: the keys of its entries, which may be stored later. Replaces
+        an earlier pin of the document. Raises StoreFullError or StoreNotWritableError if the pin cannot be written.
         """
         self._write_metadata(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
 
@@ -78,7 +78,7 @@ class StoreMetadata:
         }
 
     def pinned_keys(self) -> frozenset[str]:
-        """Return the entries' keys of all pinned documents. Raises CorruptError for an unreadable pin."""
+        """Return the keys of the entries of all pinned documents. Raises CorruptError for an unreadable pin."""
         damaged: list[str] = []
         notes = [
             note for _, note in self._read_metadata(PINS_DIR, lambda *warning: damaged.append(warning[0] % warning[1:]))
@@ -117,7 +117,8 @@ class StoreMetadata:
         self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
 
     def read_defaults(self) -> StoreDefaults:
-        """Return the stored defaults; empty ones if none are. Raises CorruptError for a damaged or unsigned file."""
+        """Return the stored defaults; StoreDefaults() if there are none. Raises CorruptError for a damaged file, or for
+        an unsigned file if the store has a key."""
         path = self.root / DEFAULTS_FILE
         try:
             note = decode_signed_json(read_file(path), DEFAULTS_FILE, self._note_key(path))
@@ -136,7 +137,7 @@ class StoreMetadata:
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
     def read_context_policy(self) -> ContextPolicy | None:
-        """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError."""
+        """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError for damage."""
         path = self.root / CONTEXT_FILE
         try:
             policy = decode_signed_json(read_file(path), _note_kind(path)).get("context")

@@ -28,7 +28,7 @@ def open_store(
     """Open a store of up to three tiers, fastest first: memory, the directory `path`, and a remote backend.
 
     - path: the store's folder; None omits the disk tier. `create` False: the folder must exist.
-    - fsync: False if a power cut may lose the latest entries of the disk tier.
+    - fsync: with False, a power cut may lose the latest entries of the disk tier.
     - store_key: signs new entries; stored entries without its signature are misses. "auto": the process's own key, if
       there is one (`signing.find_process_key`).
 
@@ -39,7 +39,8 @@ def open_store(
     - kv_dir: the folder of the disk tier's entries, if it is not `kv` in `path`.
     - remote: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or another object store. It is not contacted yet.
     - remote_timeout_s: the longest that a `get` waits for the remote tier, in seconds.
-    - catalog: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of a fleet. Default: a file in `path`.
+    - catalog: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of a fleet. Default: the URL in the user's
+      settings, or else a file in `path`.
     - kv_dtype: the dtype of new KV: "auto" as computed, "int8" or "fp8" in eight bits. Entries of any dtype are read.
 
     Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL.
@@ -73,5 +74,5 @@ def open_store(
 
 
 def parse_capacity(disk_gib: DiskBudget) -> Capacity:
-    """Return `disk_gib` as a DiskStore's `capacity_bytes`, in bytes. "auto" stays "auto"; 0 is None, no limit."""
+    """Return `disk_gib`, in GiB, as a DiskStore's `capacity_bytes`. "auto" stays "auto"; 0 gives None (no limit)."""
     return "auto" if disk_gib == "auto" else int(disk_gib * GIB) or None

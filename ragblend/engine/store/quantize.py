@@ -50,8 +50,8 @@ class QuantizedLayer(NamedTuple):
 def quantize(keys: Tensor, values: Tensor, kv_dtype: str) -> QuantizedLayer | None:
     """Return pre-RoPE `keys` and `values` [H, T, D] in eight bits: codes and scales.
 
-    Returns None for T <= NUM_FIRST, and if a number is NaN, infinite, or near infinity (2**126). The first NUM_FIRST
-    tokens, which are stored as computed, are not examined. kv_dtype: "int8" or "fp8".
+    Returns None for T <= NUM_FIRST, and if a number is NaN or infinite, or its magnitude is 2**126 or more. The first
+    NUM_FIRST tokens, which are stored as computed, are not examined. kv_dtype: "int8" or "fp8".
 
     A scale is the largest magnitude in a channel of the keys, or in a token of the values, divided by 127 (int8) or 448
     (fp8). Error of a dequantized element: in int8, at most half its scale; in fp8, at most the larger of 1/16 of the

@@ -13,7 +13,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: str | int) -> int:
-    """Return the number of bytes in a text: `KiB` and `K` are 1024, `KB` is 1000, no unit is bytes. Raises UsageError.
+    """Parse a size, and return it in bytes. `KiB` and `K` are 1024, `KB` is 1000; no unit is bytes. Raises UsageError.
 
     >>> parse_bytes("8GiB"), parse_bytes("1.5 kB"), parse_bytes(512)
     (8589934592, 1500, 512)

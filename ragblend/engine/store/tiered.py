@@ -57,8 +57,8 @@ class TieredStore(KVStore):
     readers of an entry read each of its layers only once. `put` writes to every tier. `close` waits for background
     work; the store stays usable.
 
-    `kv_dtype`: how `put` stores KV, "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`). Reading does
-    not depend on it: each entry's header names its dtype.
+    `kv_dtype`: how `put` stores KV. "auto" is as computed; "int8" and "fp8" are in eight bits (see `quantize`). Reading
+    does not depend on `kv_dtype`, because each entry's header names its dtype.
 
     `delete_everywhere` also deletes from other stores with the same remote tier (see `tombstones`).
     """
@@ -137,7 +137,7 @@ class TieredStore(KVStore):
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
-        """Fetch the entries that no local tier has. They are fetched from the remote tiers in parallel, and promoted.
+        """Fetch, from the remote tiers in parallel, the entries that no local tier has. Promote and return them by key.
 
         Returns when every entry has arrived or is known to be missing, at the latest at `until_s`. until_s: the
         deadline, in seconds of the monotonic clock; None: now plus the largest `timeout_s` of the remote tiers.
@@ -228,9 +228,9 @@ class TieredStore(KVStore):
 
     @contextmanager
     def recorded_write(self, header: KVHeader, *, is_copy: bool) -> Iterator[None]:
-        """Context manager: the caller writes an entry inside the block.
+        """Context manager: record the write of an entry. The caller writes the entry inside the block.
 
-        The write's start is recorded. If a tombstone arrives during the write, it also deletes the new entry.
+        A tombstone that arrives during the write then deletes the new entry, too.
         header: the entry's header. is_copy: the entry was fetched from the remote tier (see `Tombstones.record_write`).
         """
         for tombstones in self._tombstones:

@@ -114,7 +114,7 @@ class Tombstones:
             )
 
     def end_watch(self) -> None:
-        """End the thread that `watch` started."""
+        """Stop polling: end the background thread that `watch` started, if there is one."""
         if self._watch_ended is not None:
             self._watch_ended.set()
             self._watch_ended = None

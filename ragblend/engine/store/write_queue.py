@@ -25,8 +25,8 @@ MAX_WAITING = 100_000  # chunks, most of them by key alone
 class WriteQueue:
     """Chunks that wait to be written to a slow target, such as a server. A thread writes the oldest first. Thread-safe.
 
-    A new chunk replaces a queued one of the same key. Each dropped chunk adds 1 to `num_dropped`. A warning is logged;
-    it is one warning for all chunks that are dropped at `close` or when the process ends.
+    A new chunk replaces a queued one of the same key. Each dropped chunk adds 1 to `num_dropped` and is logged as a
+    warning. All chunks that are dropped at `close`, or when the process ends, are logged as one warning.
 
     - write(kv): writes one chunk. If it raises BackendUnreachableError, the chunk is queued again and written after a
       pause. After any other error, the chunk is dropped.
@@ -72,7 +72,7 @@ class WriteQueue:
         """Queue a chunk, and return True. Never waits.
 
         The chunk is dropped, and the result is False, if MAX_WAITING chunks are queued, or if the process ends. A chunk
-        that exceeds the queue's bytes is dropped, too, unless `read_back` can read it later.
+        with which the queue would exceed `capacity_bytes` is dropped, too, unless `read_back` is set.
         """
         key = kv.header.key
         with self._changed:

@@ -30,7 +30,7 @@ _IRRELEVANT_FIELDS = frozenset(
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if the directory `path` has the adapter's config file that transformers looks for."""
+    """Return True if the directory `path` has `adapter_config.json`, by which transformers also finds an adapter."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
@@ -62,9 +62,9 @@ def with_adapter(model: Any, path: Path) -> Any:
 
 
 def adapter_digest(path: Path) -> str:
-    """Return a text for the adapter in `path`, as a part of a model's fingerprint.
+    """Return a text that identifies the adapter in `path`, as a part of a model's fingerprint.
 
-    Two texts are equal if and only if the weights and the relevant config fields are equal.
+    Two texts are equal if and only if the weights and the config fields that affect the computation are equal.
     """
     digest = blake2b(read_file(path / ADAPTER_WEIGHTS), digest_size=16)
     digest.update(_relevant(_config(path)).encode())
@@ -85,7 +85,8 @@ def unwrap_peft_model(model: Any) -> Any:
 def describe_adapters(model: Any) -> str:
     """Return a model's adapter configs, active adapters and scalings as text; "" for a model without adapters.
 
-    Configs, active adapters and scalings change the KV, and a digest of the model's tensors does not cover them.
+    The text is part of a loaded model's fingerprint, because configs, active adapters and scalings change the KV. A
+    digest of the model's tensors does not cover them.
     """
     configs = getattr(model, "peft_config", None)
     if not configs:

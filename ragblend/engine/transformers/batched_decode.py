@@ -84,7 +84,7 @@ class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untype
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Set `kv` to each prompt's keys and values of `layer`; `attend_batch` reads them from there.
 
-        Returns the keys and values of the first prompt, because transformers expects one pair.
+        Returns the keys and values of the first prompt alone, because transformers expects those of one sequence.
         """
         self.kv = []
         for _, there, _, fused in self.sequences:

@@ -45,7 +45,10 @@ StoredRuns = dict[int, tuple[Placement, LookupContext]]
 
 
 class BlendingEngine(LocalEngine):
-    """The part of TransformersEngine that prefills: it computes the KV of requests, prefixes and ingestion contexts."""
+    """Base class of TransformersEngine: prefills prompts, and does not decode answers.
+
+    It computes the KV of requests, prefixes and ingestion contexts.
+    """
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class BlendingEngine(LocalEngine):
         return self.loop.call(self.prepare_prefill(request))
 
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
-        """Fetch the prompt's chunks from remote tiers, and return the function that prefills it on the loop's thread.
+        """Fetch the prompt's chunks from remote tiers. Return the prompt's prefill, a function for the loop's thread.
 
         A request waits for remote tiers only here, on its caller's thread, while the loop computes for other requests.
         """

@@ -177,6 +177,6 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that may change the KV.
 
     `config` is the file's content, or `to_diff_dict()` of a loaded config. It must not have the defaults that
-    transformers adds, because these differ between releases of transformers, and the fingerprint must not.
+    transformers adds. They differ between releases of transformers, but the fingerprint must be the same in all.
     """
     return {name: value for name, value in config.items() if name not in IRRELEVANT_FIELDS and value is not None}

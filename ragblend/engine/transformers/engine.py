@@ -164,7 +164,7 @@ class TransformersEngine(BlendingEngine):
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Generation:
-        """Answer `prompt`; `options` are those of `request`. Ends at the model's end token or a stop string."""
+        """Return the answer to `prompt`. It ends at an end token or a stop string. `options` are those of `request`."""
         return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[EngineKeywords]) -> list[Generation]:

@@ -148,7 +148,7 @@ class ClippedQKV(AttentionFamily):
         return keys.clamp(-bound, bound), values.clamp(-bound, bound)
 
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
-        """Return the keys in `output`, clipped. The model clips its own keys after this output."""
+        """Return the keys in `output`, clipped. `output` is not clipped, because the model clips it only afterwards."""
         bound = attention.config.clip_qkv
         return super().keys_from_module_output(attention, output).clamp(-bound, bound)
 
@@ -232,7 +232,7 @@ class LatentAttention(AttentionFamily):
         return 1, self.rotary_dim, self.rank
 
     def stored_kv_projections(self, attention: Any) -> list[nn.Module]:
-        """Return the projection whose output is the latent and the rotary part. Attention expands the latent."""
+        """Return the projection whose output is the latent and the rotary part. The expanded latent is not stored."""
         return [attention.kv_a_proj_with_mqa]
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ class LatentAttention(AttentionFamily):
         return _split_pairs(keys) if self.in_pairs else keys
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
-        """Return `cached`, as a layer writes it to its cache, in stored form: rotary part as keys, latent as values."""
+        """Return `cached` (KV as a layer caches it) in stored form: rotary part as keys, latent as values."""
         return LayerKV(cached.values, cached.keys)
 
     def from_stored(self, stored: LayerKV) -> LayerKV:
@@ -275,7 +275,7 @@ class InterleavedLatentAttention(LatentAttention):
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
-        """Return True for the model type deepseek_v2. Its modules do not differ from those of other MLA models."""
+        """Return True for model type deepseek_v2. The type decides, because other MLA models have the same modules."""
         return super().fits(attention) and attention.config.model_type == "deepseek_v2"
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
@@ -329,7 +329,7 @@ def uses_kv_of_other_layer(attention: Any) -> bool:
 def kv_source_layers(layers: Sequence[Any]) -> tuple[int, ...]:
     """Return, per layer, the index of the layer whose keys and values it attends to.
 
-    For most layers this is the layer itself. Gemma 4's last layers compute no KV. For each of them, it is the last
+    For most layers this is the layer itself. Gemma 4's last layers compute no KV. Each of them attends to the last
     earlier layer of the same layer type that computes KV.
     """
     sources, latest = [], dict[Any, int]()

@@ -20,8 +20,8 @@ class CircuitBreaker:
     half-open breaker lets none pass, either, and waits for the answer to the probe.
 
     `threshold` consecutive failures open the breaker for `pause_s` seconds. A request that exceeds its time limit is a
-    failure, too. A successful probe closes the breaker. Each time it opens again, the pause is doubled, up to
-    `max_pause_s`. Only a successful request resets the pause: a server may answer pings, but no requests.
+    failure, too. A successful probe closes the breaker. Each time the breaker opens again, the pause is doubled, up to
+    `max_pause_s`. Only a successful request resets the pause, because a server may answer pings but no requests.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CircuitBreaker:
                 self._num_failures, self._pause_s = 0, self._first_pause_s
 
     def record_write_success(self) -> None:
-        """Record a successful write. If no request has failed since the last successful read, reset the pause, too."""
+        """Record a successful write. It resets the pause if no request has failed since the last successful read."""
         with self._lock:
             if self._state == "closed" and not self._num_failures:
                 self._pause_s = self._first_pause_s

@@ -10,7 +10,7 @@ _CONNECT_SHARE = 10
 def connect_timeout_s(timeout_s: float) -> float:
     """Return the time limit for connecting, in seconds. timeout_s: the time limit of the whole call.
 
-    The result is a tenth of `timeout_s`, but at least one second: a process that computes on every core can take a
-    second until it reads its sockets. The result never exceeds `timeout_s`.
+    The result is a tenth of `timeout_s`, but at least one second, because a process that computes on every core can
+    take a second until it reads its sockets. The result never exceeds `timeout_s`.
     """
     return min(timeout_s, max(CONNECT_TIMEOUT_S, timeout_s / _CONNECT_SHARE))

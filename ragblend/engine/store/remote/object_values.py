@@ -43,7 +43,7 @@ class ObjectValues:
     """ByteStore in a bucket or folder. Values are the objects `PREFIX/ab/abcdef....safetensors`, as in a disk store.
 
     `timeout_s` limits each request, body included; WRITE_TIMEOUT_S limits writes and lists. An object that is too large
-    is rejected before its body is read. Failed requests are not repeated: the caller counts failures.
+    is rejected before its body is read. Failed requests are not repeated, so that the caller counts every failure.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES

@@ -46,7 +46,7 @@ class RedisValues:
     """ByteStore in one Redis database or cluster, under `ragblend:kv:KEY`. Connects at the first call.
 
     `timeout_s` limits each call, except `put` (WRITE_TIMEOUT_S) and `sizes` (WALK_TIMEOUT_S). Failed calls are not
-    repeated: the caller counts failures.
+    repeated, so that the caller counts every failure.
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
@@ -141,10 +141,10 @@ class RedisValues:
             return cast("bytes | None", self._client.hget(NOTES, name))
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        """Write a metadata value, and add its name to the set that `list_metadata` reads.
+        """Write a metadata value, and add its name to the sorted set that `list_metadata` reads if `after` is given.
 
-        Both happen in one step, except in a cluster, whose nodes may have one each. A value whose name is not added
-        would be listed only by calls without `after`, although this call has failed.
+        Both happen in one step, except in a cluster, where value and set may be on different nodes. If the name cannot
+        be added there, this call raises an error, but `list_metadata` without `after` lists the value.
         """
         with self._call(self._timeout_s):
             if self._is_cluster:  # the two keys may be on different nodes

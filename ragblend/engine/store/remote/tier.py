@@ -84,9 +84,9 @@ class RemoteStore(KVStore):
     `store_key`: new entries are signed with this key, and entries that it has not signed are ignored (see `signing`).
     The default is the process's own key, if there is one.
 
-    Concurrent requests for the same chunk fetch it once. If the backend does not answer, a method raises
-    BackendUnreachableError only if its docstring says so, as for `delete`. `flush` waits for queued writes. `close`
-    waits for them, too, and then releases threads and connections. The store stays usable.
+    Concurrent requests for the same chunk fetch it once. If the backend does not answer, BackendUnreachableError is
+    raised only by methods whose docstrings say so, such as `delete`. `flush` waits for queued writes. `close` waits for
+    them, too, and then releases threads and connections. The store stays usable.
     """
 
     is_remote = True
@@ -150,9 +150,9 @@ class RemoteStore(KVStore):
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
-        """Fetch `keys` in parallel. Return the entries that arrived by `until_s`, by key. Each key counts as a `get`.
+        """Fetch `keys` in parallel. Return, by key, the entries that arrived in time. Each key counts as a `get`.
 
-        until_s: in seconds of the monotonic clock; None: `timeout_s` seconds from now.
+        until_s: the deadline, in seconds of the monotonic clock; None: `timeout_s` seconds from now.
         """
         until_s = monotonic() + self.timeout_s if until_s is None else until_s
         flights = self.start_fetches(keys)
@@ -270,7 +270,7 @@ class RemoteStore(KVStore):
         self._queue.read_back = read_back if tiers else None
 
     def put_and_wait(self, kv: ChunkKV) -> None:
-        """Send a chunk and wait. Raises BackendUnreachableError or StoreFullError."""
+        """Send a chunk and wait for the reply. Raises BackendUnreachableError or StoreFullError."""
         self._send(load_into_memory(kv))
         self._count(num_puts=1)
 
@@ -319,7 +319,7 @@ class RemoteStore(KVStore):
         return [key in there for key in keys]
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; return True if there was one. Raises BackendUnreachableError without an answer."""
+        """Delete an entry; return True if there was one. Raises BackendUnreachableError if no answer arrives."""
         queued = self._queue.peek(key) is not None
         self._queue.discard(key)
         self.drop_result(key)
