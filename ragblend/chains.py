@@ -301,7 +301,7 @@ def blend_tool(
 ) -> BaseTool:
     """Return a tool for `create_agent` that searches with `retriever`.
 
-    The artifact of its ToolMessage is the list of retrieved documents. In the background, ChatBlend
-    prefills the documents that have no stored KV, and stores the result.
+    The artifact of its ToolMessage is the list of retrieved documents. In the background, ChatBlend prefills the
+    documents that have no stored KV, and stores their KV.
     """
     return create_retriever_tool(retriever, name, description, response_format="content_and_artifact")

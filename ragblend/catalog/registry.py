@@ -56,7 +56,7 @@ from ragblend.option_fields import is_unicode
 
 
 class SimilarContextVariant(NamedTuple):
-    """A chunk that a framework added, and the key of its KV that is computed after the most similar chunks."""
+    """A chunk added through a framework or a server, and the key of its KV that is computed after similar chunks."""
 
     entry: str  # the key of its KV, for one model, prefix and namespace
     text: str

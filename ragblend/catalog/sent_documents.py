@@ -136,8 +136,8 @@ class SentDocumentTable(Catalog):
     ) -> None:
         """Record that a document was stored or, if not `is_stored`, that it failed.
 
-        `reason`: why the document failed, or why a chunk of it was skipped; "" if neither happened. If the document was
-        sent again in the meantime, its new version stays pending.
+        `reason`: why the document failed, or that a chunk or the whole document has no text; "" for neither. If the
+        document was sent again in the meantime, its new version stays pending.
         """
         changes = {"body": None, "stored_version": document.version if is_stored else "", "reason": reason}
         changed = update(SENT_DOCUMENTS).where(_ROW.number == document.number).values(**changes, **counts._asdict())
@@ -185,7 +185,11 @@ class SentDocumentTable(Catalog):
     def documents_with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int
     ) -> list[dict[str, Any]]:
-        """Return at most `limit` documents that failed, or of which a chunk was skipped, with status and reason."""
+        """Return collection, id, status and reason of at most `limit` documents that have a reason.
+
+        A document has a reason if it failed, if a chunk or the whole document has no text, or if its removal is
+        unfinished.
+        """
         chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
         columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
         query = select(*columns).where(*chosen).order_by(_ROW.number).limit(limit)

@@ -201,7 +201,7 @@ def remote_line(facts: dict[str, Any]) -> str:
 
 
 def limit_line(limit_bytes: int | None, disk_gib: DiskBudget) -> str:
-    """Return the line about the store's limit, with the setting that the limit comes from. None means no limit."""
+    """Return the line about the store's limit, with the setting that it comes from. `limit_bytes` None: no limit."""
     from ragblend.engine.store.tiered import format_bytes
 
     if limit_bytes is None:

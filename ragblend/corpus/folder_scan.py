@@ -77,7 +77,7 @@ class FolderScan:
     def has_left_out(self, path: str, top: str) -> bool:
         """Return True if the file `path` is below a folder of `roots`, but the scan left the file out.
 
-        If only `glob` left the file out, return False. Roots that are neither `top` nor below `top` do not count.
+        If only `glob` left the file out, return False. Of `roots`, only `top` and the folders below `top` count.
         """
         shown = path in self.files or path in self.filtered_out
         return not shown and any(

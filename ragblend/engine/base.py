@@ -322,8 +322,8 @@ class LocalEngine(EngineBase, ABC):
     def forget(self, chunk: Part) -> bool:
         """Delete the KV that is stored under `key(chunk)`. Return True if there was any.
 
-        The chunk is no longer matched in prompts, except if its `context` is "similar". Its KV without an ingestion
-        context is then kept, so that prompts can still reuse it.
+        Later prompts still match a chunk whose `context` is "similar", because its KV without an ingestion context is
+        kept. They do not match other forgotten chunks.
         """
         named = as_chunk(chunk)
         if named.context != "similar":

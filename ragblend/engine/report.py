@@ -81,7 +81,7 @@ class BlendReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BlendReport:
-        """Return the report whose `as_dict` returned `values`, also in another version. Unknown names are ignored."""
+        """Return the report whose `as_dict` gave `values`, in this or another version. Unknown names are ignored."""
         report = cls(**_known(cls, values))
         report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in values.get("chunks", ())]
         if shadow := values.get("shadow"):

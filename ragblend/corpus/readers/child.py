@@ -22,7 +22,7 @@ _OUT_OF_MEMORY = 3  # exit status
 def run_in_child(
     function: str, *arguments: str, limit_s: float, memory_bytes: int, fix: str, **stdin: Any
 ) -> tuple[Any, str]:
-    """Call a reader function in a child process. Return (result, ""), or (None, reason) if it rejected the file.
+    """Call a reader function in a child process. Return (result, ""), or (None, reason) for a rejected file.
 
     Pass the file as `stdin=FILE` or `input=BYTES`, as for `subprocess.run`. `function`: "MODULE:NAME". Its arguments
     are the file's bytes and then `arguments`, and it must return a JSON value. `memory_bytes`: limit of the child's

@@ -138,7 +138,8 @@ def compose_accents(pages: Sequence[str]) -> list[str]:
     """Return `pages` with separate accents joined to the letters after them ("Tank¨onyv" becomes "Tankönyv").
 
     TeX's older fonts separate them. An accent stays separate if the document has at least as many letters with it ("ö")
-    as separate marks of it ("¨"). Its fonts then have such letters, so the marks are quotation marks or apostrophes.
+    as separate marks of it ("¨"). The document's fonts then have such letters, and the marks are quotation marks or
+    apostrophes.
     """
     letters = set[str]().union(*pages)
     candidates = [accent for accent in _ACCENTS if accent in letters]

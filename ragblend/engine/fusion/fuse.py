@@ -66,7 +66,7 @@ def fuse(
     tokens whose stored KV may be replaced. For a rule that needs deviations, all candidates run up to the check layer.
     There the rule selects some of them, and only these run through the later layers. Other rules select before the
     first layer, so that only selected candidates run. Before a rule with a query probe selects, the fresh tokens run
-    over the stored KV, up to the last probe layer. In each layer, computed rows replace stored ones, and each computed
+    over the stored KV, up to the last probe layer. In each layer, computed rows replace stored ones. Each computed
     token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift correction
     (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
 
