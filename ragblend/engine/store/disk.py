@@ -69,8 +69,8 @@ class GcResult(NamedTuple):
 
     `evicted`: keys of the deleted entries. `num_quarantined`: number of deleted damaged files, moved aside earlier.
     `num_temp_files`: number of deleted temporary files. `freed_bytes`: size of all deleted files. `kept_bytes`: size of
-    the remaining entries. Only `collect_garbage` deletes texts and pins. `texts`: the registered texts. `pins`: the
-    documents whose pins were deleted.
+    the remaining entries. `texts`: the deleted registered texts. `pins`: the documents whose pins were deleted. `gc`
+    leaves both empty; only `collect_garbage` deletes texts and pins.
     """
 
     evicted: tuple[str, ...]
@@ -87,8 +87,8 @@ class DiskStore(StoreMetadata, KVStore):
 
     `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for half of the space that is free or
     used by entries (see `auto_limit`). If necessary, a `put` first evicts the least recently used entries that are not
-    pinned. The directory is not listed at each `put` (see `eviction`), so a process may write a sixteenth of the budget
-    before it counts the entries of other processes. Several processes may each exceed the budget by that much.
+    pinned. The directory is not listed at each `put` (see `eviction`). A process may therefore write up to 1/16 of the
+    budget before it counts the entries of other processes. Several processes may each exceed the budget by that much.
 
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
     is the process's key, if there is one.
@@ -96,7 +96,7 @@ class DiskStore(StoreMetadata, KVStore):
     `kv_dir`: the directory of the entries, on a faster disk for example; None is `kv` in `root`. Lost entries can be
     computed again, unlike the other files in `root`. A relative path is resolved once, when the store is opened.
 
-    `catalog`: the URL of the catalogue. None: the URL in the user's settings, or else a file in `root`.
+    `catalog`: the catalogue's URL. None: the URL in RAGBLEND_CATALOG or the user's settings, else a file in `root`.
 
     `fsync=False` is for tests and scratch stores: a power cut may then lose or damage the latest entries, which the
     checksums detect. `create=False` raises NotFoundError if `root` does not exist.
@@ -299,7 +299,7 @@ class DiskStore(StoreMetadata, KVStore):
         """Read every byte of every entry, and yield an EntryCheck for each. Damaged files are moved aside.
 
         Intact files that were moved aside earlier are moved back. An entry is also damaged if it does not have its
-        model's dtype and shapes. `set_expected_spec` sets these; for other models, the store's metadata has them.
+        model's dtype and shapes: those of `set_expected_spec`, or else those in the store's metadata, if any.
         """
         for fingerprint, facts in self.models().items():
             if fingerprint not in self._requirements.specs and (shape := KVSpec.from_facts(facts)) is not None:

@@ -54,7 +54,7 @@ class _TrackedEntry(NamedTuple):
 class DiskEvictor:
     """Evicts entries of the directory `root`, so that together they take at most `capacity` bytes.
 
-    A table in memory has the size and last use of each entry. With `capacity` None, nothing is evicted. `pinned`
+    A table in memory has the size and last use of each known entry. With `capacity` None, nothing is evicted. `pinned`
     returns the keys of entries that must stay. `evicted` is called with the key of each evicted entry. Safe to share
     between threads.
     """

@@ -39,8 +39,8 @@ def open_store(
     - kv_dir: the folder of the disk tier's entries, if it is not `kv` in `path`.
     - remote: `redis://HOST:PORT/DB`, `s3://BUCKET/PREFIX` or another object store. It is not contacted yet.
     - remote_timeout_s: the longest that a `get` waits for the remote tier, in seconds.
-    - catalog: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of a fleet. Default: the URL in the user's
-      settings, or else a file in `path`.
+    - catalog: `postgresql://USER:PASSWORD@HOST/DATABASE` for the catalogue of a fleet. Default: the URL in
+      RAGBLEND_CATALOG or the user's settings, else a file in `path`. Without `path`, the default is in memory.
     - kv_dtype: the dtype of new KV: "auto" as computed, "int8" or "fp8" in eight bits. Entries of any dtype are read.
 
     Raises NotFoundError if `path` does not exist and `create` is False, UsageError for an invalid URL.
@@ -74,5 +74,5 @@ def open_store(
 
 
 def parse_capacity(disk_gib: DiskBudget) -> Capacity:
-    """Return `disk_gib`, in GiB, as a DiskStore's `capacity_bytes`. "auto" stays "auto"; 0 gives None (no limit)."""
+    """Convert `disk_gib` (in GiB) to a DiskStore's `capacity_bytes`. "auto" stays "auto"; 0 gives None (no limit)."""
     return "auto" if disk_gib == "auto" else int(disk_gib * GIB) or None

@@ -137,7 +137,7 @@ class TieredStore(KVStore):
         return kv
 
     def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
-        """Fetch, from the remote tiers in parallel, the entries that no local tier has. Promote and return them by key.
+        """Fetch the entries that no local tier has from the remote tiers, in parallel. Promote and return them by key.
 
         Returns when every entry has arrived or is known to be missing, at the latest at `until_s`. until_s: the
         deadline, in seconds of the monotonic clock; None: now plus the largest `timeout_s` of the remote tiers.

@@ -114,7 +114,7 @@ class Tombstones:
             )
 
     def end_watch(self) -> None:
-        """Stop polling: end the background thread that `watch` started, if there is one."""
+        """End the background thread that `watch` started, if there is one. Does not wait until the thread has ended."""
         if self._watch_ended is not None:
             self._watch_ended.set()
             self._watch_ended = None

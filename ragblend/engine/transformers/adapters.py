@@ -64,7 +64,7 @@ def with_adapter(model: Any, path: Path) -> Any:
 def adapter_digest(path: Path) -> str:
     """Return a text that identifies the adapter in `path`, as a part of a model's fingerprint.
 
-    Two texts are equal if and only if the weights and the config fields that affect the computation are equal.
+    Two texts are equal if and only if the weights and the config fields that may affect the computation are equal.
     """
     digest = blake2b(read_file(path / ADAPTER_WEIGHTS), digest_size=16)
     digest.update(_relevant(_config(path)).encode())

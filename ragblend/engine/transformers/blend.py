@@ -75,7 +75,7 @@ class BlendingEngine(LocalEngine):
         return self.loop.call(self.prepare_prefill(request))
 
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
-        """Fetch the prompt's chunks from remote tiers. Return the prompt's prefill, a function for the loop's thread.
+        """Fetch the prompt's chunks from remote tiers. Return a function that prefills the prompt on the loop's thread.
 
         A request waits for remote tiers only here, on its caller's thread, while the loop computes for other requests.
         """

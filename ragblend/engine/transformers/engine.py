@@ -164,7 +164,10 @@ class TransformersEngine(BlendingEngine):
     # -- answering
 
     def generate(self, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Generation:
-        """Return the answer to `prompt`. It ends at an end token or a stop string. `options` are those of `request`."""
+        """Return the answer to `prompt`. `options` are those of `request`.
+
+        The answer ends at an end token, at a stop string, or when `max_tokens` or the context length is reached.
+        """
         return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[EngineKeywords]) -> list[Generation]:

@@ -150,7 +150,7 @@ class TransformersLayers:
         """Return the embeddings [R, hidden size] of token ids [R].
 
         Some models (Gemma 4) also have an input vector for each token and layer. The vectors of all layers are then
-        appended to the token's embedding. `run_layer` uses the vector of its layer, and its result lacks this vector.
+        appended to the token's embedding. `run_layer` uses the vector of its layer, and does not return this vector.
         """
         if self._adapters:
             self._check_adapters()
@@ -200,7 +200,7 @@ class TransformersLayers:
         """Run one decoder layer over the tokens at positions `rows` [R], and return its output [R, hidden size].
 
         The tokens' keys and values are written to `fused`. Before that, `hook` receives the pre-RoPE keys and the
-        values of the rows `hook.row_indices`. In some models, the last layers make no KV and read the KV of earlier
+        values of `rows[hook.row_indices]`. In some models, the last layers make no KV and read the KV of earlier
         layers. The call for the last layer that makes KV then also runs the layers that make none.
         """
         cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)

@@ -94,7 +94,7 @@ class MachineProfile:
         return pipelined_s(load_s, compute_s, self.num_layers) if hides else load_s + compute_s
 
     def hidden_compute_s(self, load_s: float, probes_before_selection: bool = False) -> float:
-        """Return the most seconds of computing that can overlap with `load_s` seconds of loading, at no extra time."""
+        """Return the most seconds of computing that fit into `load_s` seconds of loading without extra time."""
         return (
             load_s - exposed_load_s(load_s, self.num_layers) if self.overlaps and not probes_before_selection else 0.0
         )

@@ -161,8 +161,8 @@ def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
 def read_keys(path: str | Path) -> ApiKeys:
     """Return the keys of a TOML or JSON file.
 
-    Raises NotFoundError without the file, and UsageError for an invalid file or unsafe permissions. The owner must be
-    this process's user or root. Only the owner may write the file, and only owner and group may read it.
+    Raises NotFoundError without the file. Raises UsageError for an unreadable or invalid file, or unsafe permissions.
+    The owner must be this process's user or root. The group may only read, and other users must have no access.
     """
     path = expand_user_path(path, "--api-keys-file")
     try:

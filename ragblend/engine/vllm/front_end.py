@@ -48,7 +48,7 @@ class FrontEndEngine(VllmEngineBase):
     def is_generating(self) -> bool:
         """Return True if vLLM has unfinished requests of clients.
 
-        vLLM also counts this engine's requests, so call this method between two chunks, when there are none.
+        vLLM also counts requests of this engine, so call this method between two chunks, when this engine has none.
         """
         return bool(self._client.output_processor.get_num_unfinished_requests())
 

@@ -175,7 +175,7 @@ class VllmLayers:
         """Run a decoder layer over the tokens at positions `rows` [R], and return its output [R, 2, hidden size].
 
         The tokens' keys and values are written to `fused`, a PagedKV. Before that, `hook` receives the pre-RoPE keys
-        and the values of the rows `hook.row_indices`.
+        and the values of `rows[hook.row_indices]`.
         """
         together = fused.should_attend_together(layer, hook is not None)
         calls = fused.attention_calls(rows, together)

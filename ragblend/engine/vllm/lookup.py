@@ -72,9 +72,9 @@ class ChunkLookup:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
         `runs`: the runs that an earlier lookup of the prompt has found; None for the first lookup. With `asks_remote`,
-        the result's `missing` has the keys of variants that are better than the best one on this machine. The remote
-        tier may have these variants. If `missing` is not empty, `stored` is empty. Fetch the variants, and start the
-        lookup again with `asks_remote=False`.
+        the result's `missing` has the keys of a chunk's variants that are better than its best one on this machine. If
+        this machine has none, these are all variants. The remote tier may have them. If `missing` is not empty,
+        `stored` is empty. Fetch the variants, and start the lookup again with `asks_remote=False`.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 

@@ -113,7 +113,7 @@ class PagedKV:
             self._layers.write(layer, self._slots[rows], *placed)
 
     def place_in_resident_layer(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
-        """Write stored KV to the resident layer, but not to the blocks, which `place` fills later.
+        """Write stored KV to the resident layer, but not to the blocks (unlike `place`).
 
         Has no effect if `layer` is not in `kept`.
         """
@@ -175,8 +175,8 @@ class PagedKV:
     def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
         """Return the attention calls for `rows` [R].
 
-        `together`: the rows attend to the resident layer (see `PagedKV`), else to the blocks. The result is cached,
-        because most layers run the same rows as the layer before.
+        `together`: True if the rows attend to the resident layer (see `PagedKV`), False if to the blocks. The result is
+        cached, because most layers run the same rows as the layer before.
         """
         if self._last is None or self._last[0] is not rows or self._last[1] != together:
             if together:
@@ -195,10 +195,10 @@ class PagedLayerLoader:
     manager. Its exit ends the reader. After an error, the exit does not wait for the current read. `done` is set once
     the reader has ended.
 
-    With a single rank, layer 0 of chunks that are not in memory is computed. It is read last, only because the store
-    verifies and promotes whole entries. Several ranks read it first, because they would have to compute it together,
-    and a chunk may be in the memory of one rank only. An entry that one of several ranks cannot read counts as damaged
-    on all of them.
+    With a single rank, layer 0 of chunks that are not in memory is computed. Its stored KV is still read, as the last
+    layer, because the store verifies and promotes whole entries. Several ranks read layer 0 first, because they would
+    have to compute it together, and a chunk may be in the memory of one rank only. An entry that one of several ranks
+    cannot read counts as damaged on all of them.
 
     `corrects_drift`: chunks that are not exact are corrected before they are placed in blocks. If there are such
     chunks, the caller must call `apply_drift` for every layer but the first. A layer of such a chunk stays in host

@@ -143,8 +143,8 @@ class RedisValues:
     def put_metadata(self, name: str, data: bytes) -> None:
         """Write a metadata value, and add its name to the sorted set that `list_metadata` reads if `after` is given.
 
-        Both happen in one step, except in a cluster, where value and set may be on different nodes. If the name cannot
-        be added there, this call raises an error, but `list_metadata` without `after` lists the value.
+        Both happen in one step, except in a cluster, where value and set may be on different nodes. If a cluster writes
+        only the value, this call raises an error, but `list_metadata` without `after` returns the name.
         """
         with self._call(self._timeout_s):
             if self._is_cluster:  # the two keys may be on different nodes
