@@ -34,7 +34,7 @@ class CorruptError(RagblendError):
 
 
 class DamagedEntryError(CorruptError):
-    """A stored entry that failed its checksum when it was read. The caller treats the entry `key` as a miss."""
+    """A stored entry that fails a check, such as its checksum, or cannot be read. Callers treat `key` as a miss."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"stored KV {key} is damaged ({reason}); `ragblend verify --repair` drops and recomputes it")

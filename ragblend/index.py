@@ -92,7 +92,7 @@ class Manifest:
 
     @property
     def chunker(self) -> str:
-        """Name and version of the application's splitter; else the chunk size, such as "512 tokens"."""
+        """Name and version of the application's splitter; without one, the chunk size, such as "512 tokens"."""
         return self.splitter or f"{self.chunk_size} tokens"
 
 

@@ -150,7 +150,7 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
     ) -> LLMResult:
         """Answer each conversation. An engine of the backend "transformers" decodes the answers together.
 
-        If one of these answers fails, the others are still completed; then the first error is raised.
+        If an answer of such an engine fails, its other answers are still completed; then the first error is raised.
         """
         loop, answer = getattr(self.engine, "loop", None), super().generate
         if loop is None or len(messages) < 2:

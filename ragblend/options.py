@@ -260,7 +260,7 @@ class GenerationOptions:
     `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. None and "auto" mean the store's
     calibrated ratio or, without one, the rule's default. If `ragblend profile` has measured the machine, the calibrated
     or default ratio is raised as far as recomputing takes no longer than loading. Full prefill is run instead if
-    blending would be slower even at the ratio before the raise.
+    blending would be no faster, even at the calibrated or default ratio.
 
     Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
     also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.

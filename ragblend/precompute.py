@@ -177,8 +177,8 @@ def precompute_chunks(
     KV in the model's dtype is rounded; KV in eight bits is prefilled again, because rounding cannot be undone. Before
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
-    - index: finds similar texts for chunks whose `context` is "similar" and whose `context_texts` are empty. Without an
-      index, UsageError is raised if such a chunk has to be prefilled.
+    - index: finds the `context_texts` of chunks whose `context` is "similar", if they are empty. Without an index,
+      UsageError is raised if such a chunk has to be prefilled.
     - register_texts: a function that registers the chunks' texts. None registers them as texts of the open `index`. If
       `index` is no ChunkIndex, None registers them as texts that belong to no document.
     - prefill: computes and stores the KV; by default in this process.

@@ -133,7 +133,7 @@ def _delegate(name: str) -> Any:
 class BlendVectorStore(VectorStore):
     """A LangChain vector store around another one. It also precomputes the KV of added documents.
 
-    If the last document with a text is deleted, the KV of the text is deleted, too.
+    The deletion of the last document with a text also deletes the KV of the text, if `llm` is set.
 
     inner: the vector store with the documents: any LangChain vector store, an open ragblend index, or its folder.
     llm: a ChatBlend, a BlendLLM or an engine that precomputes; None: documents are only indexed. Documents are indexed

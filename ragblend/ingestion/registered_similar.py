@@ -42,9 +42,10 @@ class RegisteredChunkFinder:
         self._vectors = _VECTORS.setdefault(engine, {}).setdefault(self._name, _Vectors(self._name))
 
     def request_variants(self, chunks: Iterable[Chunk]) -> None:
-        """Record `chunks` in the registry as chunks that need a similar variant. Embed those that are new in it.
+        """Record `chunks` in the registry as chunks that need a similar variant. Embed those without a vector there.
 
-        A similar variant is a chunk's second KV, computed after similar chunks. It is neither found nor computed here.
+        A similar variant is a chunk's second KV, computed after similar chunks. This method does not search for these
+        chunks, and computes no KV. It ignores blank chunks. A damaged vector, or one of another embedder, is replaced.
         """
         entries = {self._entry(text): text for text in dict.fromkeys(chunk.text for chunk in chunks) if text.strip()}
         if new := [pair for pair in entries.items() if not self.registry.is_variant_recorded(pair[0], self._name)]:

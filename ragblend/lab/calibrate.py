@@ -221,7 +221,7 @@ def measure_curves(
 ) -> dict[str, Curve]:
     """Return the curve of each rule, by the rule's name: the agreement with full prefill at each ratio.
 
-    Each blend gets a RuleFit of the rule, as blends do after the calibration."""
+    Each blend uses a RuleFit of the rule, as it would after a calibration."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
     check_layer = default_check_layer(engine.layers.global_layers)
     unmeasured = tuple(CurvePoint(ratio, *(0.0,) * 6) for ratio in (0.0, 1.0))

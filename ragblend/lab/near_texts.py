@@ -48,9 +48,9 @@ def find_near_texts(
     """Return at most MAX_NEAR texts that `prompt` contains in large part, sorted by their `share`, largest first.
 
     These are the texts with a `share` of LEAST_SHARE or more. If there are none, the text with the largest `share` is
-    returned alone. Texts for which `is_matched` returns True are left out. A text is also left out if at least half of
-    the prompt's words that it matches are matched by other texts: texts with a larger `share`, or texts that
-    `is_matched` leaves out.
+    returned alone. Texts for which `is_matched` returns True are left out. A text is also left out if others match at
+    least half of the prompt's words that it matches. These others are the texts before it in the result, and the texts
+    that `is_matched` leaves out.
     """
     words = _words(prompt)
     place_of: dict[tuple[str, ...], int] = {}

@@ -64,12 +64,12 @@ def _from_json(body: Any) -> Prompt:
 
 
 def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any]]:
-    """Return a JSON object for each stored text that is in large part in the prompt, but whose KV is not wholly reused.
+    """Return JSON objects for stored texts that the prompt contains in large part, but whose KV is not wholly reused.
 
     "document": a document with the text, as COLLECTION/ID; "" if none is known, for example for an ingested folder.
     "text": the stored text. "share": share of the text's words that the prompt contains. "reason": why the KV is not
-    reused. `find_near_texts` chooses among all texts of the store, including those of other namespaces and
-    tokenizers.
+    reused. `find_near_texts` chooses at most MAX_NEAR texts among all of the store, including those of other namespaces
+    and tokenizers.
     """
     num_matched: Counter[tuple[int, ...]] = Counter()
     for run in engine.match(prompt).runs:

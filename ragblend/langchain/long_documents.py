@@ -349,7 +349,7 @@ def make_windows(
     `window_tokens`: size of a window; default `budget`. `overlap_tokens`: number of tokens that a window shares with
     the previous one; default a tenth of a window. The overlap is rounded up to whole chunks, but it is smaller if a new
     chunk would not fit otherwise (see `window_spans`). `chunk_tokens`: largest size of a chunk. Raises UsageError if a
-    window is too small for the overlap and one chunk together.
+    window is too small for the overlap and one chunk together, or larger than `budget`, and if no document has text.
     """
     size = budget if window_tokens is None else window_tokens
     if not 0 < size <= budget:

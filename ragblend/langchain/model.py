@@ -116,8 +116,8 @@ class LangChainModel(BlendModel):
         """Return `invoke`'s result for each input. An engine in this process decodes the answers together.
 
         Each input has separate callbacks and, with `return_exceptions=True`, a separate error. `max_concurrency` in the
-        config is the largest number of inputs answered at a time. It defaults to the `max_num_seqs` of a
-        TransformersEngine, and with other engines to LangChain's default.
+        config is the largest number of inputs answered at a time. Its default is `max_num_seqs` for a
+        TransformersEngine, and LangChain's default for other engines.
         """
         return Runnable.batch(self, inputs, self._make_call_configs(config, len(inputs)), **kwargs)  # type: ignore[arg-type]
 

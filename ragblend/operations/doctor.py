@@ -94,7 +94,8 @@ def _check(
 def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
     """Check vLLM's version, plugin, model and store. If the backend in `settings` is a server, check only the server.
 
-    The checks are optional if the backend is neither vLLM nor a server.
+    Without a supported version of vLLM, the rest is not checked. The checks are optional if the backend is neither vLLM
+    nor a server.
     """
     if settings.is_served:
         fix = "run ragblend serve MODEL --store DIR on the machine of this address"

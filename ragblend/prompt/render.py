@@ -164,8 +164,8 @@ class Renderer:
     def prefix_ids(self, system: str | None = None, *, pins_date: bool = False) -> tuple[int, ...]:
         """Return the ids of everything before the first user message's text: template header, system message if any.
 
-        The result is () if the template accepts no arrangement of these messages. `pins_date`: True makes a
-        template that writes today's date write `PINNED_DATE` instead.
+        The result is () if the template accepts no arrangement of these messages. `pins_date`: True makes a template
+        that writes today's date write `PINNED_DATE` instead.
         """
         if pins_date and "strftime_now" in self._template:
             return Renderer(self._tokenizer, PINNED_CLOCK + self._template).prefix_ids(system)

@@ -71,7 +71,8 @@ def turn_arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
     second one, call ids have nine letters and digits, for Mistral.
 
     For other prompts, the second version merges adjacent turns of one role, for Gemma and Mistral. If the first turn is
-    a system text, a third version also moves this text to the start of the next turn.
+    a system text, a third version also moves this text to the start of the next turn. If there is no next turn, the
+    text becomes a user turn.
     """
     if any(message.calls or message.role == "tool" for message in prompt.messages):
         named = _with_tool_names(prompt.messages)

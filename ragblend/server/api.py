@@ -229,7 +229,8 @@ def correct_cached_tokens(engine_client: Any) -> None:
 def add_reports_to_streams(serving: Any, method_name: str, arg_index: int) -> None:
     """Make the streams of `serving`, one of vLLM's handlers, end with an event that has `kv_transfer_params`.
 
-    Only the streams of requests whose `kv_transfer_params` have the key PARAMS_KEY are changed.
+    Only the streams of requests whose `kv_transfer_params` have the key PARAMS_KEY are changed. Nothing is added if
+    vLLM itself sends the report.
 
     `method_name`: the handler's method that turns results into the events of a stream. It is called with `(request,
     *args)`: `args[arg_index]` is the iterator of vLLM's results, and `args[arg_index + 1]` the request's id.

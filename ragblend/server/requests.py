@@ -127,7 +127,8 @@ class StoredCounts(BaseModel):
 class DocumentCounts(StoredCounts):
     """Numbers of stored, pending and failed documents.
 
-    `num_waiting`: documents whose latest text is not stored yet. They are pending, or were stored and then sent again.
+    `num_waiting`: documents that wait to be stored. They count as pending, or as stored if they were sent again with
+    the version that is stored.
     """
 
     num_stored: int
@@ -180,8 +181,8 @@ def read_documents(body: bytes, content_type: str, collection: str | None) -> li
     """Return the documents of a POST body: one JSON object, or JSON lines with one document per line.
 
     `collection`: the collection of documents in JSON lines; None means "default". A JSON object names the collection
-    itself, so UsageError is raised if `collection` is given, too. It is also raised for an invalid body, with the
-    position of the error, and if two documents have the same id and the second one has no `version`.
+    itself, so UsageError is raised if `collection` is given, too. UsageError is also raised for an invalid body, with
+    the position of the error, and if two documents have the same id and the second one has no `version`.
     """
     if "ndjson" in content_type or "jsonl" in content_type or "json-lines" in content_type:
         named = _validated(lambda: _COLLECTION.validate_python(collection or "default"), "the collection")

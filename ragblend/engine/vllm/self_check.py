@@ -38,8 +38,8 @@ measured on an H100. A wrong mask is off by ten times as much."""
 def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) -> None:
     """Raise UnsupportedModelError unless fusing reproduces vLLM's own prefill. Overwrites the KV blocks from 1 on.
 
-    Must run before the first request. The hidden states of the question's tokens must equal those of full prefill, up
-    to rounding, in each of these cases:
+    Must run before the first request. Also raises the error if `num_blocks` is too small for the check. The hidden
+    states of the question's tokens must equal those of full prefill, up to rounding, in each of these cases (gates):
 
     - A chunk is placed directly after its prefix.
     - All tokens are recomputed over stale KV.

@@ -90,8 +90,8 @@ class BlendJob:
     def num_tokens_to_compute(self) -> int:
         """Estimated number of tokens that most layers compute.
 
-        Counts tokens after the prefix and after the resident tokens: all without stored KV and, in mode "blend", the
-        share `ratio` of those with stored KV.
+        Prefix and resident tokens do not count. Of the others before `end`, all without stored KV count and, in mode
+        "blend", the share `ratio` of those with stored KV.
         """
         num_stored = sum(span.end - span.start for span in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0

@@ -295,7 +295,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def table_lines(facts: Facts) -> list[str]:
-    """Return the table: two lines that describe workload and machine, then one line per case."""
+    """Return the table: two lines that describe workload and machine, a line of titles, and one line per case."""
     config, disk = facts["config"], facts["controller"]["bytes_per_s"]["disk"]
     cache = "page cache dropped" if facts["page_cache_dropped"] else "PAGE CACHE NOT DROPPED"
     return [

@@ -173,7 +173,7 @@ def measure_rates(
     measure: Callable[[ModeAndRule, float], list[TimedAnswer]],
     on_progress: Progress = ignore_progress,
 ) -> list[Facts]:
-    """Measure all cases at each rate, from low to high. Return the `summarize_point` of each rate and case.
+    """Measure all cases at each rate, from low to high. Return the result of `summarize_point` per rate and case.
 
     If the mean TTFT of a case is more than `_STOP_FACTOR` times `bound_s`, the case is not measured at higher rates.
     """
@@ -219,7 +219,7 @@ def compute_capacities(runs: Sequence[Facts], idle_s: Mapping[ModeAndRule, float
     cases by `rate_at_bound`. `max_rate` may be a rate at which the queue would grow, because measurements are short.
     `at_least`: all measured rates are within the bound, so the true rates may be higher. `blend_gain`: `rate_at_bound`
     of the first case with mode "blend", divided by `rate_at_bound` of this case. `blend_gain` is None for mode "blend",
-    for a case with `at_least`, and if one of the two rates is None.
+    for a case with `at_least`, and if one of the two rates is missing.
     """
     capacities: list[Facts] = []
     for case, idle_ttft_s in idle_s.items():

@@ -164,7 +164,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def table_lines(facts: Facts) -> list[str]:
-    """Return the table: a line that describes the workload, one line per case, and a legend."""
+    """Return the table: a line that describes the workload, a line of titles, one line per case, and a legend."""
     config = facts["config"]
     return [
         f"{facts['model']} {config['dtype']}, {config['num_chunks']} chunks x {config['chunk_tokens']} tokens + "

@@ -29,9 +29,9 @@ def mean_work_by_mode(
 
     Without a `profile`, the work is the number of computed tokens. With a `profile`, it is the seconds to the first
     token on an idle machine, with KV read at the speed of the profile's disk. `probes_first`: the rule runs a query
-    probe before it selects tokens, so less of the loading overlaps with computing. In the result, "full",
-    "prefix" and "blend" are the means. "blend" counts a prompt with the work of prefix caching if blending that prompt
-    would be slower.
+    probe before it selects tokens, so less of the loading overlaps with computing. In the result, "full", "prefix" and
+    "blend" are the means. If blending a prompt would be slower than prefix caching, "blend" counts the work of prefix
+    caching for this prompt.
     """
     full = prefix = blend = 0.0
     count = num_slower = 0

@@ -30,9 +30,10 @@ HEADERS = {
 
 
 class OriginGuard:
-    """ASGI middleware that answers 403 to requests with a `rejection_reason`, and sends `HEADERS` with every answer.
+    """ASGI middleware that answers 403 if `rejection_reason` rejects a request, and sends `HEADERS` with every answer.
 
-    It protects the server from other pages in the user's browser. host: the address that the server listens on.
+    So other pages in the user's browser cannot use the server. WebSockets are always refused. host: the address that
+    the server listens on.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
