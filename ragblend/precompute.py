@@ -179,8 +179,8 @@ def precompute_chunks(
 
     - index: finds the `context_texts` of chunks whose `context` is "similar", if they are empty. Without an index,
       UsageError is raised if such a chunk has to be prefilled.
-    - register_texts: a function that registers the chunks' texts. None registers them as texts of the open `index`. If
-      `index` is no ChunkIndex, None registers them as texts that belong to no document.
+    - register_texts: a function that registers the chunks' texts. Without one, they are registered as texts of `index`
+      if it is a ChunkIndex, else as texts that belong to no document.
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))

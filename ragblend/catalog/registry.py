@@ -453,7 +453,7 @@ class ChunkRegistry(Catalog):
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
     def remove_entry_chunks(self, entries: Iterable[str]) -> None:
-        """Remove the records that `record_entry_chunks` made for `entries`, which the caller deletes."""
+        """Remove the records that `record_entry_chunks` made. The caller deletes the `entries` from the store."""
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 

@@ -283,7 +283,7 @@ def _run_blend(
 
 
 def fit_ratio(rule: str, curve: Curve, target: float, check_layer: int = CHECK_LAYER) -> RuleFit:
-    """Return the fit of `rule`: the smallest measured ratio that meets `target` together with all larger ones.
+    """Return the fit of `rule`: the smallest measured ratio that meets `target`, as all larger ones do.
 
     A ratio meets the target if the lower end of the 95 % interval of its agreement is at least `target`. If no ratio
     does, the fit is the largest ratio. check_layer: the layer at which the rule selects tokens.

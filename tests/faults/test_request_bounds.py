@@ -39,9 +39,9 @@ class Checked(TieredStore):
     waited_s = 0.0
     num_fetched = 0
 
-    def fetch_many(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
+    def fetch_from_remote(self, keys: Sequence[str]) -> dict[str, ChunkKV]:
         start_s = time.perf_counter()
-        found = super().fetch_many(keys)
+        found = super().fetch_from_remote(keys)
         self.waited_s = time.perf_counter() - start_s
         for key, kv in found.items():
             assert_same(kv, self.expected[key])

@@ -36,7 +36,7 @@ def program(tmp_path):
 def store(engine: Any, **texts: str) -> None:
     """Store documents, and copy to the engine's disk what another machine has computed."""
     precompute_documents([*texts.values()], engine, ids=[*texts])
-    engine.store.fetch_many([engine.key(Chunk(text)) for text in texts.values()])
+    engine.store.fetch_from_remote([engine.key(Chunk(text)) for text in texts.values()])
     assert engine.store.flush(30)
 
 
@@ -99,7 +99,7 @@ def test_similar_variants_that_another_deletes_are_computed_again(program):
         store(engine, **TEXTS)
         assert engine.store.flush(30)
     variants = [two.key(Chunk(text, context="similar")) for text in TEXTS.values()]
-    two.store.fetch_many(variants)
+    two.store.fetch_from_remote(variants)
     assert two.store.flush(30)
     assert all(map(two.store.is_local, variants))
     delete_precomputed(["a"], one)

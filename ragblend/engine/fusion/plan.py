@@ -196,7 +196,7 @@ class FuseResult:
     select_s: float = 0.0  # seconds spent at the check layer: candidates measured, scored and chosen
 
     def add_first_layer_cost(self, num_rows: float, plan: FusePlan) -> None:
-        """Add the cost of running `num_rows` rows through layer 0 only. A deeper model would have the same cost."""
+        """Add the cost of running `num_rows` rows through layer 0 only. It does not depend on the number of layers."""
         self.rows_per_layer[0] += num_rows
         if plan.check_layer == 0:
             self.fixed_cost += num_rows

@@ -54,7 +54,7 @@ class KVStore(ABC):
     """
 
     is_remote = False
-    """True for a tier on another machine. A request fetches all its entries from such a tier with one `fetch_many`."""
+    """True for a tier on another machine. A request reads all its entries there with one `fetch_from_remote`."""
     timeout_s = 0.0
     """The longest that a request waits for this tier, in seconds."""
     catalog: str | None = None
@@ -112,7 +112,7 @@ class KVStore(ABC):
         Such a miss is logged as a warning and counted. token_ids: the chunk's ids; None accepts an entry with any ids.
         """
 
-    def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> Mapping[str, ChunkKV]:
+    def fetch_from_remote(self, keys: Sequence[str], until_s: float | None = None) -> Mapping[str, ChunkKV]:
         """Fetch, from the remote tiers in parallel, the entries that no local tier has. Return the fetched ones by key.
 
         Entries that do not arrive by the deadline are left out. until_s: the deadline, in seconds of the monotonic
@@ -123,7 +123,7 @@ class KVStore(ABC):
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
         """Return the entry from a tier on this machine, or from `fetched`. Contacts no other machine.
 
-        `fetched` is the result of `fetch_many` for the same request.
+        `fetched` is the result of `fetch_from_remote` for the same request.
         """
         return self.get(key, token_ids)
 

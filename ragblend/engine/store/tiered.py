@@ -136,11 +136,12 @@ class TieredStore(KVStore):
         self._count(num_hits=kv is not None, num_misses=kv is None)
         return kv
 
-    def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
-        """Fetch the entries that no local tier has from the remote tiers, in parallel. Promote and return them by key.
+    def fetch_from_remote(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
+        """Fetch from the remote tiers, in parallel, the entries that no local tier has. Return these entries by key.
 
-        Returns when every entry has arrived or is known to be missing, at the latest at `until_s`. until_s: the
-        deadline, in seconds of the monotonic clock; None: now plus the largest `timeout_s` of the remote tiers.
+        They are promoted to the local tiers. The method returns when every entry has arrived or is known to be missing,
+        at the latest at `until_s`. until_s: the deadline, in seconds of the monotonic clock; None: now plus the largest
+        `timeout_s` of the remote tiers.
         """
         until_s = self._remote_deadline_s() if until_s is None else until_s
         fetched: dict[str, ChunkKV] = {}
@@ -149,7 +150,7 @@ class TieredStore(KVStore):
         for position, tier in enumerate(self._tiers):
             if tier.is_remote:
                 missing = [key for key in wanted if key not in fetched]
-                for key, kv in tier.fetch_many(missing, until_s).items():
+                for key, kv in tier.fetch_from_remote(missing, until_s).items():
                     fetched[key] = self._with_promotion(kv, position, num_deletes)
         return fetched
 

@@ -82,7 +82,7 @@ class BlendingEngine(LocalEngine):
         store_get: StoreGet = self.store.get
         if self.store.remote_tiers and request.mode != "full":
             keys = [key for run in request.prompt.runs for key, _ in self._keys(request, run)]
-            store_get = partial(self.store.get_local, fetched=self.store.fetch_many(keys))
+            store_get = partial(self.store.get_local, fetched=self.store.fetch_from_remote(keys))
         return partial(self._prefill, request, store_get)
 
     @torch.inference_mode()

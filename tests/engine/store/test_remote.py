@@ -265,7 +265,7 @@ def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_ge
     store = RemoteStore(values, timeout_s=limit_s, breaker=quick_breaker())
     proxy.mode, proxy.cut_after = mode, 100
     start_s = time.perf_counter()
-    store.fetch_many([kv.header.key for kv in kvs])
+    store.fetch_from_remote([kv.header.key for kv in kvs])
     assert [store.get(kv.header.key) for kv in kvs] == [None] * 8
     assert time.perf_counter() - start_s < 8 * limit_s, "8 waits, one after the other"
     assert store.counters.num_failures >= 3
@@ -345,7 +345,7 @@ def test_a_requests_chunks_come_side_by_side():
     values, kvs = SlowValues(), [make_kv(seed) for seed in range(6)]
     values.data.update({kv.header.key: encode_chunk(kv) for kv in kvs})
     store = RemoteStore(values)
-    store.fetch_many([kv.header.key for kv in kvs])
+    store.fetch_from_remote([kv.header.key for kv in kvs])
     for kv in kvs:
         assert_same(store.get(kv.header.key), kv)
     assert values.num_most >= 3

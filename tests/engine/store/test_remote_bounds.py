@@ -71,7 +71,7 @@ def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_t
     values.wait_s = 0.2
     store = TieredStore(MemoryStore(1 << 20), RemoteStore(values, timeout_s=0.5))
     with within(0.5 + LATE_S):
-        fetched = store.fetch_many([kv.header.key for kv in kvs])
+        fetched = store.fetch_from_remote([kv.header.key for kv in kvs])
         found = [store.get_local(kv.header.key, kv.header.token_ids, fetched) for kv in kvs]
     assert 8 <= sum(kv is not None for kv in found) <= 16
     for kv, expected in zip(found, kvs, strict=True):
@@ -98,7 +98,7 @@ def test_a_second_remote_tier_has_only_what_time_the_first_has_left():
     first.wait_s = second.wait_s = 5.0
     store = TieredStore(RemoteStore(first, timeout_s=1.0), RemoteStore(second, timeout_s=1.0))
     with within(1.0 + LATE_S):
-        assert store.fetch_many(["0" * 32]) == {}
+        assert store.fetch_from_remote(["0" * 32]) == {}
     store.close()
 
 
@@ -144,7 +144,7 @@ def test_one_get_that_hangs_does_not_cost_the_others():
     ask, gate = values.get, threading.Event()
     values.get = lambda name: (name == kvs[0].header.key and gate.wait(2), ask(name))[1]
     store = RemoteStore(values, timeout_s=0.3)
-    assert sorted(store.fetch_many([kv.header.key for kv in kvs])) == sorted(kv.header.key for kv in kvs[1:])
+    assert sorted(store.fetch_from_remote([kv.header.key for kv in kvs])) == sorted(kv.header.key for kv in kvs[1:])
     gate.set()
     store.close()
 
@@ -166,7 +166,7 @@ def test_a_value_of_redis_without_an_end_is_given_up_at_the_size_of_the_largest(
 
     store = open_remote(f"redis://127.0.0.1:{talking(reply)}/0", timeout_s=5.0)
     with within(2, memory_bytes=200 << 20):
-        assert store.fetch_many([f"{number:032x}" for number in range(8)]) == {}
+        assert store.fetch_from_remote([f"{number:032x}" for number in range(8)]) == {}
     with pytest.raises(BackendUnreachableError, match="the reply has more than 4194304 bytes"):
         store.values.get("a" * 32)
     store.close()

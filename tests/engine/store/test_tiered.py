@@ -510,7 +510,7 @@ def test_fetch_ahead_asks_the_remote_only_for_what_is_not_here(tiers):
         store.put(kv)
     assert tiers.remote.flush(10)
     tiers.values.calls.clear()
-    tiers.store.fetch_many([kv.header.key for kv in (here, near, far)])
+    tiers.store.fetch_from_remote([kv.header.key for kv in (here, near, far)])
     for kv in (here, near, far):
         assert_same(tiers.store.get(kv.header.key), kv)
     assert tiers.values.calls.count("get") == 1

@@ -141,7 +141,7 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path):
     values.put = put
     one.put(KVS[1])
     assert one.flush(10)
-    fetched = RemoteStore(values).fetch_many(keys_of(1))
+    fetched = RemoteStore(values).fetch_from_remote(keys_of(1))
     one.delete_everywhere(keys_of(1))
     machine(tmp_path / "two", RemoteStore(values)).apply_deletions()  # another process over the same disk
     with two.recorded_write(KVS[1].header, is_copy=True):
@@ -175,13 +175,13 @@ def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path):
     assert one.flush(10)
     for store in (two, worker):
         store.watch_deletions(60, skip_disk=store is worker)
-        store.fetch_many(keys_of(0))
+        store.fetch_from_remote(keys_of(0))
         assert store.flush(10)
     one.delete_everywhere(keys_of(0))
     worker.apply_deletions()
     assert (on_disk(worker), in_memory(worker)) == ({*keys_of(0)}, set())
     two.apply_deletions()
-    assert two.fetch_many(keys_of(0)) == {}
+    assert two.fetch_from_remote(keys_of(0)) == {}
     assert on_disk(two) == set()
     for store in (two, worker):
         store.close()

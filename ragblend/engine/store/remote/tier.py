@@ -1,8 +1,8 @@
 """The shared tier: the bytes of chunk files in Redis or an object store, without delaying answers.
 
 A value has the bytes of a disk tier's file, so the same code verifies it. A value arrives whole, in one round trip.
-`fetch_many` fetches the chunks of a request in parallel, within one time limit. Each is verified before the request's
-KV is placed, so a damaged chunk is a miss and never restarts the request. A failed or late fetch is a miss and a
+`fetch_from_remote` fetches the chunks of a request in parallel, within one time limit. Each is verified before it is
+placed, so a damaged chunk is a miss and never restarts the request. A failed or late fetch is a miss and a
 counted failure, even if the value arrives later. Writes wait in a queue until the backend accepts them. After several
 failures the breaker stops requests until a probe, sent in the background, succeeds.
 
@@ -79,7 +79,7 @@ class _InFlightFetch(NamedTuple):
 
 
 class RemoteStore(KVStore):
-    """KVStore over a ByteStore. `get` and `fetch_many` never raise and take at most `timeout_s`; `put` never waits.
+    """KVStore over a ByteStore. Reads take at most `timeout_s` and never raise. `put` does not wait.
 
     `store_key`: new entries are signed with this key, and entries that it has not signed are ignored (see `signing`).
     The default is the process's own key, if there is one.
@@ -138,10 +138,10 @@ class RemoteStore(KVStore):
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """Return the entry, whole and verified. Return None for a miss, or if no reply arrives in time."""
-        return self.get_local(key, token_ids, self.fetch_many([key]))
+        return self.get_local(key, token_ids, self.fetch_from_remote([key]))
 
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
-        """Return the entry from `fetched`, the result of `fetch_many`; None for a miss. Sends no request."""
+        """Return the entry from `fetched`, the result of `fetch_from_remote`; None for a miss. Sends no request."""
         kv = fetched.get(key)
         if kv is not None and not kv.header.has_ids(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from the requested ones", key, self.values.url)
@@ -149,7 +149,7 @@ class RemoteStore(KVStore):
             return None
         return kv
 
-    def fetch_many(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
+    def fetch_from_remote(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
         """Fetch `keys` in parallel. Return, by key, the entries that arrived in time. Each key counts as a `get`.
 
         until_s: the deadline, in seconds of the monotonic clock; None: `timeout_s` seconds from now.
