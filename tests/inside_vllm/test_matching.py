@@ -80,7 +80,10 @@ def test_ratio_one_is_full_prefill_also_after_cached_history(llm):
     got = report(blended)
     assert (got["mode"], got["num_chunk_hits"]) == ("blend", 4)
     assert got["num_prefix_tokens"] == len([*turn, *answer]) // BLOCK * BLOCK
-    assert [chunk["exact"] for chunk in got["chunks"]] == [True, True, False, False]
+    # The second chunk's last tokens are not in a whole block, so they are stored KV, which is recomputed.
+    assert [chunk["exact"] for chunk in got["chunks"]] == [True, False, False, False]
+    cut = len(turn) - len(QUESTION) - got["num_prefix_tokens"]
+    assert [chunk["num_recomputed_tokens"] for chunk in got["chunks"]] == [0, cut, len(third), 70]
     assert tokens(blended) == tokens(full)
     for mine, theirs in zip(blended.outputs[0].logprobs, full.outputs[0].logprobs, strict=True):
         for token in mine.keys() & theirs.keys():

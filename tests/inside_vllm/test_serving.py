@@ -65,10 +65,13 @@ def random_requests(count: int, seed: int) -> list[tuple[list[int], dict[str, An
 
 def assert_same_as_one_by_one(llm: Any, requests: list[Any], max_tokens: int = 6) -> None:
     free = free_blocks(llm)
-    together = [tokens(output) for output in ask_all(llm, requests, max_tokens, None)]
+    together = ask_all(llm, requests, max_tokens, None)
     assert free_blocks(llm) == free
-    for request, answer in zip(requests, together, strict=True):
-        assert tokens(ask(llm, *request, max_tokens, None)) == answer
+    for (ids, params), output in zip(requests, together, strict=True):
+        if params is not None and report(output)["mode"] == "prefix":
+            # vLLM had the beginning of the prompt from a plain request, exactly, and so got the rest as well.
+            params = {"mode": "full"}
+        assert tokens(ask(llm, ids, params, max_tokens, None)) == tokens(output)
 
 
 def test_a_hundred_mixed_requests_equal_their_one_by_one_runs(store, checkpoint):

@@ -320,9 +320,9 @@ class BlendWorker:
         report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.spans]
         stored = {span.start: span for span in job.stored}
         by_start = {each.start: (each, stored[each.start].match, stored[each.start].policy) for each in plan.placements}
-        starts = [start for start, _ in job.spans]
-        used = {start: by_start[first] for start in starts if (first := max(start, job.num_resident)) in by_start}
-        record_fusion(report, starts, used, plan, result, num_known)
+        firsts = {start: first for start, end in job.spans if (first := max(start, job.num_resident)) < end}
+        used = {start: by_start[first] for start, first in firsts.items() if first in by_start}
+        record_fusion(report, [start for start, _ in job.spans], used, plan, result, num_known)
         return report, None
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
