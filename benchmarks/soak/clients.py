@@ -197,6 +197,7 @@ class Client(threading.Thread):
             planned.is_fresh,
             time.monotonic(),
         )
+        self._ledger.stored.begin(attempt)
         if planned.mode == "ingest":
             self._ledger.stored.sent(planned.tenant, planned.question.texts[0], attempt.start_s)
         sent = request_body(

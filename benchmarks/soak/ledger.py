@@ -50,11 +50,26 @@ class Attempt:
 
 
 class Stored:
-    """Times of all ingestions, by namespace and chunk. They determine which lookups may hit and which must."""
+    """Times of all ingestions, by namespace and chunk, and all prompts: they determine which hits are right."""
 
     def __init__(self) -> None:
         self._sent_s: dict[tuple[str, int], float] = {}
         self._done_s: dict[tuple[str, int, str], float] = {}
+        self._begun: list[Attempt] = []
+
+    def begin(self, attempt: Attempt) -> None:
+        """Record that the prompt of `attempt` is about to be sent. vLLM may cache its KV from this time."""
+        self._begun.append(attempt)
+
+    def may_be_cached(self, attempt: Attempt, num_tokens: int) -> bool:
+        """Return True if the namespace has sent another prompt that begins with the same tokens to the same replica."""
+        ids = attempt.question.token_ids[:num_tokens]
+        return any(
+            each is not attempt
+            and (each.tenant, each.replica) == (attempt.tenant, attempt.replica)
+            and each.question.token_ids[:num_tokens] == ids
+            for each in self._begun.copy()
+        )
 
     def sent(self, tenant: str, text: Text, now_s: float) -> None:
         """Record that an ingestion is about to be sent. From this time the chunk may be a hit in the namespace."""
@@ -147,17 +162,30 @@ def judge(attempt: Attempt, references: References, stored: Stored) -> list[tupl
         problems.append(("wrong_answers", f"{where}: {len(attempt.token_ids)} of {attempt.max_tokens} tokens"))
     if attempt.mode == "ingest":
         return problems
-    if len(report.chunks) != len(question.texts):
+    if len(report.chunks) != (len(question.texts) if attempt.looks_up else 0):
         return [*problems, ("wrong_reports", f"{where}: {len(report.chunks)} chunks")]
     hits = frozenset(position for position, chunk in enumerate(report.chunks) if chunk.hit)
-    if report.num_chunk_hits != len(hits) or (hits and not attempt.looks_up):
+    if report.num_chunk_hits != len(hits):
         problems.append(("wrong_reports", f"{where}: {report.num_chunk_hits} hits, {sorted(hits)}"))
-    for position, text in enumerate(question.texts):
+    if report.mode == "prefix" and attempt.looks_up:
+        # vLLM had the beginning of the prompt exactly, and got the rest: the answer is that of full prefill.
+        if not stored.may_be_cached(attempt, report.num_prefix_tokens):
+            problems.append(("foreign_hits", f"{where}: {report.num_prefix_tokens} tokens were never sent there"))
+        hits = frozenset()
+    elif attempt.looks_up:
+        problems += _judge_hits(attempt, stored, hits, where)
+    return problems if attempt.is_fresh else problems + _compare_answer(attempt, references, hits, where)
+
+
+def _judge_hits(attempt: Attempt, stored: Stored, hits: frozenset[int], where: str) -> list[tuple[str, str]]:
+    """Return a problem for each hit of a chunk that is not stored, and for each stored chunk that is no hit."""
+    problems: list[tuple[str, str]] = []
+    for position, text in enumerate(attempt.question.texts):
         if position in hits and not stored.may_hit(attempt, text):
             problems.append(("foreign_hits", f"{where}: chunk {text.number} was never ingested there"))
-        elif attempt.looks_up and position not in hits and stored.must_hit(attempt, text):
+        elif position not in hits and stored.must_hit(attempt, text):
             problems.append(("lost_chunks", f"{where}: chunk {text.number} is stored there and was not found"))
-    return problems if attempt.is_fresh else problems + _compare_answer(attempt, references, hits, where)
+    return problems
 
 
 def _judge_incomplete(attempt: Attempt, references: References, where: str) -> list[tuple[str, str]]:

@@ -32,8 +32,9 @@ REFERENCES = References(
 
 
 def report(*hits: int, mode: Any = "blend", **more: Any) -> BlendReport:
-    chunks = [ChunkReport("", 2, hit=position in hits) for position in range(2)]
-    return BlendReport(mode, num_chunks=2, num_chunk_hits=len(hits), chunks=chunks, **more)
+    is_matched = hits or mode not in ("full", "prefix")
+    chunks = [ChunkReport("", 2, hit=position in hits) for position in range(2)] if is_matched else []
+    return BlendReport(mode, num_chunks=len(chunks), num_chunk_hits=len(hits), chunks=chunks, **more)
 
 
 def attempt(*hits: int, tokens: tuple[int, ...] = BLENDED, mode: Any = "blend", **more: Any) -> Attempt:
@@ -53,7 +54,15 @@ def stored(*ingested: tuple[str, int, float, float]) -> Stored:
     return found
 
 
+def cached(tenant: str, token_ids: tuple[int, ...]) -> Stored:
+    found = stored()
+    found.begin(replace(attempt(), tenant=tenant, question=replace(QUESTION, token_ids=token_ids)))
+    return found
+
+
 FIRST = stored(("acme", 0, 1.0, 2.0))
+LEFT = report(0, mode="prefix", num_prefix_tokens=3)
+"""vLLM had three tokens exactly in its prefix cache, and got the rest of the prompt."""
 
 
 def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
@@ -79,6 +88,11 @@ def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
         (attempt(tokens=FULL), stored(("acme", 0, 1.0, 10.5)), []),
         (replace(attempt(tokens=FULL), replica="replica-1"), FIRST, []),
         (attempt(tokens=FULL, mode="prefix"), FIRST, []),
+        # What vLLM has exactly comes from a prompt of the same namespace, and the answer is full prefill's.
+        (attempt(tokens=FULL, report=LEFT), cached("acme", (1, 5, 6, 4)), []),
+        (attempt(tokens=BLENDED, report=LEFT), cached("acme", (1, 5, 6, 4)), ["wrong_answers"]),
+        (attempt(tokens=FULL, report=LEFT), cached("globex", (1, 5, 6, 4)), ["foreign_hits"]),
+        (attempt(tokens=FULL, report=LEFT), cached("acme", (1, 5, 7, 4)), ["foreign_hits"]),
         # Reports that cannot be.
         (attempt(0, report=None), FIRST, ["without_report"]),
         (attempt(0, report=report(0, refused_reason="no")), FIRST, ["refused"]),
