@@ -20,6 +20,8 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.params import VllmMode
 
 Outcome = Literal["complete", "left", "cut", "refused"]
+BLOCK_TOKENS = 16
+"""Smallest block of vLLM's KV cache. Only whole blocks of a prompt are cached."""
 
 
 @dataclass(slots=True)
@@ -167,25 +169,27 @@ def judge(attempt: Attempt, references: References, stored: Stored) -> list[tupl
     hits = frozenset(position for position, chunk in enumerate(report.chunks) if chunk.hit)
     if report.num_chunk_hits != len(hits):
         problems.append(("wrong_reports", f"{where}: {report.num_chunk_hits} hits, {sorted(hits)}"))
-    if report.mode == "prefix" and attempt.looks_up:
-        # vLLM had the beginning of the prompt exactly, and got the rest: the answer is that of full prefill.
-        if not stored.may_be_cached(attempt, report.num_prefix_tokens):
-            problems.append(("foreign_hits", f"{where}: {report.num_prefix_tokens} tokens were never sent there"))
-        hits = frozenset()
-    elif attempt.looks_up:
-        problems += _judge_hits(attempt, stored, hits, where)
-    return problems if attempt.is_fresh else problems + _compare_answer(attempt, references, hits, where)
-
-
-def _judge_hits(attempt: Attempt, stored: Stored, hits: frozenset[int], where: str) -> list[tuple[str, str]]:
-    """Return a problem for each hit of a chunk that is not stored, and for each stored chunk that is no hit."""
-    problems: list[tuple[str, str]] = []
-    for position, text in enumerate(attempt.question.texts):
+    if not attempt.looks_up:
+        return problems + _compare_answer(attempt, references, [frozenset()], where)
+    num_cached = report.num_prefix_tokens
+    spans = question.spans()
+    cached = frozenset(position for position, (start, _) in enumerate(spans) if start < num_cached)
+    if cached and not stored.may_be_cached(attempt, num_cached):
+        problems.append(("foreign_hits", f"{where}: {num_cached} tokens were never sent there"))
+    if report.mode == "prefix":  # vLLM had the beginning of the prompt exactly, and got the rest
+        return problems + _compare_answer(attempt, references, [frozenset()], where)
+    for position, text in enumerate(question.texts):
+        if position in cached:
+            continue
         if position in hits and not stored.may_hit(attempt, text):
             problems.append(("foreign_hits", f"{where}: chunk {text.number} was never ingested there"))
         elif position not in hits and stored.must_hit(attempt, text):
             problems.append(("lost_chunks", f"{where}: chunk {text.number} is stored there and was not found"))
-    return problems
+    if cached and num_cached < spans[-1][1] // BLOCK_TOKENS * BLOCK_TOKENS:
+        return problems  # blended behind cached KV, for which there is no reference
+    # A cached chunk was a hit or a miss when its KV was blended.
+    possible = [hits - cached | found for found in [frozenset[int](), *subsets(len(spans))] if found <= cached]
+    return problems + _compare_answer(attempt, references, possible, where)
 
 
 def _judge_incomplete(attempt: Attempt, references: References, where: str) -> list[tuple[str, str]]:
@@ -196,19 +200,25 @@ def _judge_incomplete(attempt: Attempt, references: References, where: str) -> l
     if not attempt.token_ids or attempt.is_fresh or attempt.mode == "ingest":
         return []
     possible = [frozenset[int](), *(subsets(len(attempt.question.texts)) if attempt.looks_up else ())]
-    if any(not _compare_answer(attempt, references, hits, where) for hits in possible):
+    if not _compare_answer(attempt, references, possible, where):
         return []
     return [("wrong_answers", f"{where}, cut short: {attempt.token_ids}")]
 
 
 def _compare_answer(
-    attempt: Attempt, references: References, hits: frozenset[int], where: str
+    attempt: Attempt, references: References, possible: Sequence[frozenset[int]], where: str
 ) -> list[tuple[str, str]]:
+    """Return a problem if the answer is the right one for none of the `possible` sets of hits."""
     assert attempt.mode != "ingest"
-    right = references.of(attempt.question, attempt.mode, attempt.ratio, hits)
-    if right.agrees(attempt.token_ids):
+    if attempt.is_fresh:
         return []
-    return [("wrong_answers", f"{where}, hits {sorted(hits)}: {attempt.token_ids}, not {list(right.token_ids)}")]
+    right = [references.of(attempt.question, attempt.mode, attempt.ratio, hits) for hits in possible]
+    if any(each.agrees(attempt.token_ids) for each in right):
+        return []
+    tokens = [list(each.token_ids) for each in right]
+    return [("wrong_answers", f"{where}, hits {[*map(sorted, possible)]}: {attempt.token_ids}, not {tokens}")]
+        ("wrong_answers", f"{where}, hits {[sorted(hits) for hits in possible]}: {attempt.token_ids}, not {tokens}")
+    ]
 
 
 class Sum(NamedTuple):

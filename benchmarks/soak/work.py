@@ -53,6 +53,16 @@ class Question:
     token_ids: tuple[int, ...]
     texts: tuple[Text, ...]
 
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the start and the end of each chunk in the prompt's tokens."""
+        found: list[tuple[int, int]] = []
+        for text in self.texts:
+            start = found[-1][1] if found else 0
+            while self.token_ids[start : start + len(text.token_ids)] != text.token_ids:
+                start += 1
+            found.append((start, start + len(text.token_ids)))
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:

@@ -63,6 +63,8 @@ def cached(tenant: str, token_ids: tuple[int, ...]) -> Stored:
 FIRST = stored(("acme", 0, 1.0, 2.0))
 LEFT = report(0, mode="prefix", num_prefix_tokens=3)
 """vLLM had three tokens exactly in its prefix cache, and got the rest of the prompt."""
+RESUMED = report(0, 1, num_prefix_tokens=5)
+"""vLLM had blended KV of both chunks in its prefix cache."""
 
 
 def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
@@ -93,6 +95,10 @@ def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
         (attempt(tokens=BLENDED, report=LEFT), cached("acme", (1, 5, 6, 4)), ["wrong_answers"]),
         (attempt(tokens=FULL, report=LEFT), cached("globex", (1, 5, 6, 4)), ["foreign_hits"]),
         (attempt(tokens=FULL, report=LEFT), cached("acme", (1, 5, 7, 4)), ["foreign_hits"]),
+        # A chunk whose blended KV an earlier prompt of the namespace left was a hit or a miss of that one.
+        (attempt(0, 1, report=RESUMED), cached("acme", QUESTION.token_ids), []),
+        (attempt(0, 1, tokens=(99,) * 8, report=RESUMED), cached("acme", QUESTION.token_ids), ["wrong_answers"]),
+        (attempt(0, 1, report=RESUMED), cached("globex", QUESTION.token_ids), ["foreign_hits"]),
         # Reports that cannot be.
         (attempt(0, report=None), FIRST, ["without_report"]),
         (attempt(0, report=report(0, refused_reason="no")), FIRST, ["refused"]),
