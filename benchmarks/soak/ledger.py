@@ -217,8 +217,6 @@ def _compare_answer(
         return []
     tokens = [list(each.token_ids) for each in right]
     return [("wrong_answers", f"{where}, hits {[*map(sorted, possible)]}: {attempt.token_ids}, not {tokens}")]
-        ("wrong_answers", f"{where}, hits {[sorted(hits) for hits in possible]}: {attempt.token_ids}, not {tokens}")
-    ]
 
 
 class Sum(NamedTuple):
