@@ -115,9 +115,9 @@ def _stream(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     return record, "".join(pieces)
 
 
-def measure(url: str, model: str, kinds: Sequence[str], count: int, num_chunks: int) -> list[dict[str, Any]]:
+def measure(url: str, model: str, count: int, num_chunks: int) -> list[dict[str, Any]]:
     """Return a record per conversation and way; the ways take turns at each conversation."""
-    held = {kind: list(conversations(model, kind, count, num_chunks)) for kind in kinds}
+    held = {kind: list(conversations(model, kind, count, num_chunks)) for kind in KINDS}
     for kind, many in held.items():
         documents = [
             {"id": f"{kind}-{number}-{turn}", "chunks": each.chunks}
@@ -127,7 +127,7 @@ def measure(url: str, model: str, kinds: Sequence[str], count: int, num_chunks: 
         ]
         print(kind, ingest(url, documents), flush=True)
     for params in WAYS.values():
-        converse(url, held[kinds[0]][0], params)  # warm-up
+        converse(url, held["same"][0], params)  # warm-up
     found = []
     for kind, many in held.items():
         for number, turns in enumerate(many):
@@ -143,7 +143,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     conversations), and the number of equal answers at ratio 1.0.
     """
     kinds: dict[str, Any] = {}
-    for kind in dict.fromkeys(each["kind"] for each in found):
+    for kind in KINDS:
         held = {way: [each["turns"] for each in found if (each["kind"], each["way"]) == (kind, way)] for way in WAYS}
         ttft_s = {way: [[turn["ttft_s"] for turn in turns] for turns in many] for way, many in held.items()}
         over = [
@@ -174,7 +174,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
     parser.add_argument("--conversations", type=int, default=5, help="Conversations of each kind. Default: 5.")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="Default: all three.")
     parser.add_argument("--num-chunks", type=int, default=2, help="Chunks of a turn that brings chunks. Default: 2.")
     parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
     parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
@@ -183,7 +182,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         served(given.server_python, given.model, Path(folder)) as url,
     ):
-        found = measure(url, given.model, given.kinds, given.conversations, given.num_chunks)
+        found = measure(url, given.model, given.conversations, given.num_chunks)
     kinds = summary(found)
     print(json.dumps(kinds, indent=1))
     facts = {

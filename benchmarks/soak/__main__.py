@@ -8,7 +8,7 @@ contain chunks that only another namespace has ingested, or none. Redis is kille
 is killed and restarted over its store. The run fails unless:
 
 - every answer is right (`work`);
-- no chunk was a hit in a namespace that had not ingested it (`ledger`);
+- no chunk was a hit in a namespace that had neither ingested it nor sent it in an earlier prompt (`ledger`);
 - no chunk that a replica had stored was a miss there (`ledger`);
 - the counters of both replicas agree with what the clients observed.
 

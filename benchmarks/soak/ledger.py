@@ -125,7 +125,7 @@ class Ledger:
         """Count the cases that the attempt covers: answers compared, hits, and chunks of other namespaces."""
         if attempt.mode == "ingest" or attempt.report is None:
             return
-        self.counts["answers_compared"] += not attempt.is_fresh
+        self.counts["answers_compared"] += has_reference(attempt)
         if attempt.looks_up:
             num_hits, num_chunks = attempt.report.num_chunk_hits, len(attempt.question.texts)
             self.counts[f"found_{'all' if num_hits == num_chunks else 'some' if num_hits else 'none'}"] += 1
@@ -171,9 +171,7 @@ def judge(attempt: Attempt, references: References, stored: Stored) -> list[tupl
         problems.append(("wrong_reports", f"{where}: {report.num_chunk_hits} hits, {sorted(hits)}"))
     if not attempt.looks_up:
         return problems + _compare_answer(attempt, references, [frozenset()], where)
-    num_cached = report.num_prefix_tokens
-    spans = question.spans()
-    cached = frozenset(position for position, (start, _) in enumerate(spans) if start < num_cached)
+    num_cached, cached = report.num_prefix_tokens, cached_chunks(question, report)
     if cached and not stored.may_be_cached(attempt, num_cached):
         problems.append(("foreign_hits", f"{where}: {num_cached} tokens were never sent there"))
     if report.mode == "prefix":  # vLLM had the beginning of the prompt exactly, and got the rest
@@ -185,11 +183,29 @@ def judge(attempt: Attempt, references: References, stored: Stored) -> list[tupl
             problems.append(("foreign_hits", f"{where}: chunk {text.number} was never ingested there"))
         elif position not in hits and stored.must_hit(attempt, text):
             problems.append(("lost_chunks", f"{where}: chunk {text.number} is stored there and was not found"))
-    if cached and num_cached < spans[-1][1] // BLOCK_TOKENS * BLOCK_TOKENS:
-        return problems  # blended behind cached KV, for which there is no reference
     # A cached chunk was a hit or a miss when its KV was blended.
-    possible = [hits - cached | found for found in [frozenset[int](), *subsets(len(spans))] if found <= cached]
+    possible = [hits - cached | found for found in [frozenset[int](), *subsets(len(question.texts))] if found <= cached]
     return problems + _compare_answer(attempt, references, possible, where)
+
+
+def cached_chunks(question: Question, report: BlendReport) -> frozenset[int]:
+    """Return the positions of the chunks that begin in the part of the prompt that vLLM's prefix cache had."""
+    return frozenset(
+        position for position, (start, _) in enumerate(question.spans()) if start < report.num_prefix_tokens
+    )
+
+
+def has_reference(attempt: Attempt) -> bool:
+    """Return True if the right answers of a complete attempt are known.
+
+    They are not for a chunk made during the run, and if later chunks were blended behind cached ones.
+    """
+    report = attempt.report
+    if attempt.is_fresh or report is None:
+        return False
+    if not attempt.looks_up or report.mode == "prefix" or not cached_chunks(attempt.question, report):
+        return True
+    return report.num_prefix_tokens >= attempt.question.spans()[-1][1] // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def _judge_incomplete(attempt: Attempt, references: References, where: str) -> list[tuple[str, str]]:
@@ -210,7 +226,7 @@ def _compare_answer(
 ) -> list[tuple[str, str]]:
     """Return a problem if the answer is the right one for none of the `possible` sets of hits."""
     assert attempt.mode != "ingest"
-    if attempt.is_fresh:
+    if attempt.outcome == "complete" and not has_reference(attempt):
         return []
     right = [references.of(attempt.question, attempt.mode, attempt.ratio, hits) for hits in possible]
     if any(each.agrees(attempt.token_ids) for each in right):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.soak.deployment import OF_READING, ReplicaRun, counters_in
-from benchmarks.soak.ledger import Attempt, Ledger, Stored, judge, sums
+from benchmarks.soak.ledger import Attempt, Ledger, Stored, has_reference, judge, sums
 from benchmarks.soak.memory import Sample, growth
 from benchmarks.soak.work import Question, Reference, References, Text
 from ragblend.engine.report import BlendReport, ChunkReport
@@ -115,6 +115,18 @@ def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
 )  # fmt: skip
 def test_an_attempt_has_the_problems_that_it_should_have(found, chunks, problems):
     assert kinds(found, chunks) == problems
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "mode", "is_known"),
+    [(1, "blend", True), (48, "blend", False), (80, "blend", True), (48, "prefix", True)],
+)
+def test_chunks_blended_behind_cached_ones_have_no_reference(num_cached, mode, is_known):
+    texts = tuple(Text(number, tuple(range(100 * number, 100 * number + 40)), ("acme",)) for number in (1, 2))
+    question = Question(0, Prompt([], "?"), (1, *texts[0].token_ids, *texts[1].token_ids, 9), texts)
+    found = replace(attempt(report=report(0, 1, mode=mode, num_prefix_tokens=num_cached)), question=question)
+    assert has_reference(found) is is_known
+    assert not has_reference(replace(found, is_fresh=True))
 
 
 @pytest.mark.parametrize("position", range(8))

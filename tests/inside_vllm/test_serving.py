@@ -69,7 +69,7 @@ def assert_same_as_one_by_one(llm: Any, requests: list[Any], max_tokens: int = 6
     assert free_blocks(llm) == free
     for (ids, params), output in zip(requests, together, strict=True):
         if params is not None and report(output)["mode"] == "prefix":
-            # vLLM had the beginning of the prompt from a plain request, exactly, and so got the rest as well.
+            # vLLM's prefix cache had the beginning of the prompt, from a plain request. vLLM then computed the rest.
             params = {"mode": "full"}
         assert tokens(ask(llm, ids, params, max_tokens, None)) == tokens(output)
 

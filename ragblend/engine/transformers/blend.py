@@ -140,9 +140,15 @@ class BlendingEngine(LocalEngine):
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
         wanted = runs if request.mode != "prefix" else ()
         misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
-        num_exact = plan.num_exact_after_fusing
         return PrefillResult(
-            fused, result.logits, report, num_exact, misses, result.recomputed, result.attention, loader.read_s
+            fused,
+            result.logits,
+            report,
+            plan.num_exact_after_fusing,
+            misses,
+            result.recomputed,
+            result.attention,
+            loader.read_s,
         )
 
     # -- look up
