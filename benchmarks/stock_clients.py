@@ -30,8 +30,8 @@ from typing import Any
 import httpx
 import torch
 
+from benchmarks.ports import free_port
 from benchmarks.results import write_result
-from benchmarks.soak.deployment import free_port
 from ragblend import Prompt, load_engine
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document

@@ -22,13 +22,9 @@ from typing import BinaryIO
 import httpx
 import pytest
 
+from benchmarks.ports import free_port
+
 REDIS_BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(claim: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.ports import free_port
 from benchmarks.soak.memory import rss_bytes
 from benchmarks.soak.work import TENANTS, Text
 from ragblend.catalog.registry import ChunkRegistry
@@ -51,13 +52,6 @@ def flags_of(remote: str, keys: Path) -> list[str]:
 def key_of(tenant: str) -> str:
     """Return the API key of the namespace `tenant`."""
     return f"soak-key-of-{tenant}"
-
-
-def free_port() -> int:
-    """Return a loopback port that is not in use."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Redis:

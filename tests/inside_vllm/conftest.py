@@ -17,6 +17,21 @@ sys.path.append(str(Path(__file__).parents[1]))  # for tests/reference.py and ot
 from harness import SIZES
 from tiny_models import stock_models
 
+STORIES = (
+    "test_deployment.py", "test_forgetting_and_updates.py", "test_replicas.py", "test_replicas_with_postgres.py",
+)  # fmt: skip
+"""Files whose tests run in order, each from the state in which the one before left the servers."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Have `--last-failed` repeat all tests of a file of STORIES, because one of them alone would fail."""
+    failed = config.cache.get("cache/lastfailed", {}) if config.cache else {}
+    files = {name.split("::")[0] for name in failed if Path(name.split("::")[0]).name in STORIES}
+    if config.cache and files:
+        reports = [each for group in terminalreporter.stats.values() for each in group if hasattr(each, "nodeid")]
+        names = {each.nodeid for each in reports if each.nodeid and each.nodeid.split("::")[0] in files}
+        config.cache.set("cache/lastfailed", failed | dict.fromkeys(names, True))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _models_are_inspected_here():

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from servers import HttpServer, free_port
+from servers import HttpServer
 
+from benchmarks.ports import free_port
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer

@@ -18,8 +18,9 @@ from typing import Any
 import httpx
 import pytest
 from served import environment
-from servers import HttpServer, RedisServer, free_port, running_redis
+from servers import HttpServer, RedisServer, running_redis
 
+from benchmarks.ports import free_port
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.options import GenerationOptions

@@ -11,8 +11,9 @@ import httpx
 import pytest
 from openai import OpenAI
 from served import start_demo
-from servers import HttpServer, free_port, wait_until
+from servers import HttpServer, wait_until
 
+from benchmarks.ports import free_port
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 

@@ -20,8 +20,9 @@ from harness import ask, ask_all, connector_worker, ingest, random_ids, report, 
 from harness import engine as running_vllm
 from safetensors.torch import load_file, save_file
 from served import make_known, start_demo
-from servers import HttpServer, RedisServer, free_port, running_redis
+from servers import HttpServer, RedisServer, running_redis
 
+from benchmarks.ports import free_port
 from ragblend import Prompt, load_engine
 from ragblend.demo import WEIGHTS
 from ragblend.engine.store.disk import DiskStore

@@ -27,8 +27,9 @@ import pytest
 import yaml
 from openai import AuthenticationError, OpenAI
 from served import environment, make_known
-from servers import HttpServer, RedisServer, free_port
+from servers import HttpServer, RedisServer
 
+from benchmarks.ports import free_port
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote

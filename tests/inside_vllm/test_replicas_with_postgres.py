@@ -19,8 +19,9 @@ import httpx
 import pytest
 from postgres import PostgresServer, fresh_schema, start_postgres
 from served import start_demo
-from servers import HttpServer, RedisServer, free_port, wait_until
+from servers import HttpServer, RedisServer, wait_until
 
+from benchmarks.ports import free_port
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore

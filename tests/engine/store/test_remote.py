@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 import redis
-from servers import RedisNodes, RedisServer, TcpProxy, free_port, point_s3_at, wait_until
+from servers import RedisNodes, RedisServer, TcpProxy, point_s3_at, wait_until
 from test_chunk_file import run_threads
 from tier_support import DictValues, SlowValues, assert_same, make_kv
 
+from benchmarks.ports import free_port
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.kv import MemoryKV
 from ragblend.engine.store.remote import tier as remote

@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import free_port, wait_until
+from servers import wait_until
 from test_chunk_file import run_threads
 from tier_support import DictValues, assert_same, flip, make_kv, path_of
 
+from benchmarks.ports import free_port
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.chunk_file import encode_chunk
