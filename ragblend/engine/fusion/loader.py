@@ -148,7 +148,7 @@ class LayerLoader:
         self._device = device
         self._copier = HostToDeviceCopier(device) if device.type != "cpu" else None
         self._ahead = threading.Semaphore(depth)
-        self._ready = [threading.Event() for _ in range(num_layers)]
+        self.ready: Sequence[threading.Event] = [threading.Event() for _ in range(num_layers)]
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._failed: frozenset[int] = frozenset()  # layers that were not read because of the error
@@ -171,9 +171,8 @@ class LayerLoader:
         self._read_through_s = 0.0
         self.events: list[LayerEvent] = []
         self.stall_s = 0.0
-        self.ready: Sequence[threading.Event] = self._ready
         self.done = threading.Event()
-        for event in self._ready if not self._threaded else self._ready[: int(self._first_layer is not None)]:
+        for event in self.ready if not self._threaded else self.ready[: int(self._first_layer is not None)]:
             event.set()  # placed, or computed, by `wait`
         if not self._threaded:
             self.done.set()
@@ -219,7 +218,7 @@ class LayerLoader:
         if self._thread is None or layer == self._computed_layer:
             self._load(layer)
         else:
-            self._ready[layer].wait()
+            self.ready[layer].wait()
             if self._error is not None and layer in self._failed:
                 raise self._error
             self._ahead.release()
@@ -270,11 +269,11 @@ class LayerLoader:
                         self._read_through(layer)
                     else:
                         self._load(layer)
-                        self._ready[layer].set()
+                        self.ready[layer].set()
         except BaseException as error:  # raised to the caller by wait()
-            self._failed = frozenset(layer for layer, event in enumerate(self._ready) if not event.is_set())
+            self._failed = frozenset(layer for layer, event in enumerate(self.ready) if not event.is_set())
             self._error = error
-            for event in self._ready:
+            for event in self.ready:
                 event.set()
         finally:
             self.done.set()

@@ -1,7 +1,7 @@
 """Prefill of chunks after a prefix, whose KV slices ingestion stores.
 
-`prefill_chunk` runs one chunk, `prefill_chunks` several in one pass, and `prefill_missing` many, writing them in the
-background. Depends on token ids, layers and KV, not on texts or files.
+`prefill_chunk` runs one chunk in vLLM, `prefill_chunks` several in one pass of a transformers model, and
+`prefill_missing` many, writing them in the background. Depends on token ids, layers and KV, not on texts or files.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ragblend.engine.fusion.fuse import Steps, run_to_completion
-from ragblend.engine.fusion.protocols import LayerwiseModel, PromptKVBuffer
+from ragblend.engine.fusion.protocols import PromptKVBuffer
 from ragblend.engine.store.keys import IngestionContext
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.layers import TransformersLayers
+    from ragblend.engine.vllm.layers import VllmLayers
 
 # Rows per pass. On a CPU packing makes short chunks faster (weights are read once, layers are called once), and less so
 # when a pass exceeds the cache: `ragblend bench ingest --chunk-tokens 64`. A GPU needs more rows to be busy.
@@ -41,7 +42,7 @@ Variant = tuple[TokenIds, IngestionContext]
 """Chunk to prefill: its ids and its ingestion context."""
 
 
-def prefill_chunk(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
+def prefill_chunk(model: VllmLayers, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
     """Prefill the chunk of `header` after the valid rows of `prefix`. Return its pre-RoPE keys and its values.
 
     The chunk's rows are written to `prefix` after the first `prefix.length` rows, which do not change.
@@ -50,7 +51,7 @@ def prefill_chunk(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeade
 
 
 @torch.inference_mode()
-def prefill_chunk_steps(model: LayerwiseModel, prefix: PromptKVBuffer, header: KVHeader) -> Steps[MemoryKV]:
+def prefill_chunk_steps(model: VllmLayers, prefix: PromptKVBuffer, header: KVHeader) -> Steps[MemoryKV]:
     """Run `prefill_chunk` a layer at a time. Yields the chunk's number of tokens after each layer."""
     start = prefix.length
     device = prefix.keys(0).device
@@ -117,7 +118,9 @@ def prefill_missing(
     were stored, after they were written, or 0 if the chunk was stored before. Raises the errors of `put`. If the
     generator is closed early or interrupted, the KV that was prefilled is still stored.
     """
-    writes: deque[tuple[Future[None] | None, int]] = deque()
+    no_write: Future[None] = Future()
+    no_write.set_result(None)
+    writes: deque[tuple[Future[None], int]] = deque()
     unwritten_bytes = 0
     with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
         try:
@@ -126,13 +129,16 @@ def prefill_missing(
                 fresh = dict(zip(missing, prefill(missing, context), strict=True)) if missing else {}
                 for chunk in together:
                     kv = fresh.pop(chunk, None)
-                    writes.append((writer.submit(put, kv), kv.nbytes) if kv is not None else (None, 0))
+                    writes.append((writer.submit(put, kv), kv.nbytes) if kv is not None else (no_write, 0))
                     unwritten_bytes += writes[-1][1]
-                while writes and (_is_done(writes[0][0]) or unwritten_bytes > UNWRITTEN_BYTES):
-                    unwritten_bytes -= writes[0][1]
-                    yield _wait_for_write(*writes.popleft())
-            while writes:
-                yield _wait_for_write(*writes.popleft())
+                while writes and (writes[0][0].done() or unwritten_bytes > UNWRITTEN_BYTES):
+                    write, nbytes = writes.popleft()
+                    write.result()
+                    unwritten_bytes -= nbytes
+                    yield nbytes
+            for write, nbytes in writes:
+                write.result()
+                yield nbytes
         except Exception:
             writer.shutdown(wait=False, cancel_futures=True)  # a store that rejects one write would reject the rest
             raise
@@ -143,14 +149,3 @@ def _batch_by_context(chunks: Iterable[Variant], limit: int) -> Iterator[tuple[I
     for context, run in itertools.groupby(chunks, lambda chunk: chunk[1]):
         for together in batch_by_tokens((token_ids for token_ids, _ in run), limit):
             yield context, together
-
-
-def _is_done(write: Future[None] | None) -> bool:
-    return write is None or write.done()
-
-
-def _wait_for_write(write: Future[None] | None, nbytes: int) -> int:
-    """Wait until a write has ended. Return its bytes, or raise its error."""
-    if write is not None:
-        write.result()
-    return nbytes

@@ -93,7 +93,4 @@ class LayerwiseModel(Protocol):
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, probe_hook: QueryProbeHook | None
     ) -> Tensor: ...  # `run_layer` for rows that may have no blocks; the hook receives their queries and the keys
-    def run_layer_keeping_unrotated_kv(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
-    ) -> tuple[Tensor, LayerKV]: ...  # the same, and the rows' pre-RoPE keys and values [H, R, D]
     def logits(self, hidden: Tensor) -> Tensor: ...  # [R, vocabulary], float32

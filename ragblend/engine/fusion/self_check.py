@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import RULES
-from ragblend.engine.store.kv import KVHeader, LayerKV, dtype_name
+from ragblend.engine.store.kv import KVHeader, dtype_name
 from ragblend.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -139,8 +140,9 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     headers = [KVHeader("check", "check", (), chunk, model.num_layers, dtype) for chunk in chunks]
     stored = prefill_chunks(model, prefix, headers)
     placements = [Placement(kv, start, exact=False) for kv, start in zip(stored, starts, strict=True)]
-    for placement in placements:
-        place_stored_layers(model, fused, placement)
+    with LayerLoader(placements, model.num_layers, model.place_keys, fused.write, model.device) as loader:
+        for layer in range(model.num_layers):
+            loader.wait(layer)
 
     chunk_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS)
     first_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS)
@@ -161,14 +163,6 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     scattered = FusePlan(ids, tuple(placements), RULES["random"], 0.5, num_resident=PREFIX_TOKENS)
     gates[GATES[3]] = relative_error(fuse(model, scattered, fused).logits, reference)
     return gates
-
-
-def place_stored_layers(model: TransformersLayers, fused: FusedKV, placement: Placement) -> None:
-    """Write every layer of stored KV to its position in `fused`, keys rotated."""
-    rows = torch.arange(placement.start, placement.end, device=model.like.device)
-    for index in range(model.num_layers):
-        keys, values = LayerKV(*(tensor.to(model.like.device) for tensor in placement.kv.layer(index)))
-        fused.write(index, rows, model.place_keys(index, keys, rows), values)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

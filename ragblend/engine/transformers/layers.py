@@ -8,7 +8,7 @@ scattered rows. Norms, projections, QK-norm, GQA and MLP are the model's code.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -246,14 +246,6 @@ class TransformersLayers:
         hidden = (output[0] if isinstance(output, tuple) else output)[0]
         return torch.cat((hidden, later_inputs), dim=1) if later_inputs.shape[1] else hidden
 
-    def run_layer_keeping_unrotated_kv(
-        self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer
-    ) -> tuple[Tensor, LayerKV]:
-        """Run one layer. Return its output [R, hidden size], and the rows' pre-RoPE keys and values [H, R, D]."""
-        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), latent=self._latent)
-        hidden, keys = self._run_capturing_keys(layer, lambda: self._run(layer, hidden, rows, cache, blend_rows=rows))
-        return hidden, LayerKV(keys, fused.values(layer)[:, rows])
-
     def run_packed_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
     ) -> tuple[Tensor, LayerKV]:
@@ -267,10 +259,16 @@ class TransformersLayers:
         prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
         prefix_kv = prefix_kv if self.expand_kv is None else self.expand_kv(layer, prefix_kv)
         cache = PackedCache(prefix_kv, spans, self._latent)
-        hidden, keys = self._run_capturing_keys(
-            layer, lambda: self._run(layer, hidden, rows, cache, blend_packed=cache)
-        )
-        return hidden, LayerKV(keys, cache.values)
+        attention = self._layers[layer].self_attn
+        outputs: list[Tensor] = []
+        source = getattr(attention, self._family.key_module)
+        hook = source.register_forward_hook(lambda _m, _args, output: outputs.append(output))
+        try:
+            hidden = self._run(layer, hidden, rows, cache, blend_packed=cache)
+        finally:
+            hook.remove()
+        keys = self._family.keys_from_module_output(attention, outputs[0][0])  # without the batch dimension
+        return hidden, LayerKV(keys.transpose(0, 1), cache.values)
 
     def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
         """Run the next tokens of B prompts through all layers. Return the logits [B, vocabulary] of their last tokens.
@@ -286,19 +284,6 @@ class TransformersLayers:
             for layer in range(len(self._layers)):
                 hidden = self._run(layer, hidden, rows, batch, blend_batch=batch)
             return self.logits(hidden[[each.span.stop - 1 for each in places]])
-
-    def _run_capturing_keys(self, layer: int, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the result of `run`, and the pre-RoPE keys [H, R, D] that the layer computed in it."""
-        attention = self._layers[layer].self_attn
-        outputs: list[Tensor] = []
-        source = getattr(attention, self._family.key_module)
-        hook = source.register_forward_hook(lambda _m, _args, output: outputs.append(output))
-        try:
-            hidden = run()
-        finally:
-            hook.remove()
-        keys = self._family.keys_from_module_output(attention, outputs[0][0])  # without the batch dimension
-        return hidden, keys.transpose(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, vocabulary] in float32, from the final norm and the head."""

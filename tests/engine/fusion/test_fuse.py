@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
-from ragblend.engine.fusion.prefill import prefill_chunk
+from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, validate_check_layer
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers, cache_argument_name
@@ -83,7 +83,7 @@ def store_chunk(layers: TransformersLayers, prefix_ids: list[int], ids: list[int
 @cache
 def _store_chunk(layers: TransformersLayers, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> MemoryKV:
     header = KVHeader("key", "model", prefix_ids, ids, layers.num_layers, "float32")
-    return prefill_chunk(layers, prefix_kv(layers, prefix_ids), header)
+    return prefill_chunks(layers, prefix_kv(layers, prefix_ids), [header])[0]
 
 
 def prefix_kv(layers: TransformersLayers, prefix_ids: Sequence[int]) -> FusedKV:

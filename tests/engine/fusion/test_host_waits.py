@@ -13,7 +13,7 @@ from ragblend.engine.fusion.attention import positions_on_host
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
-from ragblend.engine.fusion.prefill import prefill_chunk
+from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, validate_check_layer
 from ragblend.engine.store.kv import KVHeader
 from ragblend.engine.transformers.layers import TransformersLayers
@@ -31,8 +31,8 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
     placements, start = [], 0
     for count in CHUNKS:
         header = KVHeader("key", "model", (), tuple(ids[start : start + count].tolist()), num_layers, "float32")
-        fused = FusedKV.allocate(layers.kv_shapes, count, layers.like)
-        placements.append(Placement(prefill_chunk(layers, fused, header), start, exact=start == 0))
+        (kv,) = prefill_chunks(layers, FusedKV.allocate(layers.kv_shapes, 0, layers.like), [header])
+        placements.append(Placement(kv, start, exact=start == 0))
         start += count
     check_layer, probe_layers = (
         validate_check_layer(RULES[rule], CHECK_LAYER, num_layers),

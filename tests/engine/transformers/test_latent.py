@@ -17,8 +17,8 @@ from tiny_models import LATENT
 from tiny_prompts import CHUNKS, PROMPT
 
 from ragblend import load_engine
+from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.fusion.self_check import place_stored_layers
 from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -56,8 +56,9 @@ def test_moving_a_chunk_turns_the_shared_part_of_its_keys_alone(family, stored):
     for start in (3, 131):
         end = start + kv.header.num_tokens
         fused = FusedKV.allocate(layers.kv_shapes, end, layers.like)
-        place_stored_layers(layers, fused, Placement(kv, start, exact=False))
-        with torch.inference_mode():
+        to = (layers.num_layers, layers.place_keys, fused.write, layers.device)
+        with torch.inference_mode(), LayerLoader([Placement(kv, start, exact=False)], *to) as loader:
+            loader.wait(2)
             held = type(kv.layer(0))(fused.keys(2)[:, start:end], fused.values(2)[:, start:end])
             expanded.append(layers.expand_kv(2, held))
     (near, near_values), (far, far_values) = expanded
