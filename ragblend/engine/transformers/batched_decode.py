@@ -7,7 +7,7 @@ requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from ragblend.engine.fusion.attention import PLAIN, AttentionExtras, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.transformers.families import LatentAttention
+from ragblend.engine.transformers.families import AttentionFamily
 
 FEW_ROWS = range(6, 17)
 """Numbers of rows for which a transposed float32 product is faster on a CPU: by a third at 8 rows. MKL repacks the
@@ -48,65 +47,61 @@ def assign_rows(counts: Sequence[int], fused: Sequence[FusedKV], device: torch.d
     return tuple(places)
 
 
-class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Transformers cache of a batch of `sequences`. It writes each prompt's rows into that prompt's own KV.
+class SequenceAttention(NamedTuple):
+    """Rows of one sequence in a pass over several sequences, and the keys and values that they attend to."""
 
-    `attend_batch` reads the KV of the current layer from `kv`. For a model with multi-head latent attention (`latent`),
-    the stored KV is the latent; `expand_kv` makes the keys and values for attention from it.
+    span: slice  # indices of the rows in the pass
+    rows: Tensor  # positions of the rows in their sequence, [R]
+    positions: range  # the same positions on the host
+    keys: Tensor  # rotated keys of the sequence up to its last row, [1, H, T, D]
+    values: Tensor
+
+
+class BatchedDecodeCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Transformers cache of a batch of prompts. It writes each prompt's rows into that prompt's own KV.
+
+    `expand_kv` makes the keys and values for attention from a layer's KV as `family` stores it.
     """
 
     def __init__(
         self,
-        sequences: Sequence[SequenceRows],
-        latent: LatentAttention | None = None,
-        expand_kv: Callable[[int, LayerKV], LayerKV] | None = None,
+        prompts: Sequence[SequenceRows],
+        family: AttentionFamily,
+        expand_kv: Callable[[int, LayerKV], LayerKV],
     ) -> None:
         super().__init__(layers=[])
-        self.sequences = sequences
-        self._latent, self._expand_kv = latent, expand_kv
-        self.kv: list[tuple[Tensor, Tensor]] = []  # of the layer that runs, [1, H, end, D] each
+        self._prompts, self._family, self._expand_kv = prompts, family, expand_kv
+        self._attention: list[SequenceAttention] = []  # of the layer that runs
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the keys and values [1, H, R, D] of all prompts' rows, and return them unchanged.
 
-        Other caches return the keys and values of all tokens. Here, `attend_batch` reads those from `kv`.
+        Other caches return the keys and values of all tokens. Here, attention gets those from `sequences`.
         """
-        fresh = LayerKV(key_states[0], value_states[0])
-        if self._latent is not None:
-            fresh = self._latent.to_stored(fresh)
-        for span, there, _, fused in self.sequences:
+        fresh = self._family.to_stored(LayerKV(key_states[0], value_states[0]))
+        for span, there, _, fused in self._prompts:
             fused.write(layer_idx, there, fresh.keys[:, span], fresh.values[:, span])
         self.read(layer_idx)
         return key_states, value_states
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Set `kv` to each prompt's keys and values of `layer`; `attend_batch` reads them from there.
+        """Make `sequences` yield each prompt's keys and values of `layer`.
 
         Returns the keys and values of the first prompt alone, because transformers expects those of one sequence.
         """
-        self.kv = []
-        for _, there, _, fused in self.sequences:
-            whole = LayerKV(fused.keys(layer)[:, : there.stop], fused.values(layer)[:, : there.stop])
-            if self._expand_kv is not None:
-                whole = self._expand_kv(layer, whole)
-            self.kv.append((whole.keys[None], whole.values[None]))
-        return self.kv[0]
+        self._attention = []
+        for span, there, rows, fused in self._prompts:
+            stored = LayerKV(fused.keys(layer)[:, : there.stop], fused.values(layer)[:, : there.stop])
+            keys, values = self._expand_kv(layer, stored)
+            positions = range(there.start, there.stop)
+            self._attention.append(SequenceAttention(span, rows, positions, keys[None], values[None]))
+        return self._attention[0].keys, self._attention[0].values
 
-
-def attend_batch(
-    query: Tensor, batch: BatchedDecodeCache, scale: float | None, params: AttentionExtras = PLAIN
-) -> Tensor:
-    """Return the causal attention [1, Hq, R, D] of several prompts' rows, each over its own prompt's KV.
-
-    `query` is [1, Hq, R, D].
-    """
-    outputs = []
-    for each, (keys, values) in zip(batch.sequences, batch.kv, strict=True):
-        positions = range(each.prompt_span.start, each.prompt_span.stop)
-        outputs.append(attend_rows(query[:, :, each.span], keys, values, each.rows, scale, params, positions))
-    return torch.cat(outputs, dim=2)
+    def sequences(self, keys: Tensor, values: Tensor) -> Iterator[SequenceAttention]:
+        """Yield each prompt's rows with its KV, which has the rows' own `keys` and `values` already."""
+        yield from self._attention
 
 
 class FewRowsCpuMatmul(TorchFunctionMode):

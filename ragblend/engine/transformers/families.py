@@ -68,9 +68,7 @@ class AttentionFamily:
 
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values, [R, H, D] each, of `normed` [R, hidden size]. Keys are after QK-norm, before RoPE."""
-        keys = self.split_heads(attention.k_proj(normed))
-        if hasattr(attention, "k_norm"):
-            keys = attention.k_norm(keys)
+        keys = self.keys_from_module_output(attention, attention.k_proj(normed))
         return keys, self.split_heads(attention.v_proj(normed))
 
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
@@ -85,6 +83,22 @@ class AttentionFamily:
     def split_heads(self, projected: Tensor) -> Tensor:
         """Return `projected` [R, H * D] as [R, H, D]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
+
+    def to_stored(self, cached: LayerKV) -> LayerKV:
+        """Return `cached` (KV as a layer caches it) in stored form. Most families store it unchanged."""
+        return cached
+
+    def from_stored(self, stored: LayerKV) -> LayerKV:
+        """Return `stored` in the form that a layer reads from its cache. Inverse of `to_stored`."""
+        return stored
+
+    def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
+        """Return the rotated keys and values, [heads, T, D] each, that attention computes with.
+
+        layers: all layers of the decoder. layer: index of the layer. stored: the layer's KV of T tokens in stored form,
+        whose keys the caller has rotated.
+        """
+        return stored
 
 
 class PackedQKVProjection(AttentionFamily):
@@ -104,7 +118,7 @@ class PackedQKVProjection(AttentionFamily):
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [R, H, D], the last two parts of the projection's output [R, (Hq + 2H) * D]."""
         qkv, width = attention.qkv_proj(normed), self.num_kv_heads * self.head_dim
-        return self.split_heads(qkv[..., -2 * width : -width]), self.split_heads(qkv[..., -width:])
+        return self.keys_from_module_output(attention, qkv), self.split_heads(qkv[..., -width:])
 
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the keys' part of the projection's output."""
@@ -144,8 +158,8 @@ class ClippedQKV(AttentionFamily):
     def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the projections, clipped."""
         bound = attention.config.clip_qkv
-        keys, values = super().keys_and_values(attention, normed)
-        return keys.clamp(-bound, bound), values.clamp(-bound, bound)
+        keys, values = super().keys_and_values(attention, normed)  # these keys are clipped already
+        return keys, values.clamp(-bound, bound)
 
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the keys in `output`, clipped. `output` is not clipped, because the model clips it only afterwards."""
@@ -247,19 +261,15 @@ class LatentAttention(AttentionFamily):
         return _split_pairs(keys) if self.in_pairs else keys
 
     def to_stored(self, cached: LayerKV) -> LayerKV:
-        """Return `cached` (KV as a layer caches it) in stored form: rotary part as keys, latent as values."""
+        """Return the stored form: rotary part as keys, latent as values."""
         return LayerKV(cached.values, cached.keys)
 
     def from_stored(self, stored: LayerKV) -> LayerKV:
-        """Return `stored` in the form that a layer reads from its cache. Inverse of `to_stored`."""
+        """Return the form that a layer reads: latent as keys, rotary part as values."""
         return LayerKV(stored.values, stored.keys)
 
     def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
-        """Expand the stored latent of one layer. Return rotated keys and values of all heads, [heads, T, D] each.
-
-        layers: all layers of the decoder. layer: index of the layer to expand. stored: the rotary part of the T tokens,
-        which the caller has rotated, and their latent.
-        """
+        """Return the keys and values of all heads, which the layer expands from the rotary part and the latent."""
         keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(stored)))
         return LayerKV(keys[0], values[0])
 

@@ -29,7 +29,7 @@ from ragblend.engine.transformers.batched_decode import (
     assign_rows,
 )
 from ragblend.engine.transformers.families import (
-    LatentAttention,
+    AttentionFamily,
     context_length,
     family_of,
     kv_source_layers,
@@ -52,22 +52,20 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self,
         fused: PromptKVBuffer,
         rotary: _RotaryTables,
+        family: AttentionFamily,
         hook: FreshRowsCallback | None = None,
-        latent: LatentAttention | None = None,
     ) -> None:
         super().__init__(layers=[])
         self._fused = fused
         self._rotary = rotary
+        self._family = family
         self._hook = hook
-        self._latent = latent
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write [1, H, R, D] at the rows; return keys and values [1, H, end, D]."""
-        fresh = LayerKV(key_states[0], value_states[0])
-        if self._latent is not None:
-            fresh = self._latent.to_stored(fresh)
+        fresh = self._family.to_stored(LayerKV(key_states[0], value_states[0]))
         if self._hook is not None:
             row_indices, callback = self._hook
             cos, sin = self._rotary.inverse
@@ -79,10 +77,9 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [1, H, end, D] of a layer, as its attention reads them."""
         end = self._rotary.end
-        whole = LayerKV(self._fused.keys(layer)[:, :end], self._fused.values(layer)[:, :end])
-        if self._latent is not None:
-            whole = self._latent.from_stored(whole)
-        return whole.keys[None], whole.values[None]
+        stored = LayerKV(self._fused.keys(layer)[:, :end], self._fused.values(layer)[:, :end])
+        keys, values = self._family.from_stored(stored)
+        return keys[None], values[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +107,6 @@ class TransformersLayers:
 
     def __init__(self, model: Any) -> None:
         self._family = family_of(model)
-        self._latent = self._family if isinstance(self._family, LatentAttention) else None
         wrap_attention(model)
         self.model = model.eval()
         self.config = model.config.get_text_config()
@@ -127,8 +123,8 @@ class TransformersLayers:
         self._model_cache_argument = cache_argument_name(model)
         self._layer_cache_argument = cache_argument_name(self._layers[0])
         self._rotary = self._decoder.rotary_emb
-        self.expand_kv = None if self._latent is None else partial(self._latent.expand_kv, self._layers)
-        """Returns the keys and values [heads, T, D] of a stored latent; None for other families."""
+        self.expand_kv = partial(self._family.expand_kv, self._layers)
+        """Returns the keys and values [heads, T, D] that attention computes with (see `AttentionFamily.expand_kv`)."""
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
         self._adapters = describe_active_adapters(model) if getattr(model, "peft_config", None) else ""
         self._cached_rotary: tuple[_RotaryTables, ...] = ()  # of the rows that were run or placed last, latest first
@@ -203,7 +199,7 @@ class TransformersLayers:
         values of `rows[hook.row_indices]`. In some models, the last layers make no KV and read the KV of earlier
         layers. The call for the last layer that makes KV then also runs the layers that make none.
         """
-        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), hook, self._latent)
+        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), self._family, hook)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
             hidden = self._run(index, hidden, rows, cache, blend_rows=rows)
         return hidden
@@ -216,7 +212,7 @@ class TransformersLayers:
         It differs from `run_layer` in two ways. `probe_hook` receives the queries, keys and values of the attention; if
         it returns a tensor, this is the attention's output. Layers that make no KV do not run.
         """
-        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), latent=self._latent)
+        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), self._family)
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_probe_hook=probe_hook)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
@@ -257,14 +253,13 @@ class TransformersLayers:
         """
         length = prefix.length
         prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
-        prefix_kv = prefix_kv if self.expand_kv is None else self.expand_kv(layer, prefix_kv)
-        cache = PackedCache(prefix_kv, spans, self._latent)
+        cache = PackedCache(self.expand_kv(layer, prefix_kv), spans, self._family)
         attention = self._layers[layer].self_attn
         outputs: list[Tensor] = []
         source = getattr(attention, self._family.key_module)
         hook = source.register_forward_hook(lambda _m, _args, output: outputs.append(output))
         try:
-            hidden = self._run(layer, hidden, rows, cache, blend_packed=cache)
+            hidden = self._run(layer, hidden, rows, cache, blend_sequences=cache)
         finally:
             hook.remove()
         keys = self._family.keys_from_module_output(attention, outputs[0][0])  # without the batch dimension
@@ -277,12 +272,12 @@ class TransformersLayers:
         `length` on. The caller must then increase the FusedKV's `length`.
         """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
-        batch = BatchedDecodeCache(places, self._latent, self.expand_kv)
+        batch = BatchedDecodeCache(places, self._family, self.expand_kv)
         rows = torch.cat([each.rows for each in places])
         with FewRowsCpuMatmul():
             hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
             for layer in range(len(self._layers)):
-                hidden = self._run(layer, hidden, rows, batch, blend_batch=batch)
+                hidden = self._run(layer, hidden, rows, batch, blend_sequences=batch)
             return self.logits(hidden[[each.span.stop - 1 for each in places]])
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -307,11 +302,7 @@ class TransformersLayers:
         for piece in token_ids.tensor_split(list(cuts)):
             output = self.model(input_ids=piece[None], use_cache=True, logits_to_keep=1, **with_cache)
             logits = output.logits[0, -1].float()
-        return logits, self._stored_kv(cache)
-
-    def _stored_kv(self, cache: Any) -> list[LayerKV]:
-        layers = [LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers]
-        return layers if self._latent is None else [self._latent.to_stored(layer) for layer in layers]
+        return logits, [self._family.to_stored(LayerKV(layer.keys[0], layer.values[0])) for layer in cache.layers]
 
     @contextmanager
     def self_check_mode(self, window: int) -> Iterator[None]:

@@ -7,7 +7,7 @@ had before. Depends on transformers' attention registries and on `fusion.attenti
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionExtras, ProbeQueries, attend_rows
 from ragblend.engine.fusion.protocols import QueryProbeHook
 from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, attend_batch
-from ragblend.engine.transformers.families import LatentAttention
+from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, SequenceAttention
+from ragblend.engine.transformers.families import AttentionFamily
 
 ATTENTION = "ragblend"
 
@@ -31,46 +31,50 @@ ATTENTION = "ragblend"
 class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """Transformers cache of chunks that are packed into one sequence. A chunk attends to the prefix and to itself only.
 
-    `prefix`: the prefix's rotated keys and its values, [H, P, D] each. `spans`: the consecutive rows of each chunk.
-    `latent` is set for a model with multi-head latent attention. `prefix` then has the expanded keys and values.
+    `prefix`: the prefix's rotated keys and its values, [H, P, D] each, as attention computes with them (see
+    `AttentionFamily.expand_kv`). `spans`: the consecutive rows of each chunk.
     """
 
     values: Tensor  # [H, R, D], the chunks' values as they are stored; set once the layer has run
 
-    def __init__(self, prefix: LayerKV, spans: Sequence[slice], latent: LatentAttention | None = None) -> None:
+    def __init__(self, prefix: LayerKV, spans: Sequence[slice], family: AttentionFamily) -> None:
         super().__init__(layers=[])
-        self.prefix, self.spans, self._latent = prefix, spans, latent
+        self._prefix, self._spans, self._family = prefix, spans, family
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Set `values` from the layer's values. Return keys and values [1, H, R, D] unchanged."""
-        fresh = LayerKV(key_states[0], value_states[0])
-        self.values = (fresh if self._latent is None else self._latent.to_stored(fresh)).values
+        self.values = self._family.to_stored(LayerKV(key_states[0], value_states[0])).values
         return key_states, value_states
 
+    def sequences(self, keys: Tensor, values: Tensor) -> Iterator[SequenceAttention]:
+        """Yield each chunk's rows with the KV of the prefix and of the chunk.
 
-def attend_packed(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: PackedCache,
-    scale: float | None,
-    params: AttentionExtras = PLAIN,
+        `keys` and `values` [1, H, R, D] are those of the chunks.
+        """
+        for span in self._spans:
+            whole = [
+                torch.cat((before[None], fresh[:, :, span]), dim=2)
+                for before, fresh in zip(self._prefix, (keys, values), strict=True)
+            ]
+            positions = range(self._prefix.keys.shape[1], whole[0].shape[2])
+            rows = torch.arange(positions.start, positions.stop, device=keys.device)
+            yield SequenceAttention(span, rows, positions, *whole)
+
+
+def attend_sequences(
+    query: Tensor, sequences: Iterable[SequenceAttention], scale: float | None, params: AttentionExtras = PLAIN
 ) -> Tensor:
-    """Return the causal attention [1, Hq, R, D] of packed chunks.
+    """Return the causal attention [1, Hq, R, D] of several sequences' rows, each over the KV of its own sequence.
 
-    `query` is [1, Hq, R, D]. `keys` and `values` [1, H, R, D] are those of the chunks; `packed` has the prefix. A token
-    attends to the prefix, to earlier tokens of its chunk, and to itself. An attention window in `params` limits this.
+    `query` is [1, Hq, R, D]. A row attends to itself and to earlier tokens of its sequence. An attention window in
+    `params` limits this.
     """
-    outputs = []
-    for span in packed.spans:
-        whole_kv = [
-            torch.cat((before[None], fresh[:, :, span]), dim=2)
-            for before, fresh in zip(packed.prefix, (keys, values), strict=True)
-        ]
-        rows = torch.arange(packed.prefix.keys.shape[1], whole_kv[0].shape[2], device=query.device)
-        outputs.append(attend_rows(query[:, :, span], whole_kv[0], whole_kv[1], rows, scale, params))
+    outputs = [
+        attend_rows(query[:, :, each.span], each.keys, each.values, each.rows, scale, params, each.positions)
+        for each in sequences
+    ]
     return torch.cat(outputs, dim=2)
 
 
@@ -106,8 +110,7 @@ def _attention(
     scaling: float | None = None,
     blend_rows: Tensor | None = None,
     blend_probe_hook: QueryProbeHook | None = None,
-    blend_packed: PackedCache | None = None,
-    blend_batch: BatchedDecodeCache | None = None,
+    blend_sequences: PackedCache | BatchedDecodeCache | None = None,
     blend_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -121,10 +124,9 @@ def _attention(
     The window is in the mask and in `blend_window`.
     """
     params = AttentionExtras(blend_window, softcap, s_aux)
-    if blend_packed is not None:
-        return attend_packed(query, key, value, blend_packed, scaling, params).transpose(1, 2).contiguous(), None
-    if blend_batch is not None:
-        return attend_batch(query, blend_batch, scaling, params).transpose(1, 2).contiguous(), None
+    if blend_sequences is not None:
+        attended = attend_sequences(query, blend_sequences.sequences(key, value), scaling, params)
+        return attended.transpose(1, 2).contiguous(), None
     if blend_rows is None and (softcap is not None or s_aux is not None):
         bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
         return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None

@@ -226,7 +226,7 @@ def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch):
     """One that shows later tokens; and the bottom-right one that attention kernels build by themselves, exact at ratios
     0 and 1 and wrong between them."""
 
-    def bottom_right(query, keys, values, rows, scale, params):
+    def bottom_right(query, keys, values, rows, scale, params, positions=()):
         num_rows, end = query.shape[2], int(rows[-1]) + 1
         mask = torch.ones(num_rows, end, dtype=torch.bool).tril(end - num_rows + too_many)
         return torch.nn.functional.scaled_dot_product_attention(
