@@ -66,6 +66,11 @@ class FusedKV:
             [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
         )
 
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers."""
+        return len(self._layers)
+
     def keys(self, layer: int) -> Tensor:
         """Return the rotated keys of one layer, [H, capacity, D]."""
         return self._layers[layer].keys

@@ -141,8 +141,8 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     stored = prefill_chunks(model, prefix, headers)
     placements = [Placement(kv, start, exact=False) for kv, start in zip(stored, starts, strict=True)]
     with LayerLoader(placements, model.num_layers, model.place_keys, fused.write, model.device) as loader:
-        for layer in range(model.num_layers):
-            loader.wait(layer)
+        for index in range(model.num_layers):
+            loader.wait(index)
 
     chunk_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + NUM_CHUNKS * CHUNK_TOKENS)
     first_rows = slice(PREFIX_TOKENS, PREFIX_TOKENS + CHUNK_TOKENS)

@@ -125,8 +125,8 @@ def _attention(
     """
     params = AttentionExtras(blend_window, softcap, s_aux)
     if blend_sequences is not None:
-        attended = attend_sequences(query, blend_sequences.sequences(key, value), scaling, params)
-        return attended.transpose(1, 2).contiguous(), None
+        output = attend_sequences(query, blend_sequences.sequences(key, value), scaling, params)
+        return output.transpose(1, 2).contiguous(), None
     if blend_rows is None and (softcap is not None or s_aux is not None):
         bends = kwargs if softcap is None else {**kwargs, "softcap": softcap}
         return attend_eager(module, query, key, value, attention_mask, scaling=scaling, **bends), None
