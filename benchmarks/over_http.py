@@ -34,10 +34,10 @@ from benchmarks.results import write_result
 from benchmarks.stock_clients import TEMPLATE, Questions, ingest, served
 from ragblend import Prompt, load_engine
 from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.report import Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.lab.quality.measures import kl
+from ragblend.options import Mode
 from ragblend.precompute import precompute_documents
 
 EMBEDDER = HashingEmbedder()

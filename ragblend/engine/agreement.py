@@ -69,18 +69,18 @@ class ShadowCounters:
         """
         text = f"full prefill also ran for {self.num_shadowed} of {self.num_requests} answers"
         parts = []
-        if self.first_token_agreement is not None and self.first_token_interval is not None:
-            same = _share(self.num_first_tokens_same, self.first_token_agreement, self.first_token_interval)
-            parts.append(f"first token the same in {same}")
+        if self.num_shadowed:
+            parts.append(f"first token the same in {_share(self.num_first_tokens_same, self.num_shadowed)}")
         if self.mean_first_token_kl is not None:
             parts.append(f"mean KL {self.mean_first_token_kl:.2g} nats")
-        if self.answer_agreement is not None and self.answer_interval is not None:
-            same = _share(self.num_answers_same, self.answer_agreement, self.answer_interval)
+        if self.num_answers:
+            same = _share(self.num_answers_same, self.num_answers)
             parts.append(f"of {self.num_answers} whole answers the same {same}")
         parts += [f"{self.num_dropped} left out, too many were waiting"] if self.num_dropped else []
         parts += [f"{self.num_failed} failed"] if self.num_failed else []
         return f"{text}: {', '.join(parts)}" if parts else text
 
 
-def _share(count: int, share: float, interval: tuple[float, float]) -> str:
-    return f"{count} ({share:.0%}, {interval[0] * 100:.0f} to {interval[1] * 100:.0f} %)".replace("%,", " %,")
+def _share(count: int, total: int) -> str:
+    low, high = wilson_interval(count / total, total)
+    return f"{count} ({count / total:.0%}, {low * 100:.0f} to {high * 100:.0f} %)".replace("%,", " %,")

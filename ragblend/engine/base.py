@@ -30,7 +30,7 @@ from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError
 from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Chunk, ChunkRun, MatchedPrompt, Part, Prompt, as_chunk
+from ragblend.prompt.types import ChunkRun, MatchedPrompt, Part, Prompt, as_chunk
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ def default_context_policy(num_layers: int) -> ContextPolicy:
 class EngineBase:
     """Settings, checks and closing of any engine. Use it as a context manager, or `close()` it.
 
-    `worker` runs background work in order; None starts a thread for it. `shadow` and `shadow_seed` are the arguments of
-    `Shadow`. `flags`: the command-line options that name the model and the store, for the commands in messages.
+    `worker` runs background work in order; None starts a thread for it. `shadow` is the argument of `Shadow`. `flags`:
+    the command-line options that name the model and the store, for the commands in messages.
     """
 
     closed = False
@@ -92,7 +92,6 @@ class EngineBase:
         namespace: str = "",
         on_miss: str = "store",
         shadow: float = 0.0,
-        shadow_seed: int | None = None,
         flags: str = "",
         worker: Executor | None = None,
     ) -> None:
@@ -109,7 +108,7 @@ class EngineBase:
         self.notices = NoReuseWarnings(self)
         self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-backfill")
         self._precompute_error: Exception | None = None  # the latest of background precompute
-        self._shadow = Shadow(shadow, shadow_seed)
+        self._shadow = Shadow(shadow)
 
     @property
     def is_usable(self) -> bool:
@@ -335,16 +334,14 @@ class LocalEngine(EngineBase, ABC):
         return was_stored
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], IngestionContext]:
-        """Return the chunk's token ids and its ingestion context."""
-        for text in (chunk.text, *chunk.context_texts) if isinstance(chunk, Chunk) else (chunk,):
+        """Return the chunk's token ids, and the ingestion context of the variant that it names."""
+        named = as_chunk(chunk)
+        for text in (named.text, *named.context_texts):
             check_unicode(text, "a chunk")
-        return self.renderer.chunk_ids(as_chunk(chunk).text), self._ingestion_context(chunk)
-
-    def _ingestion_context(self, chunk: Part) -> IngestionContext:
-        """Return the ingestion context of the variant that a chunk names."""
-        if isinstance(chunk, Chunk) and chunk.context == "similar":
-            return IngestionContext("similar", self.renderer.ids_with_separators(chunk.context_texts))
-        return NO_CONTEXT
+        context = NO_CONTEXT
+        if named.context == "similar":
+            context = IngestionContext("similar", self.renderer.ids_with_separators(named.context_texts))
+        return self.renderer.chunk_ids(named.text), context
 
     # -- background work
 

@@ -13,11 +13,10 @@ import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from ragblend.engine.report import TokenLogprob
 from ragblend.errors import UsageError
 from ragblend.options import GenerationOptions
 from ragblend.prompt.render import Renderer
-
-TokenAndLogprobs = tuple[int, float, list[tuple[int, float]]]
 
 
 class Sampler:
@@ -26,8 +25,7 @@ class Sampler:
     Bias, repetition penalty and the filters top-k, top-p and min-p are transformers' logits processors. A repetition
     penalty counts the tokens of the prompt, `prompt_ids`, and of the answer. Presence and frequency penalties, for
     which transformers has no processor, count the answer's tokens alone, as in OpenAI and vLLM. With
-    `options.logprobs`, the list `logprobs` has one item per token of the answer: its id, its log-probability, and the
-    likeliest tokens as pairs (id, log-probability).
+    `options.logprobs`, the list `logprobs` has one item per token of the answer.
     """
 
     def __init__(self, options: GenerationOptions, prompt_ids: Sequence[int] = ()) -> None:
@@ -44,7 +42,7 @@ class Sampler:
         self._ids, self._num_prompt_ids = list(prompt_ids), len(prompt_ids)
         if not self._is_plain:
             self._penalties, self._filters = _make_processors(options)
-        self.logprobs: list[TokenAndLogprobs] | None = [] if options.logprobs else None
+        self.logprobs: list[TokenLogprob] | None = [] if options.logprobs else None
         self._generator = torch.Generator()
         if options.seed is None:
             self._generator.seed()
@@ -76,7 +74,7 @@ class Sampler:
         self._ids += tokens
         if self.logprobs is not None:
             is_shown = bool(self._options.top_logprobs)
-            self.logprobs += [(token, 0.0, [(token, 0.0)] if is_shown else []) for token in tokens]
+            self.logprobs += [TokenLogprob(token, 0.0, [(token, 0.0)] if is_shown else []) for token in tokens]
 
     def _apply_penalties(self, logits: Tensor) -> Tensor:
         scores = logits.float()[None]
@@ -119,15 +117,16 @@ def _make_processors(options: GenerationOptions) -> tuple[Any, Any]:
     return penalties, filters
 
 
-def _logprobs(logits: Tensor, token: int, num_top: int) -> TokenAndLogprobs:
-    """Return the chosen token, its log-probability, and (id, log-probability) of the `num_top` likeliest tokens.
+def _logprobs(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
+    """Return the log-probabilities of the chosen token and of the `num_top` likeliest tokens.
 
     `logits` [vocabulary] are the model's own, without penalties; tokens of probability 0 are left out.
     """
     found = logits.float().log_softmax(dim=-1)
     values, ids = found.topk(min(num_top, len(found)))
     likeliest = zip(ids.tolist(), values.tolist(), strict=True)
-    return token, float(found[token]), [(other, value) for other, value in likeliest if value > -math.inf]
+    top = [(other, value) for other, value in likeliest if value > -math.inf]
+    return TokenLogprob(token, float(found[token]), top)
 
 
 class AnswerText:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragblend.engine.decoding import AnswerText, Sampler
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.report import BlendReport, Generation, TokenLogprob
+from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.tuning.calibration import RuleFit
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
 from ragblend.prompt.types import ChunkRun, MatchedPrompt
@@ -177,8 +177,6 @@ class RunningAnswer:
         report.match_s = request.prompt.match_s
         report.ttft_s = perf_counter() - self.start_s + report.match_s
         report.prompt_tokens = request.prompt.num_tokens
-        report.num_chunks = len(report.chunks)
-        report.num_chunk_hits = sum(chunk.hit for chunk in report.chunks)
         text = AnswerText(engine.renderer, request.options.stop_strings)
         ends = engine.stop_ids
         limit = min(request.options.max_tokens, engine.context_length - request.prompt.num_tokens)
@@ -219,7 +217,7 @@ class RunningAnswer:
             report.decode_s = perf_counter() - decode_start_s - self.waited_s
             report.completion_tokens = len(result.token_ids)
             if sampler.logprobs is not None:
-                result.logprobs = [TokenLogprob(*each) for each in sampler.logprobs[: len(result.token_ids)]]
+                result.logprobs = sampler.logprobs[: len(result.token_ids)]
             if request.conversation is not None:
                 # The last generated token's KV is not computed until a token follows it.
                 fused, ids = prefilled.fused, request.prompt.token_ids + result.token_ids

@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from ragblend.engine.agreement import ShadowReport
-from ragblend.options import ContextPolicy
-from ragblend.options import Mode as Mode
-from ragblend.options import RatioChoice as RatioChoice
+from ragblend.options import ContextPolicy, Mode
 from ragblend.prompt.types import MatchedPrompt
 
 PrefixMatch = Literal["exact", "approximate"]

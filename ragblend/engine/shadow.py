@@ -34,14 +34,14 @@ MAX_WAITING = 8  # waiting comparisons; a busy server drops further ones, becaus
 class Shadow:
     """Runs full prefill for a random sample of requests, compares the answers, and counts the results. Thread-safe.
 
-    `share`: the share of requests to sample, from 0 (none) to 1 (all); UsageError for other values. `seed`: equal seeds
-    sample equally. Comparisons run one at a time.
+    `share`: the share of requests to sample, from 0 (none) to 1 (all); UsageError for other values. Comparisons run one
+    at a time.
     """
 
-    def __init__(self, share: float = 0.0, seed: int | None = None) -> None:
+    def __init__(self, share: float = 0.0) -> None:
         self.share = SHADOW.validate("shadow", share)
         self._counters = ShadowCounters(share)
-        self._random = random.Random(seed)
+        self._random = random.Random()
         self._lock = threading.Lock()
         self._pending: list[Future[None]] = []
         self._closed = False

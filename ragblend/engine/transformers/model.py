@@ -83,7 +83,7 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
         overrides = {name: value for name, value in fields.items() if name not in unused}
         kwargs = {name: value for name, value in kwargs.items() if name not in overrides}
         variant = {name: value for name, value in kwargs.items() if name not in _IRRELEVANT_ARGUMENTS}
-        kind = _dtype(options.dtype, config, place)
+        kind = choose_dtype(options.dtype, config, place)
         if path.is_file():
             reject_ignored_rope_scaling(path, config)
         was_quantised = is_quantised(config) or "quantization_config" in kwargs
@@ -260,11 +260,6 @@ def summarize_fusable_model(path: Path, trust_remote_code: bool = False) -> str:
     return f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {context} tokens of context"
 
 
-def choose_dtype(dtype: str, config: Any, device: str = "auto") -> torch.dtype:
-    """Return the dtype that a model computes in; "auto" is float32 on a CPU, and else the checkpoint's dtype."""
-    return _dtype(dtype, config, find_device(device))
-
-
 def find_device(device: str) -> torch.device:
     """Return the device of that name; "auto" is a GPU if there is one. Raises UsageError if PyTorch cannot use it."""
     if device == "auto":
@@ -287,8 +282,11 @@ def find_device(device: str) -> torch.device:
     return place
 
 
-def _dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """Return the named dtype. "auto" is the checkpoint's, or float32 on a CPU, where half precision is no faster."""
+def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """Return the dtype that a model computes in.
+
+    "auto" is the checkpoint's dtype, or float32 on a CPU, where half precision is no faster.
+    """
     if dtype in DTYPES:
         return DTYPES[dtype]
     if device.type == "cpu":

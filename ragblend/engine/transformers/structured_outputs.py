@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
@@ -41,8 +40,7 @@ class GrammarCompiler:
 
     def __init__(self, renderer: Renderer, vocab_size: int, stop_ids: Iterable[int]) -> None:
         self._renderer, self._vocab_size, self._stop_ids = renderer, vocab_size, sorted(stop_ids)
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # least recently used first
+        self._compile = lru_cache(MAX_CACHED_GRAMMARS)(self._compile_json)
         # Masks recur (nearly all within a string are equal), and unpacking one takes as long as computing it.
         self._refused: Refused = lru_cache(MAX_CACHED_MASKS)(_refused)
 
@@ -51,26 +49,25 @@ class GrammarCompiler:
 
         Raises ImportError if llguidance is not installed. The message has the install command.
         """
-        try:
-            from llguidance import LLMatcher
-        except ImportError as error:
-            raise ImportError(_INSTALL) from error
         ((kind, value),) = structured_outputs.items()
         try:
-            key = f"{kind} {json.dumps(value)}"
+            text = json.dumps(value)
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"structured_outputs has a {kind} that is not JSON ({error}); give plain values"
             ) from error
-        with self._lock:
-            tokenizer = self._tokenizer
-            known = self._compiled.get(key)
-            if known is not None:
-                self._compiled.move_to_end(key)
-                return known
+        return self._compile(kind, text)
+
+    def _compile_json(self, kind: str, text: str) -> CompiledGrammar:
+        """Return the grammar of this kind whose value is the JSON `text`."""
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise ImportError(_INSTALL) from error
+        value = json.loads(text)
         try:
             grammar = self._grammar(kind, value)
-            problem = LLMatcher.validate_grammar(grammar, tokenizer)
+            problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
             if problem and kind == "structural_tag":
                 problem = self._narrowed(value) or problem
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -80,12 +77,7 @@ class GrammarCompiler:
             raise UsageError(
                 f"structured_outputs has a {kind} that cannot be followed ({reason}); correct it, or leave it out"
             )
-        compiled = CompiledGrammar(tokenizer, grammar, self._refused)
-        with self._lock:
-            self._compiled[key] = compiled
-            if len(self._compiled) > MAX_CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-        return compiled
+        return CompiledGrammar(self._tokenizer, grammar, self._refused)
 
     def _narrowed(self, tag: Any) -> str:
         """Return the problem of the first invalid schema in a structural tag; "" if each is valid alone."""

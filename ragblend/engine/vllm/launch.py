@@ -19,7 +19,7 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.kv import DTYPES, KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
-from ragblend.engine.transformers.model import choose_dtype, load_tokenizer, model_name
+from ragblend.engine.transformers.model import choose_dtype, find_device, load_tokenizer, model_name
 from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
@@ -72,7 +72,7 @@ def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
     loaded, but read once for the fingerprint, which is cached.
     """
     path, config = _load_config(model, options)
-    kind = choose_dtype(options.dtype, config, options.device)
+    kind = choose_dtype(options.dtype, config, find_device(options.device))
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -98,7 +98,7 @@ def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> l
     text = config.get_text_config()
     described = SimpleNamespace(
         hf_config=config,
-        dtype=choose_dtype(options.dtype, config),
+        dtype=choose_dtype(options.dtype, config, find_device("auto")),
         max_model_len=int(text.max_position_embeddings),
         is_multimodal_model=text is not config,
         use_mla=getattr(text, "kv_lora_rank", None) is not None,
