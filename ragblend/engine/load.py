@@ -378,7 +378,7 @@ def _load_vllm(
 
 
 def register_model(
-    path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool, catalog: str | None = None
+    path: Path, fingerprint: str, facts: Mapping[str, Any], new_model: bool, catalog: str | None
 ) -> None:
     """Record the model with this `fingerprint` in the store at `path`, and in its shared catalogue if it has one.
 

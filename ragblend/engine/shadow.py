@@ -38,7 +38,7 @@ class Shadow:
     at a time.
     """
 
-    def __init__(self, share: float = 0.0) -> None:
+    def __init__(self, share: float) -> None:
         self.share = SHADOW.validate("shadow", share)
         self._counters = ShadowCounters(share)
         self._random = random.Random()

@@ -47,10 +47,10 @@ class _Group:
                 start, first = before.start, its_rows.start
             self.spans.append((slice(start, placement.end), slice(first, taken)))
 
-    def copy_ahead(self, copier: HostToDeviceCopier, num_layers: int, depth: int) -> None:
+    def copy_ahead(self, copier: HostToDeviceCopier, num_layers: int) -> None:
         """Let `read` take the layers, all of them in page-locked memory, from copies that are queued ahead of it."""
         chunks = [each.kv for each in self.placements]
-        self._copies = LayerCopies(copier, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, depth)
+        self._copies = LayerCopies(copier, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, DEPTH)
 
     def read(self, layer: int, copier: HostToDeviceCopier | None, computed: Iterator[LayerKV] | None = None) -> LayerKV:
         """Return one layer of all chunks, concatenated: [H, T of all, D]. Raises DamagedEntryError.
@@ -111,7 +111,7 @@ class LayerLoader:
     (DamagedEntryError for a damaged entry) for the layers that were not read. `ready[layer]` is set once
     `wait(layer)` no longer blocks. `done` is set once the context can be left without waiting. `place(layer, keys,
     rows)` rotates keys to the positions `rows`. `write(layer, rows, keys, values)` writes placed keys and their values
-    to adjacent rows. `depth` is the number of layers that the reader may be ahead of `fuse`.
+    to adjacent rows.
 
     `together`: True places all chunks of a layer in one call of `place`, and writes adjacent chunks in one call. This
     needs one more copy and far fewer operations. Every call of `place` then gets the same `rows` tensor. False calls
@@ -132,7 +132,6 @@ class LayerLoader:
         place: Callable[[int, Tensor, Tensor], Tensor],
         write: Callable[[int, slice, Tensor, Tensor], None],
         device: torch.device,
-        depth: int = DEPTH,
         *,
         together: bool = False,
         first_layer: Callable[[Tensor], LayerKV] | None = None,
@@ -147,7 +146,7 @@ class LayerLoader:
         self._rows = torch.empty(0, dtype=torch.int64)  # all positions up to the last chunk, made by `apply_drift`
         self._device = device
         self._copier = HostToDeviceCopier(device) if device.type != "cpu" else None
-        self._ahead = threading.Semaphore(depth)
+        self._ahead = threading.Semaphore(DEPTH)
         self.ready: Sequence[threading.Event] = [threading.Event() for _ in range(num_layers)]
         self._stopped = threading.Event()
         self._error: BaseException | None = None
@@ -158,7 +157,7 @@ class LayerLoader:
         elif not self._not_in_memory and all(is_page_locked(each.kv.stored_layer(0)) for each in placements):
             self._threaded = False
             for group in self._groups:
-                group.copy_ahead(self._copier, num_layers, depth)
+                group.copy_ahead(self._copier, num_layers)
         else:
             self._threaded = True
         self._first_layer = first_layer if self._not_in_memory else None

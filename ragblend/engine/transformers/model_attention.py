@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import BLOCK_SCORES, PLAIN, AttentionExtras, ProbeQueries, attend_rows
+from ragblend.engine.fusion.attention import BLOCK_SCORES, AttentionExtras, ProbeQueries, attend_rows
 from ragblend.engine.fusion.protocols import QueryProbeHook
 from ragblend.engine.store.kv import LayerKV
 from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, SequenceAttention
@@ -64,7 +64,7 @@ class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 def attend_sequences(
-    query: Tensor, sequences: Iterable[SequenceAttention], scale: float | None, params: AttentionExtras = PLAIN
+    query: Tensor, sequences: Iterable[SequenceAttention], scale: float | None, params: AttentionExtras
 ) -> Tensor:
     """Return the causal attention [1, Hq, R, D] of several sequences' rows, each over the KV of its own sequence.
 

@@ -110,12 +110,12 @@ def read_machine_profile(
     return profile if (profile.fingerprint, dict(profile.hardware)) == (fingerprint, dict(hardware)) else None
 
 
-def write_profile(root: Path, profile: MachineProfile, *, store_key: KeyChoice = "auto") -> Path:
+def write_profile(root: Path, profile: MachineProfile) -> Path:
     """Write a profile into the store at `root`, and return the file's path. An older profile is replaced.
 
     Raises StoreFullError on a full disk, and StoreNotWritableError if the file cannot be written for another reason.
     """
     path = profile_path(root, profile.fingerprint, profile.hardware)
-    data = encode_signed_json(profile.as_dict(), MACHINES_DIR, resolve_key(store_key))
+    data = encode_signed_json(profile.as_dict(), MACHINES_DIR, resolve_key("auto"))
     Directory(root, fsync=True).write(path, data)
     return path

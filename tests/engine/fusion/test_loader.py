@@ -186,10 +186,11 @@ def test_one_slow_chunk_is_enough_to_read_in_the_background():
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("first_read", [0, 1])
-def test_depth_bounds_how_far_the_reader_is_ahead(depth, first_read):
+def test_depth_bounds_how_far_the_reader_is_ahead(depth, first_read, monkeypatch):
     """Layer 0 read, or computed."""
+    monkeypatch.setattr(loader_module, "DEPTH", depth)
     slow, computed = SlowKV(make_kv()), first_layer if first_read else None
-    with loader([Placement(slow, 0, exact=False)], destination(), depth=depth, first_layer=computed) as layers:
+    with loader([Placement(slow, 0, exact=False)], destination(), first_layer=computed) as layers:
         for waited in range(LAYERS):
             expected = min(LAYERS, max(0, waited - first_read) + depth)
             wait_until(lambda: len(slow.reads) == expected, 2, "the reader runs ahead")  # noqa: B023
@@ -271,10 +272,11 @@ def test_layer_0_is_there_before_anything_was_read(together):
     assert [event.layer for event in timeline.load] == list(range(LAYERS))
 
 
-def test_every_layer_of_a_stored_chunk_is_read_and_the_chunk_is_promoted(tmp_path):
+def test_every_layer_of_a_stored_chunk_is_read_and_the_chunk_is_promoted(tmp_path, monkeypatch):
     """The computed layer is read last, and leaving waits for it."""
+    monkeypatch.setattr(loader_module, "DEPTH", 1)
     slow = SlowKV(make_kv(), delay_s=0.005)
-    load_all([Placement(slow, 0, exact=False)], depth=1, first_layer=first_layer)
+    load_all([Placement(slow, 0, exact=False)], first_layer=first_layer)
     assert slow.read_layers() == [*range(1, LAYERS), 0]
     disk, memory = DiskStore(tmp_path, fsync=False), MemoryStore(1 << 20)
     disk.put(make_kv())
