@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_templates import SPECIALS, TEMPLATES
 from tiny_models import LATENT, make_model
 from tiny_prompts import CHUNKS, PROMPT
 from transformers.utils import chat_template_utils
@@ -38,11 +39,6 @@ from ragblend.prompt.types import Chunk, Prompt, common_prefix_length
 from tests.tier_support import assert_same, flip, path_of
 
 pytestmark = pytest.mark.timeout(120)  # a lock that is not given back would hang
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def holding_chunks(engine: TransformersEngine) -> TransformersEngine:
@@ -293,9 +289,7 @@ def test_the_text_after_the_last_chunk_is_probed_where_the_question_comes_before
 
 def test_what_was_stored_yesterday_is_found_today(tiny_engine, make_tokenizer, monkeypatch, tmp_path):
     """Llama 3.2's kind of chat template writes the date into the prefix of every prompt."""
-    dated = "<s><|im_start|>system\nToday Date: {{ strftime_now('%d %b %Y') }}\n<|im_end|>" + CHATML
-    tokenizer = make_tokenizer(dated, specials=("<|im_start|>", "<|im_end|>"))
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(make_tokenizer(TEMPLATES["dated"].text, SPECIALS))
     keys, texts = set(), set()
     for day in (datetime(2026, 11, 21), datetime(2026, 11, 22)):
         clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None, day=day: day)})
@@ -501,8 +495,8 @@ def test_several_damaged_entries_are_all_left_out(tiny_engine, tmp_path, stock_m
 
 @pytest.fixture
 def chat_engine(tiny_engine, make_tokenizer):
-    tokenizer = make_tokenizer(CHATML, ("<|im_start|>", "<|im_end|>"))
-    return holding_chunks(tiny_engine("llama", renderer=Renderer(tokenizer)))
+    renderer = Renderer(make_tokenizer(TEMPLATES["chatml"].text, SPECIALS))
+    return holding_chunks(tiny_engine("llama", renderer=renderer))
 
 
 def turns(*answers: str) -> Prompt:
