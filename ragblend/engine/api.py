@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 from ragblend.engine.agreement import ShadowCounters
@@ -46,9 +45,7 @@ class DocumentEngine(Protocol):
     def is_stored(self, chunk: Part) -> bool: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 class Engine(DocumentEngine, Protocol):

@@ -14,7 +14,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
 from ragblend.catalog.known_chunks import find_runs_of, open_known_chunks
@@ -168,9 +167,7 @@ class EngineBase:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:

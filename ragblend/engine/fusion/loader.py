@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -187,10 +186,8 @@ class LayerLoader:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        is_done = error is None and self._num_waited == self._num_layers
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_done = kind is None and self._num_waited == self._num_layers
         if not is_done:
             self.stop()
         if self._thread is not None:

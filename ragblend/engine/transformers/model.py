@@ -17,7 +17,7 @@ import torch
 
 from ragblend.engine.store.kv import DTYPES, dtype_name
 from ragblend.engine.transformers.adapters import adapter_digest, base_model_name, is_adapter, with_adapter
-from ragblend.engine.transformers.checkpoints import AS_IT_IS, DEMO, find_model, model_fingerprint
+from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.gguf import (
     dequantize_keywords,
     hide_dequantize_progress,
@@ -127,7 +127,7 @@ def load_model(model: str, options: ModelOptions = AS_IT_IS) -> LoadedModel:
 
 def model_name(model: str) -> str:
     """Return the name or path `model` as messages and reports show it, without a slash at its end."""
-    return DEMO if model == DEMO else str(model).rstrip("/")
+    return str(model).rstrip("/")
 
 
 def load_tokenizer(model: str, options: ModelOptions = AS_IT_IS) -> tuple[Any, Path]:

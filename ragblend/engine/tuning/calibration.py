@@ -25,7 +25,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.metadata import CALIBRATIONS_DIR
 from ragblend.engine.store.signed_json import decode_signed_json
-from ragblend.engine.store.signing import KeyChoice, StoreKey, resolve_key
+from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.tuning.loading_controller import interpolate
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file
@@ -152,18 +152,6 @@ class Calibration:
         return {"version": CALIBRATION_VERSION, "calibration": body}
 
 
-def parse_calibration(data: bytes, store_key: StoreKey | None = None) -> Calibration:
-    """Return the calibration in a file's `data`. If `store_key` is set, the data must be signed with this key.
-
-    Raises UsageError, and nothing else, for invalid data.
-    """
-    try:
-        note = decode_signed_json(data, CALIBRATIONS_DIR, store_key)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    return calibration_from_dict(note)
-
-
 def calibration_from_dict(facts: Mapping[str, Any]) -> Calibration:
     """Return the calibration that `as_dict` has converted to `facts`.
 
@@ -226,10 +214,10 @@ def load_calibration(
     key = resolve_key(store_key)
     for path in sorted((Path(store_dir) / CALIBRATIONS_DIR).glob(f"{_stem(fingerprint, prefix_ids)}-*.json")):
         try:
-            calibration = parse_calibration(read_file(path), key)
+            calibration = calibration_from_dict(decode_signed_json(read_file(path), CALIBRATIONS_DIR, key))
             if path.name != calibration.filename:
                 raise UsageError(_OTHER_NAME)
-        except (OSError, UsageError) as error:
+        except (OSError, ValueError) as error:  # UsageError is a ValueError
             log.warning("calibration %s is skipped: %s; make it again: ragblend calibrate", path, error)
             continue
         if chunker in (None, calibration.chunker):
