@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.store.kv import LayerKV, dequantized, is_in_memory
+from ragblend.engine.store.kv import LayerKV, StoredLayer, dequantized, is_in_memory
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.layers import TransformersLayers
@@ -58,12 +58,12 @@ class _Group:
         """
         if self._copies is not None:
             return _concatenated(list(map(dequantized, self._copies.next_layer())))
-        stored, is_computed = [], [computed is not None and not is_in_memory(each.kv) for each in self.placements]
-        for placement, skips in zip(self.placements, is_computed, strict=True):
-            if not skips:
-                start_s = perf_counter()
-                stored.append(placement.kv.stored_layer(layer))
-                self._read_s[placement.start] += perf_counter() - start_s
+        is_computed = [computed is not None and not is_in_memory(each.kv) for each in self.placements]
+        stored = [
+            self.stored_layer(placement, layer)
+            for placement, skips in zip(self.placements, is_computed, strict=True)
+            if not skips
+        ]
         if copier is not None:
             stored = copier.copy_to_device(stored)  # eight-bit KV is copied as eight bits
         arrived = map(dequantized, stored)
@@ -71,14 +71,12 @@ class _Group:
             [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
         )
 
-    def read_through(self, layer: int) -> None:
-        """Read one layer of all chunks, so that the store verifies and promotes the whole entries. Raises
-        DamagedEntryError.
-        """
-        for placement in self.placements:
-            start_s = perf_counter()
-            placement.kv.stored_layer(layer)
-            self._read_s[placement.start] += perf_counter() - start_s
+    def stored_layer(self, placement: Placement, layer: int) -> StoredLayer:
+        """Return one layer of a chunk as it is stored. Raises DamagedEntryError."""
+        start_s = perf_counter()
+        stored = placement.kv.stored_layer(layer)
+        self._read_s[placement.start] += perf_counter() - start_s
+        return stored
 
 
 def _concatenated(layers: Sequence[LayerKV]) -> LayerKV:
@@ -293,7 +291,9 @@ class LayerLoader:
         return map(LayerKV, torch.split(keys, counts, 1), torch.split(values, counts, 1))
 
     def _read_through(self, layer: int) -> None:
+        """Read one layer of all chunks, so that the store verifies and promotes the whole entries."""
         start_s = perf_counter()
         for group in self._groups:
-            group.read_through(layer)
+            for placement in group.placements:
+                group.stored_layer(placement, layer)
         self._read_through_s = perf_counter() - start_s
