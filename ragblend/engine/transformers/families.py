@@ -92,12 +92,8 @@ class AttentionFamily:
         """Return `stored` in the form that a layer reads from its cache. Inverse of `to_stored`."""
         return stored
 
-    def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
-        """Return the rotated keys and values, [heads, T, D] each, that attention computes with.
-
-        layers: all layers of the decoder. layer: index of the layer. stored: the layer's KV of T tokens in stored form,
-        whose keys the caller has rotated.
-        """
+    def expand_kv(self, attention: Any, stored: LayerKV) -> LayerKV:
+        """Return the keys and values [heads, T, D] that `attention` computes with. The keys in `stored` are rotated."""
         return stored
 
 
@@ -129,8 +125,6 @@ class PackedQKVProjection(AttentionFamily):
 class JointHeadNorm(AttentionFamily):
     """One norm over the keys of all heads (OLMo 2, OLMoE)."""
 
-    key_module = "k_norm"
-
     @classmethod
     def fits(cls, attention: Any) -> bool:
         """Return True if the norm is as wide as all heads together."""
@@ -138,13 +132,9 @@ class JointHeadNorm(AttentionFamily):
         width, projection = 0 if weight is None else weight.numel(), getattr(attention, "k_proj", None)
         return bool(width) and width == getattr(projection, "out_features", 0) != getattr(attention, "head_dim", 0)
 
-    def keys_and_values(self, attention: Any, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [R, H, D]. Keys are normed before they are split into heads."""
-        return self.split_heads(attention.k_norm(attention.k_proj(normed))), self.split_heads(attention.v_proj(normed))
-
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
-        """Return the output of the norm, split into heads."""
-        return self.split_heads(output)
+        """Return the keys [R, H, D], normed before they are split into heads."""
+        return self.split_heads(attention.k_norm(output))
 
 
 class ClippedQKV(AttentionFamily):
@@ -268,9 +258,9 @@ class LatentAttention(AttentionFamily):
         """Return the form that a layer reads: latent as keys, rotary part as values."""
         return LayerKV(stored.values, stored.keys)
 
-    def expand_kv(self, layers: Sequence[Any], layer: int, stored: LayerKV) -> LayerKV:
-        """Return the keys and values of all heads, which the layer expands from the rotary part and the latent."""
-        keys, values = layers[layer].self_attn.expand_kv(*(each[None] for each in self.from_stored(stored)))
+    def expand_kv(self, attention: Any, stored: LayerKV) -> LayerKV:
+        """Return the keys and values of all heads, which `attention` makes from the rotary part and the latent."""
+        keys, values = attention.expand_kv(*(each[None] for each in self.from_stored(stored)))
         return LayerKV(keys[0], values[0])
 
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -123,8 +123,6 @@ class TransformersLayers:
         self._model_cache_argument = cache_argument_name(model)
         self._layer_cache_argument = cache_argument_name(self._layers[0])
         self._rotary = self._decoder.rotary_emb
-        self.expand_kv = partial(self._family.expand_kv, self._layers)
-        """Returns the keys and values [heads, T, D] that attention computes with (see `AttentionFamily.expand_kv`)."""
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
         self._adapters = describe_active_adapters(model) if getattr(model, "peft_config", None) else ""
         self._cached_rotary: tuple[_RotaryTables, ...] = ()  # of the rows that were run or placed last, latest first
@@ -181,6 +179,13 @@ class TransformersLayers:
         """Undo `place_keys`: return the pre-RoPE form [H, R, D] of `keys` at positions `rows` [R]."""
         rotary = self._rotary_of(rows, self._kinds[layer])
         return rotate(keys, *rotary.inverse)
+
+    def expand_kv(self, layer: int, stored: LayerKV) -> LayerKV:
+        """Return the keys and values [heads, T, D] that a layer's attention computes with, given its stored KV.
+
+        The keys in `stored` are rotated.
+        """
+        return self._family.expand_kv(self._layers[layer].self_attn, stored)
 
     def add_key_drift(self, layer: int, keys: Tensor, drift: Tensor, rows: Tensor) -> None:
         """Add `drift` [H, R, D] float32, a change of pre-RoPE keys, to rotated `keys` [H, R, D] in place.

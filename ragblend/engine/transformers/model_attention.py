@@ -66,7 +66,7 @@ class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 def attend_sequences(
     query: Tensor, sequences: Iterable[SequenceAttention], scale: float | None, params: AttentionExtras
 ) -> Tensor:
-    """Return the causal attention [1, Hq, R, D] of several sequences' rows, each over the KV of its own sequence.
+    """Return the causal attention [1, Hq, R, D] of several sequences' rows, each over its sequence's KV.
 
     `query` is [1, Hq, R, D]. A row attends to itself and to earlier tokens of its sequence. An attention window in
     `params` limits this.
