@@ -202,7 +202,7 @@ def _encode_header(
     text += b" " * (-len(text) % 8)  # as safetensors does: tensor data starts 8-byte aligned
     raw = bytearray(len(text).to_bytes(8, "little") + text)
     if store_key is not None:
-        raw[_SIGNATURE] = store_key.sign(header.namespace, raw).encode()
+        raw[_SIGNATURE] = store_key.sign("entry", header.namespace, raw).encode()
     raw[_DIGITS] = xxh3_128_hexdigest(raw).encode()
     return bytes(raw)
 
@@ -301,7 +301,7 @@ def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKe
     if store_key is None or raw[_DIGITS.stop : _SIGNATURE.start] != _SIGNATURE_OPENING:
         return False
     zeroed[_SIGNATURE] = b"0" * DIGITS
-    return store_key.has_signed(namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
+    return store_key.has_signed("entry", namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
 
 
 def _layer_spans(
