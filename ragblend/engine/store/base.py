@@ -197,11 +197,13 @@ class KVStore(ABC):
         self.put(kv)
 
     def put_context_policy(self, policy: ContextPolicy) -> None:
-        """Store the context policy with which chunks are precomputed."""
+        """Store the context policy with which chunks are precomputed, in the disk tier. Without one, do nothing."""
+        if (disk := self.disk_tier) is not None:
+            disk.put_context_policy(policy)
 
     def read_context_policy(self) -> ContextPolicy | None:
         """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError for damage."""
-        return None
+        return None if (disk := self.disk_tier) is None else disk.read_context_policy()
 
     # -- between tiers and in the background
 

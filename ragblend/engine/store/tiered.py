@@ -35,7 +35,7 @@ from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
-from ragblend.options import ContextPolicy, KvDtype, TierOptions
+from ragblend.options import KvDtype, TierOptions
 
 if TYPE_CHECKING:
     from ragblend.engine.store.disk import DiskStore
@@ -378,16 +378,6 @@ class TieredStore(KVStore):
         """
         for tombstones in self._tombstones:
             tombstones.watch(timeout_s, skip_disk=skip_disk)
-
-    def put_context_policy(self, policy: ContextPolicy) -> None:
-        """Store the context policy in every tier that stores metadata."""
-        for tier in self._tiers:
-            tier.put_context_policy(policy)
-
-    def read_context_policy(self) -> ContextPolicy | None:
-        """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError for damage."""
-        found = (tier.read_context_policy() for tier in self._tiers)
-        return next((policy for policy in found if policy is not None), None)
 
     # -- state
 

@@ -466,9 +466,7 @@ class RemoteStore(KVStore):
                 self._bad.popitem(last=False)
 
 
-def open_remote(
-    url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES, store_key: KeyChoice = "auto"
-) -> RemoteStore:
+def open_remote(url: str, *, timeout_s: float = TIMEOUT_S, store_key: KeyChoice = "auto") -> RemoteStore:
     """Return the remote tier at `url`: `redis://`, `redis+cluster://`, `s3://BUCKET/PREFIX`, `gs://`, `az://`,
     `file:///DIR`.
 
@@ -487,4 +485,4 @@ def open_remote(
     if not name.isidentifier() or find_spec(module) is None:
         module = f"{__package__}.object_values"
     values: ByteStore = import_module(module).open_values(url, timeout_s)
-    return RemoteStore(values, timeout_s=timeout_s, queue_bytes=queue_bytes, store_key=store_key)
+    return RemoteStore(values, timeout_s=timeout_s, store_key=store_key)
