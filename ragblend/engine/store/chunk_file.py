@@ -175,7 +175,7 @@ def _encode_header(
         "header_xxh3_128": "0" * 32,  # first, so that its digits sit at _DIGITS
         **({} if store_key is None else {"signature": "0" * DIGITS}),  # second, at _SIGNATURE
         "format_version": version if store_key is None else SIGNED_FORMAT_VERSION,
-        "layout_version": header.layout_version,
+        "layout_version": LAYOUT_VERSION,
         "key": header.key,
         "fingerprint": header.fingerprint,
         "namespace": header.namespace,
@@ -272,7 +272,6 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadReq
             num_layers=facts["num_layers"],
             dtype=facts["dtype"],
             namespace=facts["namespace"],
-            layout_version=facts["layout_version"],
             kv_dtype=kv_dtype,
             context=tuple(facts.get("context", ())),
         )
