@@ -55,8 +55,6 @@ class KVStore(ABC):
 
     is_remote = False
     """True for a tier on another machine. A request reads all its entries there with one `fetch_from_remote`."""
-    timeout_s = 0.0
-    """The longest that a request waits for this tier, in seconds."""
     catalog: str | None = None
     """The catalogue's URL. None: the URL in the user's settings, or else a file in the store's folder."""
     kv_dtype: KvDtype = "auto"
@@ -65,11 +63,6 @@ class KVStore(ABC):
     def __init__(self) -> None:
         self._counters = StoreCounters()
         self._counters_lock = threading.Lock()
-
-    @property
-    def remote_url(self) -> str:
-        """The URL of a remote tier, without its password, for messages; "" for a tier on this machine."""
-        return ""
 
     @property
     def tiers(self) -> tuple[KVStore, ...]:
@@ -220,12 +213,6 @@ class KVStore(ABC):
         """Set the dtype and the KV shapes of the model with this `fingerprint`.
 
         Entries of the model that have another dtype or other shapes are then treated as damaged.
-        """
-
-    def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the local tiers from which a remote tier reads an entry when its upload begins.
-
-        This is for entries that do not fit the remote tier's write queue. Of such an entry, only the key is queued.
         """
 
     def flush(self, timeout_s: float | None = None) -> bool:

@@ -495,7 +495,7 @@ class DiskKV:
         file = None
         try:
             file = self._file or self._reopen()
-            return self._read(file, index)
+            return _read_layer(file, self._entry, index)
         except UnreadableEntryError as error:
             if file is not None:
                 self._on_damage(self.header.key, self._path, file, str(error))
@@ -506,13 +506,10 @@ class DiskKV:
     def verify(self, file: SharedFile) -> None:
         """Read and verify every layer. Raises UnreadableEntryError for damage. file: the open file of this entry."""
         for index in range(self.header.num_layers):
-            self._read(file, index)
+            _read_layer(file, self._entry, index)
 
     def _reopen(self) -> SharedFile:
         file = SharedFile(self._path)
         if _header_bytes(file)[0][_DIGITS] != self._digits:
             raise OSError(errno.ESTALE, "the entry was replaced by another one")
         return file
-
-    def _read(self, file: SharedFile, index: int) -> StoredLayer:
-        return _read_layer(file, self._entry, index)

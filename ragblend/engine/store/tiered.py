@@ -78,7 +78,9 @@ class TieredStore(KVStore):
             if tier.memory_tier is None
         }
         for position, tier in enumerate(tiers):
-            tier.set_upload_source_tiers(tiers[:position])
+            if tier.is_remote:
+                for remote in tier.remote_tiers:
+                    remote.set_upload_source_tiers(tiers[:position])
         self._tombstones = [Tombstones(self, remote) for remote in self.remote_tiers]
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._prefetching: set[str] = set()
