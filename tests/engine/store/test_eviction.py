@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import small_disk
-from test_chunk_file import run_threads
-from tier_support import assert_same, make_kv, path_of
+from tier_support import assert_same, make_kv, path_of, run_threads
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.eviction import DiskEvictor, auto_limit
