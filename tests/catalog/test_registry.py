@@ -254,15 +254,6 @@ def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path)
         assert not registry.are_all_entries_recorded(tmp_path), "the entries in the folder are read again"
 
 
-def test_a_registry_of_an_earlier_version_that_is_only_read_stays(tmp_path, monkeypatch):
-    former = write_former(tmp_path)
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    registry = ChunkRegistry(tmp_path / CATALOG_FILE)
-    assert list(registry.texts()) == [BASALT, SLATE, CHALK]
-    assert former.exists()
-    assert not (tmp_path / CATALOG_FILE).exists()
-
-
 def test_a_damaged_registry_of_an_earlier_version_is_corrupt(tmp_path):
     (tmp_path / FORMER_REGISTRY_FILE).write_bytes(b"not a database at all, but long enough to be read as one" * 20)
     with pytest.raises(CorruptError, match="ragblend verify --repair"):

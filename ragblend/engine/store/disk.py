@@ -236,16 +236,13 @@ class DiskStore(StoreMetadata, KVStore):
         """Return the keys of all entry files, which are not opened. Files that were moved aside are left out."""
         return (path.stem for path in self._files(ENTRY_SUFFIX))
 
-    def nbytes(self) -> int:
-        """Return the size in bytes of all entries' files on disk, damaged ones included."""
-        return self._evictor.held_bytes()
+    def nbytes(self, *, lists_again: bool = True) -> int:
+        """Return the size in bytes of all entries' files on disk, damaged ones included.
 
-    def last_known_nbytes(self) -> int:
-        """Return the size in bytes of all entries' files, without listing the directory again.
-
-        Later changes by other processes are not counted (see `eviction`). Without a budget, the same as `nbytes`.
+        lists_again: with False and a budget, the directory is not listed, so the latest changes by other processes are
+        not counted (see `eviction`).
         """
-        return self._evictor.held_bytes(lists_again=False)
+        return self._evictor.held_bytes(lists_again=lists_again)
 
     def certainly_fits(self, nbytes: int) -> bool:
         """Return True if `nbytes` of new entries certainly fit; False if unknown. The directory is not listed."""
