@@ -52,7 +52,7 @@ def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
 
 
 def run_threads(count: int, work: Callable[[int], object]) -> None:
-    """Call `work` with each number below `count`, in a thread of its own. Fails if a call raises."""
+    """Call `work` with each number below `count`, in one thread per call. Fail if a call raises."""
     failures: list[BaseException] = []
 
     def guarded(number: int) -> None:

@@ -72,12 +72,14 @@ class KVStore(ABC):
     @property
     def memory_tier(self) -> MemoryStore | None:
         """The tier in memory; None if there is none."""
-        return next((found for tier in self.tiers if tier is not self and (found := tier.memory_tier)), None)
+        found = (tier.memory_tier for tier in self.tiers if tier is not self)
+        return next((tier for tier in found if tier is not None), None)
 
     @property
     def disk_tier(self) -> DiskStore | None:
         """The tier on disk, which stores pins and other metadata; None if there is none."""
-        return next((found for tier in self.tiers if tier is not self and (found := tier.disk_tier)), None)
+        found = (tier.disk_tier for tier in self.tiers if tier is not self)
+        return next((tier for tier in found if tier is not None), None)
 
     @property
     def remote_tiers(self) -> tuple[RemoteStore, ...]:
