@@ -398,7 +398,7 @@ def push_store(
         raise BackendUnreachableError(status.problem)
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     disk.delete_temporary_files()
-    remote.delete_temporary_files()
+    remote.values.delete_temporary_files()
     known, keys = set(remote.keys()), list(disk.keys())
     report = PushReport()
     for done, key in enumerate(keys, start=1):

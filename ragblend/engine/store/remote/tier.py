@@ -120,11 +120,6 @@ class RemoteStore(KVStore):
         return (self,)
 
     @property
-    def remote_url(self) -> str:
-        """The URL of the backend, without the password."""
-        return self.values.url
-
-    @property
     def counters(self) -> StoreCounters:
         """Hits, misses, puts, damage, failures and dropped writes since the store was created."""
         self._counters.num_dropped = self._queue.num_dropped
@@ -331,10 +326,6 @@ class RemoteStore(KVStore):
         """Drop the result of a recent fetch, so that the next `get` fetches again."""
         with self._lock:
             self._flights.pop(key, None)
-
-    def delete_temporary_files(self) -> int:
-        """Delete the temporary files of killed writers; return their number. Raises BackendUnreachableError."""
-        return self.values.delete_temporary_files()
 
     def keys(self) -> Iterator[str]:
         """Return the keys of all entries, unverified; none while the backend does not answer."""
