@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from ragblend.engine.store.keys import chunk_key
 from ragblend.engine.store.kv import DTYPES, ChunkKV, KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.errors import BackendUnreachableError
 
 
@@ -34,11 +36,42 @@ def make_kv(
     return MemoryKV(KVHeader(key, "model", prefix, token_ids, num_layers, dtype, namespace), layers)
 
 
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
+    """Fail unless header and size are equal, and each layer bit for bit, as stored and as computed."""
     assert got.header == expected.header
-    for index in range(expected.header.num_layers):
-        assert torch.equal(got.layer(index).keys, expected.layer(index).keys)
-        assert torch.equal(got.layer(index).values, expected.layer(index).values)
+    assert got.nbytes == expected.nbytes
+    for index, wanted in enumerate(expected.layers):
+        for layer, same in ((got.stored_layer(index), wanted), (got.layer(index), expected.layer(index))):
+            assert type(layer) is type(same)
+            assert [(tensor.shape, tensor.dtype) for tensor in layer] == [(each.shape, each.dtype) for each in same]
+            assert list(map(as_bytes, layer)) == list(map(as_bytes, same))
+
+
+def run_threads(count: int, work: Callable[[int], object]) -> None:
+    """Call `work` with each number below `count`, in one thread per call. Fail if a call raises."""
+    failures: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def quick_breaker(threshold: int = 3) -> CircuitBreaker:
+    """Return a breaker that probes again after a fraction of a second."""
+    return CircuitBreaker(threshold=threshold, pause_s=0.02, max_pause_s=0.1)
 
 
 def path_of(root: Path, key: str) -> Path:

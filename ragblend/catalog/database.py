@@ -55,7 +55,7 @@ class Catalog:
 
     def __init__(self, place: str | Path | None = None) -> None:
         self._dialect: Dialect
-        if isinstance(place, str) and is_postgres_url(place):
+        if is_postgres_url(place):
             self._dialect = PostgresDialect(place)
         else:
             self._dialect = SqliteDialect(expand_user_path(place, "catalog").absolute() if place is not None else None)

@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache
 from select import POLLIN, poll
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError
@@ -49,7 +49,7 @@ _READ_VERSION = "SELECT value FROM catalog_meta WHERE name = 'version'"
 _BEGIN = {"DEFERRED": "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", "IMMEDIATE": f"BEGIN; {_COUNT_WRITE}"}
 
 
-def is_postgres_url(place: object) -> bool:
+def is_postgres_url(place: object) -> TypeGuard[str]:
     """Return True for the URL of a PostgreSQL database.
 
     >>> is_postgres_url("postgresql://ragblend@db/ragblend"), is_postgres_url("catalog.sqlite")
@@ -72,13 +72,9 @@ class PostgresDialect(Dialect):
         self.name, self.key = redact_url(url), url
         self._has_tables = False
 
-    @cached_property
-    def _engine(self) -> Engine:
-        return _engine(self._url)
-
     def connect_and_create_tables(self) -> Connection:
         """Return a connection of the process's pool. The first call creates missing tables."""
-        connection = self._engine.connect()
+        connection = _engine(self._url).connect()
         if not self._has_tables:
             try:
                 self._check_schema(connection)

@@ -52,7 +52,7 @@ class Directory:
             if create:
                 self._make(root)
         except OSError as error:
-            raise self.write_error(error, root) from error
+            raise make_write_error(error, root, full_hint=self.full_hint) from error
 
     def replace(self, path: Path, nbytes: int, write: Callable[[BinaryIO], Any]) -> None:
         """Write a file in one step: readers see the old file or the complete new one, also after a crash.
@@ -74,7 +74,7 @@ class Directory:
         except BaseException as error:
             try_remove_file(temp)
             if isinstance(error, OSError):
-                raise self.write_error(error, path, nbytes) from error
+                raise make_write_error(error, path, nbytes, self.full_hint) from error
             raise
 
     def write(self, path: Path, data: bytes) -> None:
@@ -96,13 +96,6 @@ class Directory:
     def remove_stale_files(self) -> int:
         """Remove the files of `find_stale_files`; return their number."""
         return sum(try_remove_file(path) for path, _ in self.find_stale_files())
-
-    def write_error(self, error: OSError, path: Path, nbytes: int = 0) -> RagblendError:
-        """Return the exception to raise after `error`, a failed write of `path`.
-
-        nbytes: size of the file; 0: unknown.
-        """
-        return make_write_error(error, path, nbytes, self.full_hint)
 
     def _make(self, path: Path) -> None:
         if not path.is_dir():

@@ -34,8 +34,9 @@ VECTORS_FILE = "vectors.faiss"
 FORMER_INDEX_FILE, FORMER_MANIFEST = "chunks.sqlite", "manifest.json"
 _FORMER_INDEX_DIR = "index"
 _METADATA_NAMES = ("models", "pins", "calibrations", "machines", "prefixes", "forgotten", "context.json")
-_EVICTED_MARK = "evicted"  # see `eviction`; it is in the folder of the entries
-_ENTRY_SUFFIXES = (".safetensors", ".damaged")
+ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
+EVICTED_MARK = "evicted"
+"""An empty file in the folder of the entries. It exists once an entry was evicted; a missing entry is then no error."""
 _LOCK_TIMEOUT_S = 5.0  # for another process that has the database open
 
 
@@ -82,7 +83,10 @@ def _entry_folders(folder: Path) -> Iterator[Path]:
         for each in found:
             if len(each.name) == 2 and each.name != KV_DIR and each.is_dir(follow_symlinks=False):
                 with suppress(OSError), os.scandir(each.path) as files:
-                    if any(file.name.startswith(each.name) and file.name.endswith(_ENTRY_SUFFIXES) for file in files):
+                    if any(
+                        file.name.startswith(each.name) and file.name.endswith((ENTRY_SUFFIX, DAMAGED_SUFFIX))
+                        for file in files
+                    ):
                         yield Path(each.path)
 
 
@@ -132,7 +136,7 @@ def _move_former(folder: Path) -> None:
         kv.mkdir(mode=folder.stat().st_mode & 0o777, exist_ok=True)
         for each in entries:
             _move(each, kv / each.name)
-        _move(folder / _EVICTED_MARK, kv / _EVICTED_MARK)
+        _move(folder / EVICTED_MARK, kv / EVICTED_MARK)
         moved.append("its entries")
     if moved:
         log.warning(

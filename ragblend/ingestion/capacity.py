@@ -33,7 +33,7 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     available = f"{format_bytes(free)} free"
     if disk.certainly_fits(nbytes):
         return available
-    held = disk.last_known_nbytes()
+    held = disk.nbytes(lists_again=False)
     limit = disk.limit_bytes(held)
     if limit is not None and nbytes > limit * (1 - RESCAN_SHARE) - held:  # other processes may have used the rest
         held = disk.nbytes()

@@ -97,7 +97,7 @@ def _cause(key: str, text: str, engine: DocumentEngine) -> bytes:
 
 def _places(engine: DocumentEngine) -> list[str]:
     """Return the tiers from which entries are deleted (`PendingDeletion.place`), the local ones first."""
-    return [LOCAL, *(tier.remote_url for tier in engine.store.remote_tiers)]
+    return [LOCAL, *(tier.values.url for tier in engine.store.remote_tiers)]
 
 
 def _find_unseen_remote_keys(keys: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry) -> list[str]:

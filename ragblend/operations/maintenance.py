@@ -313,7 +313,7 @@ def collect_garbage(
         dropped, freed_bytes = _drop_orphans(disk, opened, registry, used)
         with opened.write_transaction(), registry.block_additions():
             kept.update(text.strip() for text in opened.texts_since(used.generation))
-            kept.update(registry.texts_of_named_documents(), registry.texts_after(used.last_text))
+            kept.update(registry.texts_of_named_documents(), registry.texts(after=used.last_text))
             texts = tuple(text for text in registry.texts() if text not in kept)
             registry.delete_texts(texts)
             registry.remove_ids_without_text()
@@ -339,7 +339,7 @@ def _drop_orphans(
             index.write_transaction(),
             registry.block_additions(),
         ):  # a chunk that is added later uses its entry, or is prefilled
-            if fresh := [*index.texts_since(used.generation), *registry.texts_after(used.last_text)]:
+            if fresh := [*index.texts_since(used.generation), *registry.texts(after=used.last_text)]:
                 used = used._replace(
                     ids=used.ids.union(map(used.renderer.chunk_ids, fresh)),
                     generation=index.manifest.generation,
@@ -398,7 +398,7 @@ def push_store(
         raise BackendUnreachableError(status.problem)
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     disk.delete_temporary_files()
-    remote.delete_temporary_files()
+    remote.values.delete_temporary_files()
     known, keys = set(remote.keys()), list(disk.keys())
     report = PushReport()
     for done, key in enumerate(keys, start=1):

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.eviction import ENTRY_SUFFIX
-from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.signing import StoreKey
 from ragblend.errors import BackendUnreachableError, DamagedEntryError
+from ragblend.files.store_folder import ENTRY_SUFFIX
 from ragblend.ingestion.sync import Progress, ignore_progress
 
 
@@ -39,7 +38,8 @@ def sign_store(
     num_signed, num_known, refused = 0, 0, dict[str, str]()
     old, new = (DiskStore(store, create=False, store_key=each, kv_dir=kv_dir) for each in (signed_with, key))
     num_notes = new.sign_metadata_files_again(old)
-    set_expected_specs(old)
+    for fingerprint, spec in old.model_specs().items():
+        old.set_expected_spec(fingerprint, spec)
     paths = list(old.paths())
     for done, path in enumerate(paths, start=1):
         if new.contains(path.stem):
@@ -60,18 +60,6 @@ def sign_store(
     return {**counts, "refused_keys": refused}
 
 
-def set_expected_specs(disk: DiskStore, *others: RemoteStore) -> None:
-    """Set the expected KV shapes of `disk` and `others` from the models recorded in `disk`.
-
-    The stores then reject entries with other shapes.
-    """
-    for fingerprint, facts in disk.models().items():
-        if (shape := KVSpec.from_facts(facts)) is not None:
-            disk.set_expected_spec(fingerprint, shape)
-            for each in others:
-                each.set_expected_spec(fingerprint, shape)
-
-
 def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
     """Read every byte of a remote tier. Return a dictionary from the keys of invalid entries to the reasons.
 
@@ -81,7 +69,8 @@ def verify_remote(remote: RemoteStore, store: str | Path) -> dict[str, str]:
     status = remote.status()
     if not status.reachable:
         raise BackendUnreachableError(status.problem)
-    set_expected_specs(DiskStore(store, create=False), remote)
+    for fingerprint, spec in DiskStore(store, create=False).model_specs().items():
+        remote.set_expected_spec(fingerprint, spec)
     return {result.key: result.reason for result in remote.verify() if not result.ok}
 
 

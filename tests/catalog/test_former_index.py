@@ -40,6 +40,7 @@ def folder(tmp_path):
     found.mkdir()
     for name, dump in DUMPS.items():
         with closing(sqlite3.connect(found / name, isolation_level=None)) as file:
+            file.execute("PRAGMA journal_mode = WAL")
             file.executescript((HERE / dump).read_text())
     register(found / FORMER_REGISTRY_FILE)
     for name in (VECTORS_FILE, FORMER_MANIFEST):

@@ -15,6 +15,7 @@ from contextlib import closing
 import psycopg
 import pytest
 from postgres import PASSWORD, fresh_schema, start_postgres
+from tier_support import run_threads
 
 from ragblend import Prompt, load_engine
 from ragblend.catalog import known_chunks
@@ -86,23 +87,6 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
     assert len({*versions}) == 5
     refused(KeyboardInterrupt, lambda: other.add(interrupted("b")))  # inside of its transaction
     assert (one.change_counter(), len(one)) == (versions[-1], 0)
-
-
-def test_processes_that_write_at_the_same_time_exclude_each_other(shared_catalog):
-    """Each reads a number and writes the next one, 25 times: none is lost."""
-    code = (
-        "import sys; from ragblend.catalog.registry import ChunkRegistry; from ragblend.catalog.schema import *\n"
-        "registry, document = ChunkRegistry(sys.argv[1]), DocumentKey('notes', '1')\n"
-        "for _ in range(25):\n"
-        "    with registry._write():\n"
-        "        registry.set_version(document, str(int(registry.version_of(document) or 0) + 1))\n"
-        "        registry.add([f'{sys.argv[2]} {_}', f'both {_}'], document)\n"
-    )
-    running = [subprocess.Popen([sys.executable, "-c", code, shared_catalog, str(n)]) for n in range(3)]
-    assert [process.wait(120) for process in running] == [0, 0, 0]
-    with ChunkRegistry(shared_catalog) as registry:
-        assert (registry.version_of(DOC), len(registry)) == ("75", 100)
-        assert registry.find_problems() == []
 
 
 def test_a_catalogue_is_made_by_one_of_the_processes_that_open_it(shared_catalog):
@@ -250,11 +234,7 @@ def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_o
     assert len(known.find_runs(IDS)) == 1
     with own_server.frozen():
         start_s = time.monotonic()
-        threads = [threading.Thread(target=known.find_runs, args=(IDS,)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(8, lambda _: known.find_runs(IDS))
         first_s = time.monotonic() - start_s
         assert 0.9 < first_s < 2.0
         assert all(known.find_runs(IDS) == [] for _ in range(100))

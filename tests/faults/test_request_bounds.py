@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from servers import TcpProxy
-from tier_support import assert_same
+from tier_support import assert_same, quick_breaker
 
 from ragblend.engine.store.kv import ChunkKV, load_into_memory
 from ragblend.engine.store.remote import tier as remote
-from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
@@ -63,7 +62,7 @@ def test_no_answer_is_late_or_wrong_whatever_stands_before_redis(redis_server, t
     assert writer.close(60)
     proxy = TcpProxy(redis_server.port)
     values = RedisValues(f"redis://127.0.0.1:{proxy.port}/0", BOUND_S)
-    far = RemoteStore(values, timeout_s=BOUND_S, breaker=CircuitBreaker(pause_s=0.02, max_pause_s=0.1))
+    far = RemoteStore(values, timeout_s=BOUND_S, breaker=quick_breaker())
     store = Checked(far)
     store.expected = {key: load_into_memory(own.get(key)) for key in own.keys()}  # noqa: SIM118 (no dict)
     engine = tiny_engine("llama", store)

@@ -21,13 +21,12 @@ import boto3
 import pytest
 import torch
 from servers import TcpProxy, point_s3_at, running_redis, wait_until
-from tier_support import assert_same, make_kv
+from tier_support import assert_same, make_kv, quick_breaker
 
 from ragblend.engine.store.base import ByteStore
 from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV
-from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.object_values import ObjectValues
 from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
@@ -42,10 +41,6 @@ NUM_KILLS = 20 if FULL else 3
 NUM_PROCESSES, NUM_REQUESTS = 8, 200 if FULL else 25
 NUM_ROUNDS = 60 if FULL else 10
 NUM_WRITES = 200 if FULL else 30
-
-
-def quick_breaker() -> CircuitBreaker:
-    return CircuitBreaker(pause_s=0.02, max_pause_s=0.1)
 
 
 @contextmanager

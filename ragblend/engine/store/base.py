@@ -55,8 +55,6 @@ class KVStore(ABC):
 
     is_remote = False
     """True for a tier on another machine. A request reads all its entries there with one `fetch_from_remote`."""
-    timeout_s = 0.0
-    """The longest that a request waits for this tier, in seconds."""
     catalog: str | None = None
     """The catalogue's URL. None: the URL in the user's settings, or else a file in the store's folder."""
     kv_dtype: KvDtype = "auto"
@@ -67,11 +65,6 @@ class KVStore(ABC):
         self._counters_lock = threading.Lock()
 
     @property
-    def remote_url(self) -> str:
-        """The URL of a remote tier, without its password, for messages; "" for a tier on this machine."""
-        return ""
-
-    @property
     def tiers(self) -> tuple[KVStore, ...]:
         """The tiers of this store, fastest first; a single tier returns itself."""
         return (self,)
@@ -79,12 +72,14 @@ class KVStore(ABC):
     @property
     def memory_tier(self) -> MemoryStore | None:
         """The tier in memory; None if there is none."""
-        return None
+        found = (tier.memory_tier for tier in self.tiers if tier is not self)
+        return next((tier for tier in found if tier is not None), None)
 
     @property
     def disk_tier(self) -> DiskStore | None:
         """The tier on disk, which stores pins and other metadata; None if there is none."""
-        return None
+        found = (tier.disk_tier for tier in self.tiers if tier is not self)
+        return next((tier for tier in found if tier is not None), None)
 
     @property
     def remote_tiers(self) -> tuple[RemoteStore, ...]:
@@ -197,11 +192,13 @@ class KVStore(ABC):
         self.put(kv)
 
     def put_context_policy(self, policy: ContextPolicy) -> None:
-        """Store the context policy with which chunks are precomputed."""
+        """Store the context policy with which chunks are precomputed, in the disk tier. Without one, do nothing."""
+        if (disk := self.disk_tier) is not None:
+            disk.put_context_policy(policy)
 
     def read_context_policy(self) -> ContextPolicy | None:
         """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError for damage."""
-        return None
+        return None if (disk := self.disk_tier) is None else disk.read_context_policy()
 
     # -- between tiers and in the background
 
@@ -218,12 +215,6 @@ class KVStore(ABC):
         """Set the dtype and the KV shapes of the model with this `fingerprint`.
 
         Entries of the model that have another dtype or other shapes are then treated as damaged.
-        """
-
-    def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
-        """Set the local tiers from which a remote tier reads an entry when its upload begins.
-
-        This is for entries that do not fit the remote tier's write queue. Of such an entry, only the key is queued.
         """
 
     def flush(self, timeout_s: float | None = None) -> bool:

@@ -175,7 +175,7 @@ def _encode_header(
         "header_xxh3_128": "0" * 32,  # first, so that its digits sit at _DIGITS
         **({} if store_key is None else {"signature": "0" * DIGITS}),  # second, at _SIGNATURE
         "format_version": version if store_key is None else SIGNED_FORMAT_VERSION,
-        "layout_version": header.layout_version,
+        "layout_version": LAYOUT_VERSION,
         "key": header.key,
         "fingerprint": header.fingerprint,
         "namespace": header.namespace,
@@ -202,7 +202,7 @@ def _encode_header(
     text += b" " * (-len(text) % 8)  # as safetensors does: tensor data starts 8-byte aligned
     raw = bytearray(len(text).to_bytes(8, "little") + text)
     if store_key is not None:
-        raw[_SIGNATURE] = store_key.sign(header.namespace, raw).encode()
+        raw[_SIGNATURE] = store_key.sign("entry", header.namespace, raw).encode()
     raw[_DIGITS] = xxh3_128_hexdigest(raw).encode()
     return bytes(raw)
 
@@ -272,7 +272,6 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadReq
             num_layers=facts["num_layers"],
             dtype=facts["dtype"],
             namespace=facts["namespace"],
-            layout_version=facts["layout_version"],
             kv_dtype=kv_dtype,
             context=tuple(facts.get("context", ())),
         )
@@ -301,7 +300,7 @@ def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKe
     if store_key is None or raw[_DIGITS.stop : _SIGNATURE.start] != _SIGNATURE_OPENING:
         return False
     zeroed[_SIGNATURE] = b"0" * DIGITS
-    return store_key.has_signed(namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
+    return store_key.has_signed("entry", namespace, zeroed, raw[_SIGNATURE].decode("latin-1"))
 
 
 def _layer_spans(
@@ -496,7 +495,7 @@ class DiskKV:
         file = None
         try:
             file = self._file or self._reopen()
-            return self._read(file, index)
+            return _read_layer(file, self._entry, index)
         except UnreadableEntryError as error:
             if file is not None:
                 self._on_damage(self.header.key, self._path, file, str(error))
@@ -507,13 +506,10 @@ class DiskKV:
     def verify(self, file: SharedFile) -> None:
         """Read and verify every layer. Raises UnreadableEntryError for damage. file: the open file of this entry."""
         for index in range(self.header.num_layers):
-            self._read(file, index)
+            _read_layer(file, self._entry, index)
 
     def _reopen(self) -> SharedFile:
         file = SharedFile(self._path)
         if _header_bytes(file)[0][_DIGITS] != self._digits:
             raise OSError(errno.ESTALE, "the entry was replaced by another one")
         return file
-
-    def _read(self, file: SharedFile, index: int) -> StoredLayer:
-        return _read_layer(file, self._entry, index)

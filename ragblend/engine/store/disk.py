@@ -30,15 +30,7 @@ from ragblend.engine.store.chunk_file import (
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.eviction import (
-    DAMAGED_SUFFIX,
-    ENTRY_SUFFIX,
-    EVICTED_MARK,
-    NAME,
-    Capacity,
-    DiskEvictor,
-    auto_limit,
-)
+from ragblend.engine.store.eviction import NAME, Capacity, DiskEvictor, auto_limit
 from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec, MemoryKV, load_into_memory
 from ragblend.engine.store.metadata import StoreDefaults as StoreDefaults
 from ragblend.engine.store.metadata import StoreMetadata, checked_name
@@ -47,7 +39,13 @@ from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, try_remove_file
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import find_kv_dir, resolve_and_migrate_store_folder
+from ragblend.files.store_folder import (
+    DAMAGED_SUFFIX,
+    ENTRY_SUFFIX,
+    EVICTED_MARK,
+    find_kv_dir,
+    resolve_and_migrate_store_folder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -238,16 +236,13 @@ class DiskStore(StoreMetadata, KVStore):
         """Return the keys of all entry files, which are not opened. Files that were moved aside are left out."""
         return (path.stem for path in self._files(ENTRY_SUFFIX))
 
-    def nbytes(self) -> int:
-        """Return the size in bytes of all entries' files on disk, damaged ones included."""
-        return self._evictor.held_bytes()
+    def nbytes(self, *, lists_again: bool = True) -> int:
+        """Return the size in bytes of all entries' files on disk, damaged ones included.
 
-    def last_known_nbytes(self) -> int:
-        """Return the size in bytes of all entries' files, without listing the directory again.
-
-        Later changes by other processes are not counted (see `eviction`). Without a budget, the same as `nbytes`.
+        lists_again: with False and a budget, the directory is not listed, so the latest changes by other processes are
+        not counted (see `eviction`).
         """
-        return self._evictor.held_bytes(lists_again=False)
+        return self._evictor.held_bytes(lists_again=lists_again)
 
     def certainly_fits(self, nbytes: int) -> bool:
         """Return True if `nbytes` of new entries certainly fit; False if unknown. The directory is not listed."""
@@ -301,9 +296,8 @@ class DiskStore(StoreMetadata, KVStore):
         Intact files that were moved aside earlier are moved back. An entry is also damaged if it does not have its
         model's dtype and shapes: those of `set_expected_spec`, or else those in the store's metadata, if any.
         """
-        for fingerprint, facts in self.models().items():
-            if fingerprint not in self._requirements.specs and (shape := KVSpec.from_facts(facts)) is not None:
-                self.set_expected_spec(fingerprint, shape)
+        for fingerprint, spec in self.model_specs().items():
+            self._requirements.specs.setdefault(fingerprint, spec)
         for path in self._files(DAMAGED_SUFFIX):
             if (reason := self._damage_reason(path)) == "" and not os.path.lexists(path.with_suffix(ENTRY_SUFFIX)):
                 with suppress(OSError):  # the store key was missing then, or the read error was temporary

@@ -28,11 +28,8 @@ from typing import Literal, NamedTuple
 from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import StoreFullError
 from ragblend.files.directory import try_remove_file
+from ragblend.files.store_folder import DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK
 
-ENTRY_SUFFIX, DAMAGED_SUFFIX = ".safetensors", ".damaged"
-EVICTED_MARK = (
-    "evicted"  # an empty file: present once an entry was evicted, after which a missing entry is not an error
-)
 NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
 
 Capacity = int | Literal["auto"] | None

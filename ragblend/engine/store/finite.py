@@ -39,11 +39,13 @@ def layer_is_finite(layer: StoredLayer) -> bool:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return True if no element is infinite or NaN. `tensor` is float32, bfloat16 or float16."""
+    """Return True if no element is infinite or NaN. `tensor` is float32, bfloat16 or float16, on any device."""
+    if not tensor.numel():
+        return True
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return bool(torch.isfinite(tensor.abs().amax()))
     unsigned, signed, infinity = _PATTERNS[tensor.dtype]
     bits = tensor.reshape(-1).view(torch.uint8).numpy()
-    if not bits.size:
-        return True
     minus_infinity = infinity + (1 << (8 * tensor.itemsize - 1))
     return int(bits.view(signed).max()) < infinity and int(bits.view(unsigned).max()) < minus_infinity
 
@@ -64,10 +66,4 @@ def kv_is_finite(kv: MemoryKV) -> bool:
     Codes and scales of KV in eight bits are not examined, because `quantize` has rejected infinity and NaN.
     """
     full = (layer if isinstance(layer, LayerKV) else (layer.first_keys, layer.first_values) for layer in kv.layers)
-    tensors = [tensor for pair in full for tensor in pair if tensor.numel()]
-    return all(
-        is_finite(tensor)
-        if tensor.device.type == "cpu" and tensor.is_contiguous()
-        else bool(torch.isfinite(tensor.abs().amax()))
-        for tensor in tensors
-    )
+    return all(is_finite(tensor) for pair in full for tensor in pair)

@@ -21,6 +21,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -33,9 +34,6 @@ from ragblend.files.reading import read_file
 from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
-
-_READ_BYTES = 16 * 1024 * 1024
-
 
 SIMILAR = "similar"
 """`chunk_key`'s `context` for KV that was computed after the most similar chunks. Their ids are not in the key."""
@@ -230,11 +228,8 @@ def default_digest_cache() -> Path:
 
 
 def _digest_file(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 
 def _read_cache(cache: Path | None) -> dict[str, str]:

@@ -58,7 +58,6 @@ class KVHeader:
     num_layers: int
     dtype: str  # a name in DTYPES: the dtype in which the KV was computed, and which `layer` returns
     namespace: str = ""
-    layout_version: int = LAYOUT_VERSION
     kv_dtype: str | None = None  # a name in CODE_DTYPES; None: stored as computed, bit for bit
     context: tuple[int, ...] = ()  # lengths of the similar chunks; their ids end `prefix_ids`; not in the key
 

@@ -22,6 +22,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.store.base import EntryCheck
 from ragblend.engine.store.eviction import NAME
+from ragblend.engine.store.kv import KVSpec
 from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.engine.store.signing import StoreKey
 from ragblend.errors import CorruptError, UsageError
@@ -72,23 +73,19 @@ class StoreMetadata:
 
     def pins(self) -> dict[str, tuple[str, ...]]:
         """Return, for each pinned document, the keys of its entries. Unreadable pins are skipped with a warning."""
-        return {
-            str(note["document"]): tuple(map(str, note["keys"]))
-            for _, note in self._read_metadata(PINS_DIR, log.warning)
-        }
+        notes = self._read_metadata(PINS_DIR, _warn)
+        return {str(note["document"]): tuple(map(str, note["keys"])) for _, note in notes}
 
     def pinned_keys(self) -> frozenset[str]:
         """Return the keys of the entries of all pinned documents. Raises CorruptError for an unreadable pin."""
-        damaged: list[str] = []
-        notes = [
-            note for _, note in self._read_metadata(PINS_DIR, lambda *warning: damaged.append(warning[0] % warning[1:]))
-        ]
-        if damaged:
+
+        def refuse(path: Path, error: Exception) -> None:
             raise CorruptError(
-                f"{damaged[0]}, so the entries that it pins are not known, and nothing is evicted. Repair it: "
-                f"ragblend verify --repair --store {self.root}"
+                f"{path} is damaged ({error}), so the entries that it pins are not known, and nothing is evicted. "
+                f"Repair it: ragblend verify --repair --store {self.root}"
             )
-        return frozenset(str(key) for note in notes for key in note["keys"])
+
+        return frozenset(str(key) for _, note in self._read_metadata(PINS_DIR, refuse) for key in note["keys"])
 
     def pin_location(self, document: str) -> str:
         """Return the path of a document's pin file below `root`. `verify_metadata` uses it as `EntryCheck.key`."""
@@ -100,7 +97,12 @@ class StoreMetadata:
 
     def models(self) -> dict[str, dict[str, Any]]:
         """Return the facts that `put_model` stored, by fingerprint. Unreadable files are skipped with a warning."""
-        return {path.stem: note for path, note in self._read_metadata(MODELS_DIR, log.warning)}
+        return {path.stem: note for path, note in self._read_metadata(MODELS_DIR, _warn)}
+
+    def model_specs(self) -> dict[str, KVSpec]:
+        """Return the dtype and shapes of each model's KV, by fingerprint. Models without a valid spec are left out."""
+        specs = {fingerprint: KVSpec.from_facts(facts) for fingerprint, facts in self.models().items()}
+        return {fingerprint: spec for fingerprint, spec in specs.items() if spec is not None}
 
     def has_model(self, fingerprint: str) -> bool:
         """Return True if `put_model` stored facts about the model, readable or not."""
@@ -164,14 +166,14 @@ class StoreMetadata:
         """
         found = list[EntryCheck]()
 
-        def complain(_: str, path: Path, error: Exception) -> None:
+        def complain(path: Path, error: Exception) -> None:
             found.append(EntryCheck(_place(path), False, str(error)))
 
         for folder in (*METADATA_DIRS, PINS_DIR):
             for path, note in self._read_metadata(folder, complain):
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
-                    complain("", path, UsageError(problem))
+                    found.append(EntryCheck(_place(path), False, problem))
         for name, read in ((CONTEXT_FILE, self.read_context_policy), (DEFAULTS_FILE, self.read_defaults)):
             try:
                 read()
@@ -184,7 +186,7 @@ class StoreMetadata:
         remove_file(self.root / location)
 
     def _read_metadata(
-        self, folder: str, complain: Callable[[str, Path, Exception], object] = lambda *_: None
+        self, folder: str, complain: Callable[[Path, Exception], object] = lambda *_: None
     ) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yield the metadata files of a folder with their facts. `complain` is called for each unreadable one."""
         for path in sorted((self.root / folder).glob("[!.]*.json")):
@@ -193,7 +195,7 @@ class StoreMetadata:
             except FileNotFoundError:
                 continue  # deleted since the listing
             except (OSError, ValueError) as error:
-                complain("%s is damaged (%s)", path, error)
+                complain(path, error)
 
     def _write_metadata(self, path: Path, facts: Mapping[str, Any]) -> bool:
         """Write the file. Return False, without writing, if it has these facts already."""
@@ -229,6 +231,10 @@ class StoreMetadata:
 
     def _model_path(self, fingerprint: str) -> Path:
         return self.root / MODELS_DIR / f"{checked_name(fingerprint)}.json"
+
+
+def _warn(path: Path, error: Exception) -> None:
+    log.warning("%s is damaged (%s)", path, error)
 
 
 def _note_kind(path: Path) -> str:

@@ -3,7 +3,6 @@ signature authenticates the writer (see `signing`)."""
 
 from __future__ import annotations
 
-import hmac
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +22,8 @@ def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None
     >>> decode_signed_json(encode_signed_json({"document": "a.txt"}, "pin"), "pin")
     {'document': 'a.txt'}
     """
-    return _written(facts, kind, key.sign_metadata(kind, _plain(facts)) if key is not None else None)
+    plain = json.loads(json.dumps(dict(facts)))  # as `decode_signed_json` reads them
+    return _written(plain, kind, None if key is None else key.sign("note", kind, _message(plain)))
 
 
 def decode_signed_json(data: bytes, kind: str, key: StoreKey | None = None) -> dict[str, Any]:
@@ -41,9 +41,7 @@ def decode_signed_json(data: bytes, kind: str, key: StoreKey | None = None) -> d
             raise ValueError("its checksum is wrong")
     except (TypeError, RecursionError) as error:
         raise ValueError(f"it is no such file ({error})") from error
-    if key is not None and not hmac.compare_digest(
-        key.sign_metadata(kind, facts).encode(), str(signature).encode("utf-8", "surrogatepass")
-    ):
+    if key is not None and not key.has_signed("note", kind, _message(facts), str(signature)):
         raise ValueError(UNSIGNED)
     return facts
 
@@ -57,7 +55,6 @@ def _checksum(facts: Mapping[str, Any], kind: str) -> str:
     return xxh3_128_hexdigest(f"{kind}\0{json.dumps(dict(facts))}".encode())
 
 
-def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts as JSON returns them."""
-    found: dict[str, Any] = json.loads(json.dumps(dict(facts)))
-    return found
+def _message(facts: Mapping[str, Any]) -> bytes:
+    """Return the bytes that are signed. They do not depend on the order of the facts."""
+    return json.dumps(facts, sort_keys=True).encode()

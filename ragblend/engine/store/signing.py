@@ -3,21 +3,19 @@
 A signature is keyed BLAKE2b (RFC 7693) over a whole header, which contains a BLAKE3 digest of every layer. From the
 store key, one key is derived for the entries of each namespace, and one for each kind of metadata (calibrations,
 models, machines). A signature is therefore valid for one purpose only. The store key comes from the environment or from
-a file of the user, never from a working folder, and is never printed. Works on bytes, JSON values and paths.
+a file of the user, never from a working folder, and is never printed. Works on bytes and paths.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from ragblend.config import trusted_setting, user_folder
 from ragblend.errors import NotFoundError, UsageError
@@ -32,6 +30,9 @@ DIGITS = 64  # of a signature
 _KEY_BYTES = 32
 _LEAST_TEXT = 16  # letters of a key that is not 64 hex digits: a shorter one can be guessed
 _SALT = b"ragblend store key"
+
+Purpose = Literal["entry", "note"]
+"""The kinds of signed data: entries, and metadata files."""
 
 
 class StoreKey:
@@ -71,17 +72,18 @@ class StoreKey:
         """8 hex digits that differ from key to key."""
         return self._derived("id").hex()[:8]
 
-    def sign(self, namespace: str, message: bytes | bytearray | memoryview) -> str:
-        """Return the signature, 64 hex digits, of an entry of `namespace`. message: the bytes of the entry's header."""
-        return _mac(self._derived("entry", namespace), message)
+    def sign(self, purpose: Purpose, name: str, message: bytes | bytearray) -> str:
+        """Return the signature of `message`, 64 hex digits. It is valid for one `purpose` and one `name` only.
 
-    def has_signed(self, namespace: str, message: bytes | bytearray | memoryview, signature: str) -> bool:
-        """Return True if `signature` is the result of `sign` for the same `namespace` and `message`."""
-        return hmac.compare_digest(self.sign(namespace, message).encode(), signature.encode())
+        purpose: "entry" for the header of an entry; `name` is its namespace. "note" for a metadata file; `name` is its
+        kind.
+        """
+        return hashlib.blake2b(message, key=self._derived(purpose, name), digest_size=DIGITS // 2).hexdigest()
 
-    def sign_metadata(self, kind: str, facts: Mapping[str, Any]) -> str:
-        """Return the signature, 64 hex digits, of the JSON object `facts`. A signature is valid for one `kind` only."""
-        return _mac(self._derived("note", kind), json.dumps(dict(facts), sort_keys=True).encode())
+    def has_signed(self, purpose: Purpose, name: str, message: bytes | bytearray, signature: str) -> bool:
+        """Return True if `signature` is the result of `sign` for the other arguments."""
+        expected = self.sign(purpose, name, message)
+        return hmac.compare_digest(expected.encode(), signature.encode("utf-8", "surrogatepass"))
 
     def _derived(self, purpose: str, name: str = "") -> bytes:
         data = name.encode("utf-8", "surrogatepass")
@@ -182,10 +184,6 @@ def write_key(path: Path) -> StoreKey:
 
 
 UNSIGNED = "it is not signed with this store's key"
-
-
-def _mac(key: bytes, message: bytes | bytearray | memoryview) -> str:
-    return hashlib.blake2b(message, key=key, digest_size=DIGITS // 2).hexdigest()
 
 
 @lru_cache(maxsize=8)

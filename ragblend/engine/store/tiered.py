@@ -35,10 +35,9 @@ from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
-from ragblend.options import ContextPolicy, KvDtype, TierOptions
+from ragblend.options import KvDtype, TierOptions
 
 if TYPE_CHECKING:
-    from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.remote.tier import RemoteStore
 
 __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
@@ -79,7 +78,9 @@ class TieredStore(KVStore):
             if tier.memory_tier is None
         }
         for position, tier in enumerate(tiers):
-            tier.set_upload_source_tiers(tiers[:position])
+            if tier.is_remote:
+                for remote in tier.remote_tiers:
+                    remote.set_upload_source_tiers(tiers[:position])
         self._tombstones = [Tombstones(self, remote) for remote in self.remote_tiers]
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._prefetching: set[str] = set()
@@ -90,16 +91,6 @@ class TieredStore(KVStore):
     def tiers(self) -> tuple[KVStore, ...]:
         """The tiers, fastest first."""
         return self._tiers
-
-    @property
-    def memory_tier(self) -> MemoryStore | None:
-        """The tier in memory; None if there is none."""
-        return next((found for tier in self._tiers if (found := tier.memory_tier) is not None), None)
-
-    @property
-    def disk_tier(self) -> DiskStore | None:
-        """The tier on disk, which stores pins and other metadata; None if there is none."""
-        return next((found for tier in self._tiers if (found := tier.disk_tier) is not None), None)
 
     @cached_property  # every request reads it
     def remote_tiers(self) -> tuple[RemoteStore, ...]:
@@ -143,7 +134,8 @@ class TieredStore(KVStore):
         at the latest at `until_s`. until_s: the deadline, in seconds of the monotonic clock; None: now plus the largest
         `timeout_s` of the remote tiers.
         """
-        until_s = self._remote_deadline_s() if until_s is None else until_s
+        if until_s is None:
+            until_s = monotonic() + max((tier.timeout_s for tier in self.remote_tiers), default=0.0)
         fetched: dict[str, ChunkKV] = {}
         num_deletes = self.num_deletes
         wanted = [key for key in dict.fromkeys(keys) if not self.is_local(key)]
@@ -153,10 +145,6 @@ class TieredStore(KVStore):
                 for key, kv in tier.fetch_from_remote(missing, until_s).items():
                     fetched[key] = self._with_promotion(kv, position, num_deletes)
         return fetched
-
-    def _remote_deadline_s(self) -> float:
-        """Return the deadline, on the monotonic clock, of a request that starts to wait for remote tiers now."""
-        return monotonic() + max((tier.timeout_s for tier in self.remote_tiers), default=0.0)
 
     def is_local(self, key: str) -> bool:
         """Return True if a tier of this machine has the entry, or has it queued for writing."""
@@ -378,16 +366,6 @@ class TieredStore(KVStore):
         """
         for tombstones in self._tombstones:
             tombstones.watch(timeout_s, skip_disk=skip_disk)
-
-    def put_context_policy(self, policy: ContextPolicy) -> None:
-        """Store the context policy in every tier that stores metadata."""
-        for tier in self._tiers:
-            tier.put_context_policy(policy)
-
-    def read_context_policy(self) -> ContextPolicy | None:
-        """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError for damage."""
-        found = (tier.read_context_policy() for tier in self._tiers)
-        return next((policy for policy in found if policy is not None), None)
 
     # -- state
 

@@ -109,7 +109,7 @@ class Tombstones:
             log.warning(
                 "deletions by other machines are unknown, because %s has not answered within %g s; check it: ragblend "
                 "doctor --remote URL",
-                self._remote.remote_url,
+                self._remote.values.url,
                 timeout_s,
             )
 
@@ -153,7 +153,7 @@ class Tombstones:
                 try:
                     self._apply(name)
                 except ValueError as error:
-                    log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.remote_url, error)
+                    log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.values.url, error)
                     self._applied.add(name)
         if lists_all:
             self._restore_and_expire(names, self._applied, oldest)

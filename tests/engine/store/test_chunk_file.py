@@ -7,8 +7,6 @@ import hashlib
 import json
 import os
 import resource
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import safetensors
 import torch
 from forgery import edited
 from safetensors.torch import save
+from tier_support import as_bytes, assert_same, run_threads
 from tier_support import make_kv as make_usual_kv
 
 from ragblend.engine.store import chunk_file
@@ -31,7 +30,7 @@ from ragblend.engine.store.chunk_file import (
     write_chunk,
 )
 from ragblend.engine.store.keys import chunk_key, key_from_header
-from ragblend.engine.store.kv import DTYPES, ChunkKV, KVHeader, LayerKV, MemoryKV, convert_kv_dtype
+from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV, convert_kv_dtype
 from ragblend.engine.store.quantize import CODE_DTYPES
 from ragblend.errors import DamagedEntryError
 
@@ -84,37 +83,6 @@ def golden_quantized_kv(kv_dtype: str) -> MemoryKV:
     )
     assert not kv.header.is_lossless
     return kv
-
-
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def assert_same(got: ChunkKV | None, expected: MemoryKV) -> None:
-    assert got.header == expected.header
-    assert got.nbytes == expected.nbytes
-    for index, wanted in enumerate(expected.layers):
-        for layer, same in ((got.stored_layer(index), wanted), (got.layer(index), expected.layer(index))):
-            assert type(layer) is type(same)
-            assert [(tensor.shape, tensor.dtype) for tensor in layer] == [(each.shape, each.dtype) for each in same]
-            assert list(map(as_bytes, layer)) == list(map(as_bytes, same))
-
-
-def run_threads(count: int, work: Callable[[int], object]) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
 
 
 def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:

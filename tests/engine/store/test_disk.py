@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import small_disk
 from safetensors.torch import save
-from test_chunk_file import as_bytes, assert_same, make_kv, note_reads, run_threads
-from tier_support import flip, path_of
+from test_chunk_file import make_kv, note_reads
+from tier_support import as_bytes, assert_same, flip, path_of, run_threads
 
 from ragblend.engine.store import chunk_file, disk
 from ragblend.engine.store.chunk_file import DiskKV

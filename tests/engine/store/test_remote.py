@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import redis
 from servers import RedisNodes, RedisServer, TcpProxy, point_s3_at, wait_until
-from test_chunk_file import run_threads
-from tier_support import DictValues, SlowValues, assert_same, make_kv
+from tier_support import DictValues, SlowValues, assert_same, make_kv, quick_breaker, run_threads
 
 from benchmarks.ports import free_port
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -23,10 +22,6 @@ from ragblend.errors import BackendUnreachableError, UsageError
 from ragblend.redaction import redact_url
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def quick_breaker(threshold: int = 3) -> CircuitBreaker:
-    return CircuitBreaker(threshold=threshold, pause_s=0.05, max_pause_s=0.2)
 
 
 def eventually(store: RemoteStore, kv: MemoryKV) -> None:

@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import wait_until
-from test_chunk_file import run_threads
-from tier_support import DictValues, assert_same, flip, make_kv, path_of
+from tier_support import DictValues, assert_same, flip, make_kv, path_of, run_threads
 
 from benchmarks.ports import free_port
 from ragblend.engine.load import load_engine
@@ -196,7 +195,8 @@ def test_memory_is_safe_to_share_between_threads():
 
 
 def test_a_chunk_too_large_for_memory_is_stored_below_and_stays_there(disk):
-    memory, kv = MemoryStore(10), make_kv()
+    kv = make_kv()
+    memory = MemoryStore(kv.nbytes - 1)
     tiers = TieredStore(memory, disk)
     tiers.put(kv)
     found = tiers.get(kv.header.key)
@@ -547,14 +547,6 @@ def test_a_delete_reaches_the_local_tiers_and_says_that_the_remote_keeps_it(tier
         tiers.store.delete(kv.header.key)
     assert not tiers.memory.contains(kv.header.key)
     assert not tiers.disk.contains(kv.header.key)
-
-
-def test_a_chunk_larger_than_memory_still_goes_below(tiers):
-    kv = make_kv()
-    tiers.memory.capacity_bytes = kv.nbytes - 1
-    tiers.store.put(kv)
-    assert not tiers.memory.contains(kv.header.key)
-    assert_same(tiers.store.get(kv.header.key), kv)
 
 
 # --- composition ---

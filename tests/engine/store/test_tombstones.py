@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import RedisServer, TcpProxy, wait_until
+from servers import TcpProxy, running_redis, wait_until
 from tier_support import DictValues, make_kv
 
 from ragblend.engine.store import tombstones
@@ -25,14 +25,15 @@ from ragblend.errors import BackendUnreachableError, StoreFullError
 KVS = [make_kv(seed, namespace="ab"[seed % 2]) for seed in range(6)]
 
 
+@pytest.fixture
+def server(tmp_path):
+    yield from running_redis(tmp_path)
+
+
 @pytest.fixture(params=["redis", "folder"])
 def remotes(request, tmp_path):
     """Opens the one remote tier as another machine would."""
-    server = None
-    if request.param == "redis":
-        server = RedisServer(tmp_path)
-        server.start()
-    url = server.url if server is not None else f"file://{tmp_path}/far"
+    url = request.getfixturevalue("server").url if request.param == "redis" else f"file://{tmp_path}/far"
     opened: list[RemoteStore] = []
 
     def open_one() -> RemoteStore:
@@ -42,8 +43,6 @@ def remotes(request, tmp_path):
     yield open_one
     for remote in opened:
         remote.close(timeout_s=1)
-    if server is not None:
-        server.kill()
 
 
 def machine(root: Path, remote: RemoteStore) -> TieredStore:
@@ -187,27 +186,22 @@ def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path):
         store.close()
 
 
-def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(tmp_path):
+def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(server, tmp_path):
     """Redis without persistence, killed: a machine that was down the whole time still learns of it."""
-    server = RedisServer(tmp_path)
+    remote = open_remote(server.url, timeout_s=5)
+    up, down = (machine(tmp_path / name, remote) for name in ("up", "down"))
+    down.put(KVS[0])
+    assert down.flush(10)
+    up.delete_everywhere(keys_of(0))
+    server.kill()
+    up.apply_deletions()  # costs nothing but a warning
     server.start()
-    try:
-        remote = open_remote(server.url, timeout_s=5)
-        up, down = (machine(tmp_path / name, remote) for name in ("up", "down"))
-        down.put(KVS[0])
-        assert down.flush(10)
-        up.delete_everywhere(keys_of(0))
-        server.kill()
-        up.apply_deletions()  # costs nothing but a warning
-        server.start()
-        assert remote.values.list_metadata() == []
-        up.apply_deletions()
-        assert len(remote.values.list_metadata()) == 1
-        down.apply_deletions()
-        assert not down.contains(*keys_of(0))
-        remote.close(timeout_s=1)
-    finally:
-        server.kill()
+    assert remote.values.list_metadata() == []
+    up.apply_deletions()
+    assert len(remote.values.list_metadata()) == 1
+    down.apply_deletions()
+    assert not down.contains(*keys_of(0))
+    remote.close(timeout_s=1)
 
 
 def test_old_tombstones_go_here_and_there(remotes, tmp_path, monkeypatch):
@@ -324,11 +318,9 @@ def test_a_damaged_forged_or_foreign_tombstone_deletes_nothing(tmp_path_factory,
     assert store.tiers[0].contains(*keys_of(0))
 
 
-def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path, monkeypatch):
+def test_a_remote_that_is_silent_keeps_no_server_from_starting(server, tmp_path, monkeypatch):
     """Its own time limit is the requests' affair, and may be long; its tombstones are applied once it answers."""
     monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
-    server = RedisServer(tmp_path)
-    server.start()
     proxy = TcpProxy(server.port)
     far = open_remote(server.url, timeout_s=5)
     silent = open_remote(f"redis://127.0.0.1:{proxy.port}/0", timeout_s=600)
@@ -349,7 +341,6 @@ def test_a_remote_that_is_silent_keeps_no_server_from_starting(tmp_path, monkeyp
         proxy.close()
         for each in (store, again):
             each.close(timeout_s=0)
-        server.kill()
 
 
 def test_the_thread_that_watches_ends_with_its_store(tmp_path, monkeypatch):
@@ -369,23 +360,18 @@ def test_the_thread_that_watches_ends_with_its_store(tmp_path, monkeypatch):
     wait_until(lambda: gc.collect() >= 0 and watching() == before, 60, "the threads have ended")
 
 
-def test_a_tombstone_whose_write_failed_is_never_applied(tmp_path):
+def test_a_tombstone_whose_write_failed_is_never_applied(server, tmp_path):
     """Otherwise it would delete what is stored after the failed removal."""
-    server = RedisServer(tmp_path)
     import redis
 
-    server.start()
-    try:
-        one, two = (machine(tmp_path / name, open_remote(server.url)) for name in ("one", "two"))
-        with closing(redis.Redis(port=server.port)) as client:
-            two.apply_deletions()
-            client.acl_setuser("default", enabled=True, nopass=True, commands=["-zadd"])
-            with pytest.raises(BackendUnreachableError):
-                one.delete_everywhere(keys_of(0))
-            two.put(KVS[0])
-            client.acl_setuser("default", enabled=True, nopass=True, commands=["+zadd"])
-        machine_again = machine(tmp_path / "two", open_remote(server.url))  # which lists all tombstones
-        machine_again.apply_deletions()
-        assert on_disk(machine_again) == {*keys_of(0)}
-    finally:
-        server.kill()
+    one, two = (machine(tmp_path / name, open_remote(server.url)) for name in ("one", "two"))
+    with closing(redis.Redis(port=server.port)) as client:
+        two.apply_deletions()
+        client.acl_setuser("default", enabled=True, nopass=True, commands=["-zadd"])
+        with pytest.raises(BackendUnreachableError):
+            one.delete_everywhere(keys_of(0))
+        two.put(KVS[0])
+        client.acl_setuser("default", enabled=True, nopass=True, commands=["+zadd"])
+    machine_again = machine(tmp_path / "two", open_remote(server.url))  # which lists all tombstones
+    machine_again.apply_deletions()
+    assert on_disk(machine_again) == {*keys_of(0)}

@@ -20,6 +20,7 @@ from typing import Any
 from ragblend.engine.store.remote.limits import WALK_TIMEOUT_S, connect_timeout_s
 from ragblend.errors import BackendUnreachableError, NotFoundError, StoreFullError, UsageError
 from ragblend.files.directory import Directory
+from ragblend.files.store_folder import ENTRY_SUFFIX
 from ragblend.redaction import has_secret, redact_message, redact_url
 
 try:
@@ -28,7 +29,6 @@ try:
 except ImportError as error:
     raise ImportError("an object store tier needs obstore: pip install 'ragblend[s3]'") from error
 
-SUFFIX = ".safetensors"
 NOTES = "notes"  # a separate folder, so that listing metadata lists no chunks
 WRITE_TIMEOUT_S = 60.0
 _MAX_VALUE_BYTES = 5 * 2**30  # one S3 PUT
@@ -105,7 +105,7 @@ class ObjectValues:
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Return every name with its object's size in bytes. Lists the whole prefix."""
-        return self._list("", SUFFIX)
+        return self._list("", ENTRY_SUFFIX)
 
     def delete_temporary_files(self) -> int:
         """Delete killed writers' temporary files from a local folder; return their number. Other backends have none."""
@@ -136,7 +136,7 @@ class ObjectValues:
         """Do nothing: obstore closes idle connections itself."""
 
     def _path(self, name: str) -> str:
-        return f"{self._prefix}{name[:2]}/{name}{SUFFIX}"
+        return f"{self._prefix}{name[:2]}/{name}{ENTRY_SUFFIX}"
 
     def _note(self, name: str) -> str:
         return f"{self._prefix}{NOTES}/{name}.json"

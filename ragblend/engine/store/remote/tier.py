@@ -120,11 +120,6 @@ class RemoteStore(KVStore):
         return (self,)
 
     @property
-    def remote_url(self) -> str:
-        """The URL of the backend, without the password."""
-        return self.values.url
-
-    @property
     def counters(self) -> StoreCounters:
         """Hits, misses, puts, damage, failures and dropped writes since the store was created."""
         self._counters.num_dropped = self._queue.num_dropped
@@ -332,10 +327,6 @@ class RemoteStore(KVStore):
         with self._lock:
             self._flights.pop(key, None)
 
-    def delete_temporary_files(self) -> int:
-        """Delete the temporary files of killed writers; return their number. Raises BackendUnreachableError."""
-        return self.values.delete_temporary_files()
-
     def keys(self) -> Iterator[str]:
         """Return the keys of all entries, unverified; none while the backend does not answer."""
         return (key for key, _ in self._sizes())
@@ -466,9 +457,7 @@ class RemoteStore(KVStore):
                 self._bad.popitem(last=False)
 
 
-def open_remote(
-    url: str, *, timeout_s: float = TIMEOUT_S, queue_bytes: int = QUEUE_BYTES, store_key: KeyChoice = "auto"
-) -> RemoteStore:
+def open_remote(url: str, *, timeout_s: float = TIMEOUT_S, store_key: KeyChoice = "auto") -> RemoteStore:
     """Return the remote tier at `url`: `redis://`, `redis+cluster://`, `s3://BUCKET/PREFIX`, `gs://`, `az://`,
     `file:///DIR`.
 
@@ -487,4 +476,4 @@ def open_remote(
     if not name.isidentifier() or find_spec(module) is None:
         module = f"{__package__}.object_values"
     values: ByteStore = import_module(module).open_values(url, timeout_s)
-    return RemoteStore(values, timeout_s=timeout_s, queue_bytes=queue_bytes, store_key=store_key)
+    return RemoteStore(values, timeout_s=timeout_s, store_key=store_key)
