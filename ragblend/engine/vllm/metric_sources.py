@@ -95,14 +95,12 @@ class TierMetrics:
         self._remote, self._remote_seen = next(iter(store.remote_tiers), None), StoreCounters()
         self._shows_bytes = shows_bytes
         self._seen = {name: StoreCounters() for name in self._tiers}
-        self._nbytes: dict[str, int] = {}
-        self._reported_nbytes: dict[str, int] = {}
+        self._gauges: dict[str, float] = {}  # sizes of the tiers, and whether the store's folder is missing
+        self._reported_gauges: dict[str, float] = {}
         self._listing: threading.Thread | None = None
         self._due_s = 0.0
         self._disk = store.disk_tier if shows_bytes else None
         self._had_models_dir = False
-        self._is_missing: bool | None = None  # None: not checked yet
-        self._reported_missing: bool | None = None
 
     def take_changes(self) -> dict[str, float]:
         """Return the changed metrics: counts as increments since the last call, sizes as their new values."""
@@ -125,20 +123,15 @@ class TierMetrics:
             found["damaged_entries"] = now.num_damaged - seen.num_damaged
         if self._shows_bytes:
             self._update_sizes()
-            nbytes = dict(self._nbytes)
-            found |= {
-                f"store_bytes{LABEL}{name}": n for name, n in nbytes.items() if self._reported_nbytes.get(name) != n
-            }
-            self._reported_nbytes = nbytes
-            if self._is_missing != self._reported_missing:
-                self._reported_missing = self._is_missing
-                found["store_missing"] = float(bool(self._is_missing))
+            gauges = dict(self._gauges)
+            found |= {name: value for name, value in gauges.items() if self._reported_gauges.get(name) != value}
+            self._reported_gauges = gauges
         return found
 
     def _update_sizes(self) -> None:
         for name, tier in self._tiers.items():
             if tier.memory_tier is not None:
-                self._nbytes[name] = tier.nbytes()
+                self._gauges[f"store_bytes{LABEL}{name}"] = tier.nbytes()
             elif time.monotonic() >= self._due_s and (self._listing is None or not self._listing.is_alive()):
                 self._listing = threading.Thread(target=self._list, args=(name, tier), daemon=True)
                 self._listing.start()
@@ -146,7 +139,7 @@ class TierMetrics:
     def _list(self, name: str, tier: KVStore) -> None:
         start_s = time.monotonic()
         self._check_folder()
-        self._nbytes[name] = tier.nbytes()
+        self._gauges[f"store_bytes{LABEL}{name}"] = tier.nbytes()
         end_s = time.monotonic()
         self._due_s = end_s + max(_LIST_EVERY_S, (end_s - start_s) / _LIST_SHARE)
 
@@ -160,12 +153,13 @@ class TierMetrics:
         has_models_dir = (self._disk.root / MODELS_DIR).is_dir()
         self._had_models_dir = self._had_models_dir or has_models_dir
         is_missing = not (has_models_dir if self._had_models_dir else self._disk.root.is_dir())
-        if is_missing and not self._is_missing:
+        was_missing = bool(self._gauges.get("store_missing"))
+        if is_missing and not was_missing:
             log.error(
                 "the store %s was deleted while this server runs, so requests are computed in full. Restore it, or "
                 "restart the server and ingest again: ragblend ingest DOCS",
                 self._disk.root,
             )
-        elif self._is_missing and not is_missing:
+        elif was_missing and not is_missing:
             log.warning("the store %s was restored", self._disk.root)
-        self._is_missing = is_missing
+        self._gauges["store_missing"] = float(is_missing)
