@@ -11,14 +11,13 @@ import re
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from served import environment
-from servers import HttpServer, RedisServer, running_redis
+from servers import HttpServer, RedisServer, running_redis, wait_until
 
 from benchmarks.ports import free_port
 from ragblend import Prompt, load_engine
@@ -141,17 +140,18 @@ def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod):
 
 def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(pod, cache):
     cache.kill()
-    assert eventually(lambda: pod.probe("readinessProbe").json()["remote"] == "unreachable")
+    # Probes share answers that are some seconds old.
+    wait_until(lambda: pod.probe("readinessProbe").json()["remote"] == "unreachable", 60, "the cache is missed")
     assert pod.probe("readinessProbe").status_code == 200
     away = pod.store.with_name("away")
     pod.store.rename(away)
-    assert eventually(lambda: pod.probe("readinessProbe").status_code == 503)
+    wait_until(lambda: pod.probe("readinessProbe").status_code == 503, 60, "the store is missed")
     assert pod.probe("readinessProbe").json()["store"] == "missing"
     assert pod.probe("livenessProbe").status_code == 200  # a restart would not repair it
     if pod.store.exists():
         pod.store.rmdir()
     away.rename(pod.store)
-    assert eventually(lambda: pod.probe("readinessProbe").status_code == 200)
+    wait_until(lambda: pod.probe("readinessProbe").status_code == 200, 60, "the pod is ready again")
 
 
 def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod, engine):
@@ -188,13 +188,3 @@ def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod, e
     assert [fact["usage"]["completion_tokens"] for fact in facts if fact.get("usage")] == [1500]
     assert '"num_chunk_hits": 1' in events[-2]
     assert pod.server._process.wait(120) == 0
-
-
-def eventually(check: Any, timeout_s: float = 60.0) -> bool:
-    """Whether `check` comes true in time; probes share answers that are some seconds old."""
-    end_s = time.monotonic() + timeout_s
-    while not check():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.5)
-    return True

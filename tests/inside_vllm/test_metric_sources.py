@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from harness import PREFIX, ask, engine, ingest, make_known, random_ids, report, watch_counts
+from harness import PREFIX, add, ask, connector_scheduler, engine, ingest, make_known, random_ids, report, watch_counts
 
 from ragblend.engine.base import LEAST_QUOTE
 from ragblend.engine.vllm.metric_sources import LABEL
@@ -31,7 +31,7 @@ def llm(checkpoint, tmp_path_factory):
     store = tmp_path_factory.mktemp("kv")
     make_known(store, checkpoint("llama"), [UNSTORED])
     with engine(checkpoint("llama"), store, skip_tokenizer_init=True) as llm:
-        halves = (llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group())
+        halves = (connector_scheduler(llm.llm_engine), get_kv_transfer_group())
         llm.taken = [watch_counts(half) for half in halves]
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)
@@ -87,10 +87,7 @@ def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm, monkeypatch):
 
 
 def give_up(llm: Any, name: str, ids: list[int], params: dict[str, Any], num_steps: int) -> None:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"ragblend": params}})
-    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+    add(llm, name, ids, params, 4)
     for _ in range(num_steps):
         llm.llm_engine.step()
     llm.llm_engine.abort_request([name])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from harness import PREFIX, ask, connector_worker, engine, ingest, random_ids, tokens
+from harness import PREFIX, add, ask, connector_scheduler, connector_worker, engine, ingest, random_ids, tokens
 from harness import report as report_of
 from slow_reads import SlowEntry, emptied
 
@@ -55,7 +55,6 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, damaged_at: int | None = None) ->
     """Each layer of each chunk is read slowly from the worker's disk; the first chunk may be damaged."""
     for done in connector_worker()._readers:  # of a request that left
         done.wait()
-    gc.collect()  # an entry with another reference is shared, and would not be read again
     disk, slow = emptied(connector_worker()._store), Slow()
     get = disk.get
 
@@ -75,7 +74,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, damaged_at: int | None = None) ->
 @contextmanager
 def slow_headers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     """The scheduler looks slowly at each header."""
-    disk, slow = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.disk, Slow()
+    disk, slow = connector_scheduler(llm.llm_engine).scheduler.disk, Slow()
     peek = disk.peek
 
     def slowly(key: str) -> Any:
@@ -103,18 +102,16 @@ def params(rule: str, mode: str = "blend") -> dict[str, Any]:
     return {"mode": mode, "rule": rule, "ratio": 0.3}
 
 
-def add(llm: Any, name: str, ids: list[int], wanted: dict[str, Any] | None, max_tokens: int) -> None:
-    from vllm import SamplingParams
-
-    llm.reset_prefix_cache()  # it keeps what an earlier blend of the prompt left
-    given = {"kv_transfer_params": {"ragblend": wanted}} if wanted is not None else None
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=given)
-    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+@pytest.fixture(autouse=True)
+def nothing_cached(llm):
+    """Clear vLLM's prefix cache, which keeps what an earlier blend of the prompt left."""
+    llm.reset_prefix_cache()
 
 
 def stream_beside(llm: Any, ids: list[int], wanted: dict[str, Any], name: str, slow: Slow) -> Any:
     """The output of a request beside which a stream gets tokens; each lets the reads end that are under way."""
     other, running = f"stream-{name}", llm.llm_engine
+    llm.reset_prefix_cache()
     add(llm, other, PLAIN, None, max_tokens=1000)
     for _ in range(5):
         running.step()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
+from harness import SMALL
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
 from langchain_core.documents import Document
@@ -30,9 +31,8 @@ A, B = (
     "The company has its main office in Wesstad. The firm sells knives.",
 )
 COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}  # the demo model gets lost in blank lines
-SIZES = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "structured_outputs_config": COMPACT}
 # Chunks as short as these would be left to vLLM's prefix cache, which has the turns before them.
-UNCACHED = {"enable_prefix_caching": False}
+OPTIONS = {**SMALL, "structured_outputs_config": COMPACT, "enable_prefix_caching": False}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -94,15 +94,12 @@ def url(tmp_path_factory):
 @pytest.fixture(scope="module", params=["server", "process"])
 def chat(request, tmp_path_factory):
     store: Path | None = tmp_path_factory.mktemp("own") / "kv"
-    options: dict[str, Any] = {"backend": "vllm", "vllm_options": SIZES | UNCACHED}
+    options: dict[str, Any] = {"backend": "vllm", "vllm_options": OPTIONS}
     if request.param == "server":
         store, options = None, {"backend": request.getfixturevalue("url")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with load_engine("demo", store, on_miss="inline", **options) as engine:
-            precompute_documents([A, B], engine)
-            yield ChatBlend(engine=engine, max_tokens=200)
+    with load_engine("demo", store, on_miss="inline", **options) as engine:
+        precompute_documents([A, B], engine)
+        yield ChatBlend(engine=engine, max_tokens=200)
 
 
 def test_a_schema_is_kept_over_blended_chunks(chat):

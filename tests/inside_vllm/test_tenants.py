@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from served import served_demo
+from served import metrics, served_demo
 
 from ragblend import Prompt, load_engine
 from ragblend.catalog.registry import ChunkRegistry
@@ -54,9 +54,7 @@ class Served(NamedTuple):
         return self.http.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
 
     def metrics(self) -> dict[str, float]:
-        lines = self.ask(ADMIN, "/metrics", method="GET").text.splitlines()
-        found = (re.match(r"(vllm:\w+)\{[^}]*\} (\S+)$", line) for line in lines)
-        return {match[1]: float(match[2]) for match in found if match}
+        return metrics(self.url, ADMIN)
 
 
 @pytest.fixture(scope="module")
