@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from demo_texts import QUESTION, A
 from served import environment
 from servers import HttpServer, RedisServer, running_redis, wait_until
 
@@ -32,7 +33,6 @@ pytestmark = pytest.mark.timeout(1200)
 KEY = "a-key-for-tests"
 ON_CPU = ("--enforce-eager", "--max-model-len=2048", f"--kv-cache-memory-bytes={64 << 20}")
 SAMPLES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket",)}  # of a metric, by its kind
-TEXT = "George Keller lives in Kinport. Julia Bishop works for Synon."
 
 
 class Pod:
@@ -95,8 +95,8 @@ def test_the_chart_s_command_starts_a_server_that_passes_its_probes(pod):
 
 
 def test_it_ingests_and_answers_from_the_volume_that_the_chart_mounts(pod, engine):
-    engine.precompute(TEXT)
-    answer = engine.generate(Prompt([TEXT], "Where does George Keller live?"), max_tokens=8)
+    engine.precompute(A)
+    answer = engine.generate(Prompt([A], QUESTION), max_tokens=8)
     assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 1)
     assert list(pod.store.glob("*/*"))
 
@@ -123,7 +123,7 @@ def test_who_runs_it_sees_and_clears_what_is_stored(pod, engine):
         assert keys == set(DiskStore(pod.store).keys())
         assert ask("POST", "/clear", {"namespace": "theirs"}) == {"num_removed": 1, "num_unread": 0}
         assert not other.is_stored(theirs)
-        assert engine.is_stored(TEXT)
+        assert engine.is_stored(A)
         assert [each["namespace"] for each in ask("GET", "/chunks")["chunks"]] == [""]
     assert ask("GET", "/chunks", limit="0") == ask("POST", "/clear", {}) == 400
     assert httpx.get(f"{pod.url}/v1/ragblend/store", timeout=60).status_code == 401
@@ -155,7 +155,7 @@ def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_no
 
 
 def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod, engine):
-    prompt = Prompt([TEXT], "Where does George Keller live?")
+    prompt = Prompt([A], QUESTION)
     body = engine.request_body(prompt, GenerationOptions(max_tokens=1500)) | {"ignore_eos": True}
     events: list[str] = []
     has_begun = threading.Event()

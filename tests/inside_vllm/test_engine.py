@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from demo_texts import QUESTION, A, B, C
 from harness import SMALL, recorded_selections
 
 from ragblend import Prompt, load_engine
@@ -21,13 +22,7 @@ from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.options import MODES
 from ragblend.precompute import precompute_documents
 
-A, B, C = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-    "Arthur Archer lives in Calville. Ben Howard works for Xanco.",
-)
 MISSING = "Tom Ashby works for Synon. He was born in Wesstad."
-QUESTION = "Where does George Keller live?"
 PROMPT = Prompt([A, B, C], QUESTION)
 # Labels before chunks, whose first token one of them changes, and a chunk without its first fifth.
 LABELLED = f"[1] {B}\n\n[2] {A.partition(' ')[2]}\n\n({C})\n\n{QUESTION}"

@@ -23,7 +23,7 @@ from harness import (
     tokens,
 )
 from reference import Span
-from slow_reads import SlowEntry, emptied
+from slow_reads import SlowEntry, emptied, replaced_reads
 
 from ragblend.engine.store.kv import ChunkKV, LayerKV, StoredLayer
 from ragblend.engine.vllm.layers import VllmLayers
@@ -70,17 +70,10 @@ class _Watched(SlowEntry):
 
 
 @contextmanager
-def watched_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def watched_disk() -> Iterator[list[int]]:
     """The layers that are read from the worker's disk, in their order."""
-    disk, reads = connector_worker()._store.tiers[1], []
-    get = disk.get
-
-    def watched(key: str, token_ids: Any = None) -> Any:
-        kv = get(key, token_ids)
-        return None if kv is None else _Watched(kv, reads)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "get", watched)
+    reads: list[int] = []
+    with replaced_reads(connector_worker()._store.tiers[1], lambda kv: _Watched(kv, reads)):
         yield reads
 
 
@@ -109,7 +102,7 @@ def test_from_disk_as_from_memory_and_as_the_independent_cacheblend(served, stoc
             held = ask(llm, IDS, params(rule=rule, ratio=ratio))
             assert computed == []
             forget_memory()
-            with watched_disk(monkeypatch) as reads:
+            with watched_disk() as reads:
                 read = ask(llm, IDS, params(rule=rule, ratio=ratio))
         forget_memory()  # what has moved up is worth nothing
         assert computed == [NUM_CHUNK_TOKENS]

@@ -1,17 +1,14 @@
 """KV in eight bits under vLLM: ingested by one engine or the other, it is the same; ratio 1 is full prefill from it."""
 
 import pytest
+from demo_texts import QUESTION, A, B, C
 from harness import SMALL
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 
-TEXTS = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-    "Arthur Archer lives in Calville. Ben Howard works for Xanco.",
-)
-PROMPT = Prompt(TEXTS, "Where does George Keller live?")
+TEXTS = (A, B, C)
+PROMPT = Prompt(TEXTS, QUESTION)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_texts import A, B
 from harness import (
     PREFIX,
     SMALL,
@@ -212,10 +213,7 @@ def run_until(core: Any, name: str) -> dict[str, list[int]]:
     return done
 
 
-TEXTS = [
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company sells knives. It sells them in Wesstad.",
-]
+TEXTS = [A, B]
 ASKED = Prompt(TEXTS, "Where does George Keller live?")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from demo_texts import QUESTION, A, B
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
@@ -24,11 +25,6 @@ from ragblend.precompute import precompute_documents
 
 pytestmark = pytest.mark.smoke
 
-A, B = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-)
-QUESTION = "Where does George Keller live?"
 PROMPT = Prompt([A, B], QUESTION)
 KEY = "a-key-for-tests"
 

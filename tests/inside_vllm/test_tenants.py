@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from demo_texts import QUESTION, A
 from served import metrics, served_demo
 
 from ragblend import Prompt, load_engine
@@ -21,8 +22,7 @@ from ragblend.errors import RagblendError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
 
-A, B = "George Keller lives in Kinport. Julia Bishop works for Synon.", "Ben Howard lives in Easton."
-QUESTION = "Where does George Keller live?"
+B = "Ben Howard lives in Easton."
 ACME, GLOBEX, ASKER, INGESTER, ADMIN = (f"a-key-of-{name}" for name in ("acme", "globex", "asker", "ingester", "admin"))
 KEYS = {
     ACME: {"namespace": "acme", "rights": ["ask", "ingest"]},

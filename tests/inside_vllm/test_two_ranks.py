@@ -4,16 +4,14 @@ import multiprocessing
 import threading
 
 import pytest
+from demo_texts import QUESTION, A, B
 from harness import SMALL
 
 from ragblend import Prompt, load_engine
 from ragblend.precompute import precompute_documents
 
-TEXTS = [
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company sells knives. It sells them in Wesstad.",
-]
-ASKED = Prompt(TEXTS, "Where does George Keller live?")
+TEXTS = [A, B]
+ASKED = Prompt(TEXTS, QUESTION)
 OPTIONS = SMALL | {"tensor_parallel_size": 2}
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from servers import TcpProxy
+from servers import TcpProxy, wait_until
 from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -24,9 +24,7 @@ KEYS = [kv.header.key for kv in KVS]
 
 
 def wait_for(arrival: PendingFetch) -> None:
-    waiting = threading.Event()
-    while not arrival.is_over:
-        waiting.wait(0.005)
+    wait_until(lambda: arrival.is_over, 110, "the fetch is over")
 
 
 @pytest.fixture
