@@ -279,21 +279,8 @@ def test_malformed_parameters_are_answered_by_ordinary_prefill(serving):
     llm, _ = serving
     ids = prompt_of(STORED[:3], 0)
     plain = tokens(ask(llm, ids))
-    malformed: list[Any] = [
-        7,
-        {"mode": "guess"},
-        {"mode": "blend", "spans": [[1, 4]]},
-        {"mode": "blend", "rule": "magic"},
-        {"mode": "blend", "ratio": 2},
-        {"mode": "blend", "version": 9},
-        {"mode": "blend", "keys": ["a"]},
-        {"mode": "ingest"},
-        {"mode": "ingest", "spans": []},
-        {"mode": "ingest", "spans": "all"},
-        {"mode": "ingest", "spans": [[3, 900]]},
-        {"mode": "ingest", "spans": [[8, 4]]},
-        {"mode": "ingest", "context": "similar", "spans": [[1, 4], [3, 9]]},
-    ]
+    # No object, a value that `parse_params` rejects (its tests have the others), no rule, and spans beyond the prompt.
+    malformed: list[Any] = [7, {"mode": "guess"}, {"rule": "magic"}, {"mode": "ingest", "spans": [[3, 900]]}]
     for params in malformed:
         output = ask(llm, ids, params)
         assert tokens(output) == plain
