@@ -228,12 +228,9 @@ class VllmLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any
     ) -> tuple[Tensor, LayerKV]:
         """Run a layer as `run_layer` does. Return its output, and the rows' pre-RoPE keys and values [H, R, D]."""
-        outputs, kvs = [], []
-        for call in self.attention_calls([rows], [fused]):
-            with self._capture(layer) as kept:
-                outputs.append(self._run(layer, hidden[call.span], call, [fused]))
-            kvs.append(self._as_heads(layer, *kept))
-        return torch.cat(outputs), concatenate_rows(kvs)
+        kvs: list[LayerKV] = []
+        every_row = FreshRowsCallback(torch.arange(len(rows), device=self.device), kvs.append)
+        return self.run_layer(layer, hidden, rows, fused, every_row), kvs[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raise NotImplementedError, because vLLM itself computes the last token and samples."""
@@ -433,7 +430,7 @@ class VllmLayers:
         return normed
 
     @contextmanager
-    def _capture(self, layer: int, then: Callable[[], None] | None = None) -> Iterator[list[Tensor]]:
+    def _capture(self, layer: int, then: Callable[[], None]) -> Iterator[list[Tensor]]:
         """Yield a list that receives the layer's keys (after QK-norm, before RoPE) and values, [R, H * D] each.
 
         `then` is called before the layer writes KV and attends.
@@ -446,8 +443,7 @@ class VllmLayers:
 
         def before_attention(_module: Any, args: tuple[Any, ...]) -> None:
             kept.append(args[2].clone())
-            if then is not None:
-                then()
+            then()
 
         hooks = (
             self._layers[layer].self_attn.rotary_emb.register_forward_pre_hook(before_rotary),
