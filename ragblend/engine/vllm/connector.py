@@ -55,7 +55,7 @@ from ragblend.engine.vllm.metrics import BlendPromMetrics, BlendStats  # noqa: E
 
 log = logging.getLogger(__name__)
 
-_REPORTS_KEPT = 1024  # for requests that end at a stop string; see `extension`
+_REPORTS_KEPT = 1024  # for requests that end at a stop string; see `plugin.BlendWorkerExtension`
 
 
 @dataclass
