@@ -15,6 +15,8 @@ import pytest
 from harness import PREFIX, add, ask, connector_scheduler, engine, ingest, make_known, random_ids, report, watch_counts
 
 from ragblend.engine.base import LEAST_QUOTE
+from ragblend.engine.report import BlendReport
+from ragblend.engine.vllm.connector import BlendReports
 from ragblend.engine.vllm.metric_sources import LABEL
 from ragblend.engine.vllm.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED_COUNTERS, BlendPromMetrics, BlendStats
 
@@ -157,6 +159,13 @@ def test_every_series_reaches_prometheus_by_engine():
     assert 'vllm:ragblend_request_ttft_seconds_count{engine="0",mode="x"} 1.0' in shown
     assert 'vllm:ragblend_blend_queue{engine="0"} 7.0' in shown
     assert 'vllm:ragblend_blend_queue{engine="1"} 1.0' in shown
+
+
+def test_reports_of_several_ranks_become_one():
+    first, second = BlendReport("blend", fuse_s=1.0), BlendReport("blend", fuse_s=2.0)
+    merged = BlendReports({"a": first}).aggregate(BlendReports({"a": second, "b": second}, weights_updated=True))
+    assert merged.reports == {"a": first, "b": second}
+    assert merged.weights_updated
 
 
 def test_log_lines_look_as_vllms_do():

@@ -102,6 +102,17 @@ def test_requests_that_arrive_together_share_passes_and_choose_what_they_choose_
     assert sorted(together) == sorted(alone)
 
 
+def test_a_server_may_leave_requests_to_vllm_unless_they_ask(checkpoint, tmp_path):
+    ids = prompt_of(STORED[:1], 0)
+    with engine(checkpoint("llama"), tmp_path) as llm:
+        ingest(llm, PREFIX, STORED[0])
+        assert ask(llm, ids).kv_transfer_params is None
+        assert report(ask(llm, ids, {"ratio": 0.2}))["mode"] == "prefix"
+        assert report(ask(llm, ids, {"mode": "blend"}))["num_chunk_hits"] == 1
+    with engine(checkpoint("llama"), tmp_path, skip_tokenizer_init=True) as llm:
+        assert report(ask(llm, ids, {"mode": "blend"}))["num_chunk_hits"] == 1
+
+
 def test_preempted_requests_are_blended_again(store, checkpoint):
     requests = random_requests(24, 1)
     options = {"max_num_seqs": 8, "kv_cache_memory_bytes": 28 * 32 * 6 * 2 * 2 * 32 * 4, "max_model_len": 512}

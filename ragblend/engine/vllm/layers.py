@@ -105,7 +105,7 @@ class VllmLayers:
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
-        # The rows and blocks of the latest `attention_calls`, whether they attend together, and the calls.
+        # The latest result of `attention_calls`: its rows and blocks, `together`, and the calls.
         self._latest_calls: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []
         # A kernel with smaller blocks than the cache manager's splits each of those into consecutive ones. A token's
         # slot number is the same in both; only the block tables passed to the kernel count its own blocks.
