@@ -223,5 +223,9 @@ def _generate() -> Iterator[tuple[str, Hostile]]:
         yield what, Hostile("POST", body, syntax)
 
 
-GENERATED = dict(_generate())
-"""About 400 generated requests by name: fields with values of wrong types, and truncated or encoded bodies."""
+HOSTILE = {
+    **{f"posted: {name}": Hostile("POST", body, "", kind) for name, (kind, body) in POSTED.items()},
+    **{f"deleted: {name}": Hostile("DELETE", body, "") for name, body in DELETED.items()},
+    **{f"generated: {name}": case for name, case in _generate()},
+}
+"""Over 400 requests by name. Generated ones have fields with values of wrong types, and truncated or encoded bodies."""

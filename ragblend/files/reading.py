@@ -60,6 +60,27 @@ def read_file(path: str | os.PathLike[str], limit: int = MAX_METADATA_BYTES) -> 
         return stream.read(size)
 
 
+def read_private_file(path: Path, what: str, missing: str, limit: int) -> bytes:
+    """Return at most the first `limit` bytes of a regular file that contains secrets.
+
+    what: the file's role, for errors ("the store key"). missing: the message if there is no file. Raises NotFoundError
+    for a missing file, UsageError for a file that is not readable or has unsafe permissions. It must belong to this
+    process's user or to root. The file's group may have permission to read it, but not to write it. Other users must
+    have no permission.
+    """
+    try:
+        with os.fdopen(open_regular_file(path), "rb") as stream:
+            facts = os.fstat(stream.fileno())
+            data = stream.read(limit)
+    except FileNotFoundError:
+        raise NotFoundError(missing) from None
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be read: {error.strerror or error}") from error
+    if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):
+        raise UsageError(f"other users can read or change {what} {path}; run: chmod 600 {path}")
+    return data
+
+
 def read_text(path: str | os.PathLike[str], what: str, fix: str, limit: int = MAX_METADATA_BYTES) -> str:
     """Return the text of a UTF-8 file that a user wrote, without a byte order mark.
 

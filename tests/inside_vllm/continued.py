@@ -72,6 +72,15 @@ class Continued(Reference):
         return self._logits[step].log_softmax(-1)
 
 
+def assert_continues(output: Any, reference: Continued, tolerance: float = 1e-3) -> None:
+    """The reference chooses the same token at every step, and its log-probabilities differ by at most `tolerance`."""
+    answer = list(output.outputs[0].token_ids)
+    for step, (token, logprobs) in enumerate(zip(answer, output.outputs[0].logprobs, strict=True)):
+        truth = reference.logprobs(step, answer)
+        assert token == int(truth.argmax())
+        assert all(abs(entry.logprob - float(truth[other])) <= tolerance for other, entry in logprobs.items())
+
+
 def forced(parts: list[Span], selected: set[int]) -> list[Span]:
     """The same prompt with the tokens at `selected` counted as text to compute, all others as stored one by one."""
     spans, position = [], 0

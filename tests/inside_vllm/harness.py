@@ -11,6 +11,7 @@ from typing import Any
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import pytest
 import torch
 from tiny_models import VOCABULARY
 
@@ -22,6 +23,7 @@ from ragblend.engine.vllm.launch import Checkpoint
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
 
+SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}  # vLLM's options of an engine for tests
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 160, "num_hidden_layers": 6}
 
 
@@ -104,21 +106,23 @@ def ask_all(
     forgets: bool = True,
 ) -> list[Any]:
     """Greedy answers to prompts that are all given at once."""
-    from vllm import SamplingParams
-
     if forgets:
         llm.reset_prefix_cache()
-    sampling = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            ignore_eos=True,
-            extra_args={"kv_transfer_params": {"ragblend": params}} if params is not None else None,
-        )
-        for _, params in prompts
-    ]
+    sampling = [greedy(params, max_tokens, logprobs) for _, params in prompts]
     return llm.generate([{"prompt_token_ids": ids} for ids, _ in prompts], sampling, use_tqdm=False)
+
+
+def add(llm: Any, name: str, ids: list[int], params: dict[str, Any] | None, max_tokens: int = 8) -> None:
+    """Queue a prompt for a greedy answer, which later steps of the engine compute."""
+    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, greedy(params, max_tokens))
+
+
+def greedy(params: dict[str, Any] | None, max_tokens: int, logprobs: int | None = None) -> Any:
+    """vLLM's SamplingParams of a greedy answer of `max_tokens` tokens, with ragblend's parameters."""
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": {"ragblend": params}} if params is not None else None
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=logprobs, ignore_eos=True, extra_args=extra)
 
 
 def tokens(output: Any) -> list[int]:
@@ -129,6 +133,14 @@ def tokens(output: Any) -> list[int]:
 def report(output: Any) -> dict[str, Any]:
     """The connector's report."""
     return dict(output.kv_transfer_params["ragblend"])
+
+
+def assert_same_answer(found: Any, expected: Any, tolerance: float) -> None:
+    """The same tokens, and log-probabilities that differ by at most `tolerance`."""
+    assert tokens(found) == tokens(expected)
+    for mine, theirs in zip(found.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True):
+        for token in mine.keys() & theirs.keys():
+            assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=tolerance)
 
 
 def ingest(llm: Any, prefix: list[int], chunk: list[int], namespace: str = "") -> dict[str, Any]:
@@ -167,6 +179,11 @@ def watch_counts(half: Any) -> Any:
 
     half.get_kv_connector_stats = watching
     return total
+
+
+def connector_scheduler(llm_engine: Any) -> Any:
+    """The connector in the scheduler of a vLLM engine in this process."""
+    return llm_engine.engine_core.engine_core.scheduler.connector
 
 
 def connector_worker() -> Any:

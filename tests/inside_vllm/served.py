@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 from servers import HttpServer
 
 from benchmarks.ports import free_port
@@ -38,6 +40,16 @@ def start_demo(home: Path, *options: str, port: int | None = None, **own: str) -
     command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(home / "kv"), "--port", str(port)]
     command += ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), *options]
     return HttpServer(command, f"http://127.0.0.1:{port}", home, environment(**own))
+
+
+def metrics(url: str, key: str = "") -> dict[str, float]:
+    """The values of vLLM's and ragblend's series in a server's `/metrics`, summed over their labels."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    found: dict[str, float] = {}
+    lines = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
+    for name, value in re.findall(r"^(vllm:\w+)\{[^}]*\} (\S+)$", lines, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 def make_known(store: Path, renderer: Renderer, texts: list[str], namespace: str = "") -> None:

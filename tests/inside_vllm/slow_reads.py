@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,12 +37,29 @@ class SlowEntry:
         return self._kv.stored_layer(index)
 
 
-def emptied(store: Any) -> Any:
-    """The disk tier of `store`, whose memory tier then holds nothing."""
+def emptied(store: Any, *but: str) -> Any:
+    """The disk tier of `store`, whose memory tier then holds nothing but the keys `but`."""
+    gc.collect()  # an entry with another reference is shared, and would not be read again
     memory, disk = store.tiers
-    for key in memory.keys():  # noqa: SIM118 (a store is not a dict)
+    for key in {*memory.keys()}.difference(but):
         memory.delete(key)
     return disk
+
+
+@contextmanager
+def replaced_reads(disk: Any, replacement: Callable[[ChunkKV], ChunkKV]) -> Iterator[None]:
+    """Have `disk` return the `replacement` of each entry that it reads."""
+    get = disk.get
+
+    def replaced(key: str, token_ids: Any = None) -> ChunkKV | None:
+        kv = get(key, token_ids)
+        return None if kv is None else replacement(kv)
+
+    disk.get = replaced
+    try:
+        yield
+    finally:
+        del disk.get  # an attribute of the instance hides the class's method
 
 
 class LagExtension:

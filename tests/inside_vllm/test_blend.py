@@ -10,8 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from continued import Continued
-from harness import PREFIX, ask, ask_all, engine, ingest, make_known, random_ids, recorded_selections, report, tokens
+from continued import Continued, assert_continues
+from harness import (
+    PREFIX,
+    ask,
+    ask_all,
+    assert_same_answer,
+    engine,
+    ingest,
+    make_known,
+    random_ids,
+    recorded_selections,
+    report,
+    tokens,
+)
 from reference import Span
 
 from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
@@ -152,12 +164,7 @@ def assert_like_reference(
     expected = reference.blended(prompt.parts, ratio, rule, selected, prompt.question_start, GLOBAL.get(family, ()))
     if rule != "random" and ratio > 0:
         assert selected == expected.selected
-    answer, worst = tokens(output), 0.0
-    for step, (token, logprobs) in enumerate(zip(answer, output.outputs[0].logprobs, strict=True)):
-        truth = reference.logprobs(step, answer)
-        assert token == int(truth.argmax())
-        worst = max(worst, *(abs(entry.logprob - float(truth[other])) for other, entry in logprobs.items()))
-    assert worst <= TOLERANCE
+    assert_continues(output, reference, TOLERANCE)
 
 
 def test_ratio_one_gives_vllms_own_tokens(served):
@@ -166,10 +173,7 @@ def test_ratio_one_gives_vllms_own_tokens(served):
         plain = ask(llm, prompt.ids)
         blended = ask(llm, prompt.ids, blend_params(1.0))
         assert report(blended)["num_chunk_hits"] == num_stored
-        assert tokens(blended) == tokens(plain)
-        for mine, theirs in zip(blended.outputs[0].logprobs, plain.outputs[0].logprobs, strict=True):
-            for token in mine.keys() & theirs.keys():
-                assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=TOLERANCE)
+        assert_same_answer(blended, plain, TOLERANCE)
 
 
 def test_what_asks_first_gives_them_as_well_where_all_that_is_not_exact_is_recomputed(served):

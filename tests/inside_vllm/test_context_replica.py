@@ -2,7 +2,7 @@
 that are the default for its model."""
 
 import pytest
-from harness import SIZES
+from harness import SIZES, SMALL
 from served import make_known
 from tiny_models import FAMILIES, make_model
 from tiny_prompts import CHUNKS
@@ -12,7 +12,6 @@ from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.precompute import ingest
 
 pytestmark = pytest.mark.timeout(600)
-SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
 TEXTS = [chunk.text for chunk in CHUNKS]
 
 
@@ -27,9 +26,7 @@ def deep_model(make_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("configured", ["similar", None])
-def test_a_replica_with_an_empty_disk_finds_versions(configured, checkpoint, deep_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+def test_a_replica_with_an_empty_disk_finds_versions(configured, checkpoint, deep_model, tmp_path):
     model, url = deep_model if configured is None else str(checkpoint("llama")), f"file://{tmp_path}/shared"
     (tmp_path / "docs").mkdir()
     for number, text in enumerate(TEXTS):
@@ -38,7 +35,9 @@ def test_a_replica_with_an_empty_disk_finds_versions(configured, checkpoint, dee
     with load_engine(model, tmp_path / "first", **options) as ours:
         ingest(tmp_path / "docs", ours, tmp_path / "index", chunk_size=64, embedder="hashing")
         ours.store.flush()
-    with load_engine(model, tmp_path / "second", backend="vllm", vllm_options=SMALL, **options) as replica:
+    with load_engine(
+        model, tmp_path / "second", backend="vllm", vllm_options=SMALL | {"block_size": 32}, **options
+    ) as replica:
         make_known(tmp_path / "second", replica.renderer, TEXTS)  # as a catalogue that both share would do
         report = replica.generate(Prompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
         assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]

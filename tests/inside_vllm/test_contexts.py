@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import SMALL
 from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine
@@ -14,7 +15,6 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.precompute import ingest, open_engine_index, precompute_documents, precompute_index
 
 pytestmark = pytest.mark.timeout(600)
-SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "block_size": 32}
 TEXTS = (*(chunk.text for chunk in CHUNKS), "that theory and the other theory is what the chunk is in the question of")
 
 
@@ -27,12 +27,9 @@ def model(checkpoint):
 @pytest.fixture(scope="module")
 def vllm(model, tmp_path_factory):
     place = tmp_path_factory.mktemp("contexts")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        options = {"vllm_options": SMALL, "dtype": "float32"}
-        with load_engine(model, place / "kv", backend="vllm", **options) as engine:
-            yield engine
+    options = {"vllm_options": SMALL | {"block_size": 32}, "dtype": "float32"}
+    with load_engine(model, place / "kv", backend="vllm", **options) as engine:
+        yield engine
 
 
 def fill(engine: Any, place: Path) -> Path:

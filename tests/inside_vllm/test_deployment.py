@@ -11,14 +11,14 @@ import re
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from demo_texts import QUESTION, A
 from served import environment
-from servers import HttpServer, RedisServer, running_redis
+from servers import HttpServer, RedisServer, running_redis, wait_until
 
 from benchmarks.ports import free_port
 from ragblend import Prompt, load_engine
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.timeout(1200)
 KEY = "a-key-for-tests"
 ON_CPU = ("--enforce-eager", "--max-model-len=2048", f"--kv-cache-memory-bytes={64 << 20}")
 SAMPLES = {"counter": ("",), "gauge": ("",), "histogram": ("_bucket",)}  # of a metric, by its kind
-TEXT = "George Keller lives in Kinport. Julia Bishop works for Synon."
 
 
 class Pod:
@@ -96,8 +95,8 @@ def test_the_chart_s_command_starts_a_server_that_passes_its_probes(pod):
 
 
 def test_it_ingests_and_answers_from_the_volume_that_the_chart_mounts(pod, engine):
-    engine.precompute(TEXT)
-    answer = engine.generate(Prompt([TEXT], "Where does George Keller live?"), max_tokens=8)
+    engine.precompute(A)
+    answer = engine.generate(Prompt([A], QUESTION), max_tokens=8)
     assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 1)
     assert list(pod.store.glob("*/*"))
 
@@ -124,7 +123,7 @@ def test_who_runs_it_sees_and_clears_what_is_stored(pod, engine):
         assert keys == set(DiskStore(pod.store).keys())
         assert ask("POST", "/clear", {"namespace": "theirs"}) == {"num_removed": 1, "num_unread": 0}
         assert not other.is_stored(theirs)
-        assert engine.is_stored(TEXT)
+        assert engine.is_stored(A)
         assert [each["namespace"] for each in ask("GET", "/chunks")["chunks"]] == [""]
     assert ask("GET", "/chunks", limit="0") == ask("POST", "/clear", {}) == 400
     assert httpx.get(f"{pod.url}/v1/ragblend/store", timeout=60).status_code == 401
@@ -141,21 +140,22 @@ def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod):
 
 def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(pod, cache):
     cache.kill()
-    assert eventually(lambda: pod.probe("readinessProbe").json()["remote"] == "unreachable")
+    # Probes share answers that are some seconds old.
+    wait_until(lambda: pod.probe("readinessProbe").json()["remote"] == "unreachable", 60, "the cache is missed")
     assert pod.probe("readinessProbe").status_code == 200
     away = pod.store.with_name("away")
     pod.store.rename(away)
-    assert eventually(lambda: pod.probe("readinessProbe").status_code == 503)
+    wait_until(lambda: pod.probe("readinessProbe").status_code == 503, 60, "the store is missed")
     assert pod.probe("readinessProbe").json()["store"] == "missing"
     assert pod.probe("livenessProbe").status_code == 200  # a restart would not repair it
     if pod.store.exists():
         pod.store.rmdir()
     away.rename(pod.store)
-    assert eventually(lambda: pod.probe("readinessProbe").status_code == 200)
+    wait_until(lambda: pod.probe("readinessProbe").status_code == 200, 60, "the pod is ready again")
 
 
 def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod, engine):
-    prompt = Prompt([TEXT], "Where does George Keller live?")
+    prompt = Prompt([A], QUESTION)
     body = engine.request_body(prompt, GenerationOptions(max_tokens=1500)) | {"ignore_eos": True}
     events: list[str] = []
     has_begun = threading.Event()
@@ -188,13 +188,3 @@ def test_on_sigterm_answers_under_way_end_and_new_ones_are_sent_elsewhere(pod, e
     assert [fact["usage"]["completion_tokens"] for fact in facts if fact.get("usage")] == [1500]
     assert '"num_chunk_hits": 1' in events[-2]
     assert pod.server._process.wait(120) == 0
-
-
-def eventually(check: Any, timeout_s: float = 60.0) -> bool:
-    """Whether `check` comes true in time; probes share answers that are some seconds old."""
-    end_s = time.monotonic() + timeout_s
-    while not check():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.5)
-    return True

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from demo_texts import QUESTION, A, B, C
 from openai import OpenAI
 from served import start_demo
 from servers import HttpServer, wait_until
@@ -19,12 +20,6 @@ from ragblend.engine.store.disk import DiskStore
 
 pytestmark = pytest.mark.smoke
 
-A, B, C = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-    "Arthur Archer lives in Calville. He sells knives for the firm.",
-)
-QUESTION = "Where does George Keller live?"
 ACME, GLOBEX, ASKER, OPS = (f"a-key-of-{name}" for name in ("acme", "globex", "asker", "ops"))
 KEYS = {
     ACME: {"namespace": "acme", "rights": ["ask", "ingest"]},

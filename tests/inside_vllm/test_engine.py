@@ -8,7 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from harness import recorded_selections
+from demo_texts import QUESTION, A, B, C
+from harness import SMALL, recorded_selections
 
 from ragblend import Prompt, load_engine
 from ragblend.config import Settings
@@ -21,13 +22,7 @@ from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.options import MODES
 from ragblend.precompute import precompute_documents
 
-A, B, C = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-    "Arthur Archer lives in Calville. Ben Howard works for Xanco.",
-)
 MISSING = "Tom Ashby works for Synon. He was born in Wesstad."
-QUESTION = "Where does George Keller live?"
 PROMPT = Prompt([A, B, C], QUESTION)
 # Labels before chunks, whose first token one of them changes, and a chunk without its first fifth.
 LABELLED = f"[1] {B}\n\n[2] {A.partition(' ')[2]}\n\n({C})\n\n{QUESTION}"
@@ -37,7 +32,6 @@ PROMPTS = {
     "behind": Prompt([B, C, A, MISSING], QUESTION),
     "labelled": Prompt.from_messages([("user", LABELLED)]),
 }
-SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +41,10 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(store):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as engine:
-            precompute_documents([A, B, C], engine)
-            engine.add_known_chunks([MISSING])  # and not stored
-            yield engine
+    with load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as engine:
+        precompute_documents([A, B, C], engine)
+        engine.add_known_chunks([MISSING])  # and not stored
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -211,10 +202,8 @@ def test_zz_a_closed_engine_says_so(tmp_path, engine):
         engine.generate(PROMPT, max_tokens=1)
 
 
-def test_zz_streams_end_quietly_when_their_engine_is_closed(checkpoint, tmp_path, monkeypatch):
+def test_zz_streams_end_quietly_when_their_engine_is_closed(checkpoint, tmp_path):
     """A random model's, which does not know when to stop: half read, read by another thread, and not begun."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     engine = load_engine(str(checkpoint("llama")), tmp_path, backend="vllm", vllm_options=SMALL)
     half, running, unread = (engine.stream(PROMPT, max_tokens=800) for _ in range(3))
     next(half)

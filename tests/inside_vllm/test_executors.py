@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from continued import Continued
+from continued import Continued, assert_continues
 from harness import (
     ask,
     ask_all,
+    connector_scheduler,
     engine,
     free_blocks,
     ingest,
@@ -48,20 +49,12 @@ def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
     for (rule, ratio), output in zip(cases, ask_all(llm, [(IDS, each) for each in params]), strict=True):
         expected = reference.blended(parts, ratio, rule, [])
         assert report(output)["num_recomputed_tokens"] == len(expected.selected)
-        assert_close(output, reference)
+        assert_continues(output, reference)
     labelled = labelled_prompt()
     output = ask(llm, labelled.ids, blend_params(0.15))
     assert report(output)["num_chunk_hits"] == 3
     reference.blended(labelled.parts, 0.15, "cacheblend", [])
-    assert_close(output, reference)
-
-
-def assert_close(output: Any, reference: Continued) -> None:
-    answer = tokens(output)
-    for step, logprobs in enumerate(output.outputs[0].logprobs):
-        truth = reference.logprobs(step, answer)
-        for token, entry in logprobs.items():
-            assert entry.logprob == pytest.approx(float(truth[token]), abs=1e-3)
+    assert_continues(output, reference)
 
 
 def test_two_tensor_parallel_ranks(checkpoint, stock, tmp_path, monkeypatch):
@@ -75,7 +68,7 @@ def test_two_tensor_parallel_ranks(checkpoint, stock, tmp_path, monkeypatch):
         blended = report(ask(llm, IDS, {"mode": "blend"}))
         assert (blended["num_chunk_hits"], blended["refused_reason"]) == (3, "")
         assert blended["recompute_ratio"] == DEFAULT_RATIO
-        loading = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.loading
+        loading = connector_scheduler(llm.llm_engine).scheduler.loading
         loading.apply_delta(MemoryTierDelta(removed=tuple(DiskStore(tmp_path / "two").keys())))
         refused = ask(llm, IDS, {"mode": "blend"})
         assert "full prefill of 190 tokens" in report(refused)["refused_reason"]
@@ -114,7 +107,7 @@ def test_a_long_question_in_chunks_of_a_prefill(scheduling, caching, checkpoint,
         with recorded_selections() as selections:
             output = ask(llm, ids, {"mode": "blend", "rule": "ask", "ratio": 0.15})
         assert selections == [reference.blended(parts, 0.15, "ask", [], 471).selected]
-        assert_close(output, reference)
+        assert_continues(output, reference)
         # Asking costs more here than it brings, so the default falls back to the rule that needs no question.
         assert report(ask(llm, ids, {"mode": "blend", "ratio": 0.15}))["rule"] == NO_PROBE_RULE
         assert report(ask(llm, IDS, {"mode": "blend", "ratio": 0.15}))["rule"] == DEFAULT_RULE

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from continued import Continued
+from continued import Continued, assert_continues
 from harness import (
     PREFIX,
     ask,
     ask_all,
+    assert_same_answer,
     connector_worker,
     engine,
     ingest,
@@ -23,7 +23,7 @@ from harness import (
     tokens,
 )
 from reference import Span
-from slow_reads import SlowEntry
+from slow_reads import SlowEntry, emptied, replaced_reads
 
 from ragblend.engine.store.kv import ChunkKV, LayerKV, StoredLayer
 from ragblend.engine.vllm.layers import VllmLayers
@@ -33,6 +33,7 @@ IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]
 PARTS = [Span(PREFIX), *(Span(chunk, True, chunk is CHUNKS[0], PREFIX) for chunk in CHUNKS), Span(QUESTION)]
 NUM_LAYERS, NUM_CHUNK_TOKENS = 6, 61 + 40 + 75
 QKV = ("q_pr", "k_pr", "v_pr", "qkv_")
+ROUNDING = 1e-4  # of log-probabilities
 RULES = ("ask", "cacheblend", "cacheblend_k", "random")
 
 
@@ -48,10 +49,7 @@ def served(request, checkpoint, tmp_path_factory):
 
 def forget_memory(*but: str) -> None:
     """Leave only the keys `but` in the worker's memory tier."""
-    gc.collect()  # an entry with another reference is shared, and would not be read again
-    memory = connector_worker()._store.tiers[0]
-    for key in [key for key in memory.keys() if key not in but]:  # noqa: SIM118 (a store is not a dict)
-        memory.delete(key)
+    emptied(connector_worker()._store, *but)
 
 
 def params(**changes: Any) -> dict[str, Any]:
@@ -72,17 +70,10 @@ class _Watched(SlowEntry):
 
 
 @contextmanager
-def watched_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def watched_disk() -> Iterator[list[int]]:
     """The layers that are read from the worker's disk, in their order."""
-    disk, reads = connector_worker()._store.tiers[1], []
-    get = disk.get
-
-    def watched(key: str, token_ids: Any = None) -> Any:
-        kv = get(key, token_ids)
-        return None if kv is None else _Watched(kv, reads)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "get", watched)
+    reads: list[int] = []
+    with replaced_reads(connector_worker()._store.tiers[1], lambda kv: _Watched(kv, reads)):
         yield reads
 
 
@@ -100,14 +91,6 @@ def computed_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield counts
 
 
-def assert_same_answer(found: Any, expected: Any) -> None:
-    """The same tokens, and log-probabilities that are the same up to rounding."""
-    assert tokens(found) == tokens(expected)
-    for mine, theirs in zip(found.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True):
-        for token in mine.keys() & theirs.keys():
-            assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_from_disk_as_from_memory_and_as_the_independent_cacheblend(served, stock, rule, monkeypatch):
     """Layer 0 as read is NaN, so that a use of it would show in the answer."""
@@ -119,20 +102,17 @@ def test_from_disk_as_from_memory_and_as_the_independent_cacheblend(served, stoc
             held = ask(llm, IDS, params(rule=rule, ratio=ratio))
             assert computed == []
             forget_memory()
-            with watched_disk(monkeypatch) as reads:
+            with watched_disk() as reads:
                 read = ask(llm, IDS, params(rule=rule, ratio=ratio))
         forget_memory()  # what has moved up is worth nothing
         assert computed == [NUM_CHUNK_TOKENS]
         assert reads == [layer for layer in (*range(1, NUM_LAYERS), 0) for _ in CHUNKS]
         assert selections[0] == selections[1]
-        assert_same_answer(read, held)
+        assert_same_answer(read, held, ROUNDING)
         expected = reference.blended(PARTS, ratio, rule, selections[1], 181)
         if rule != "random" and ratio:
             assert selections[1] == expected.selected
-        answer = tokens(read)
-        for step, logprobs in enumerate(read.outputs[0].logprobs):
-            truth = reference.logprobs(step, answer)
-            assert all(abs(entry.logprob - float(truth[token])) <= 1e-3 for token, entry in logprobs.items())
+        assert_continues(read, reference)
 
 
 def test_computing_layer_0_is_charged_once_and_reported_as_the_rest_is(served, stock):
@@ -180,7 +160,7 @@ def test_only_chunks_that_are_not_in_memory_are_computed(served, monkeypatch):
     with computed_tokens(monkeypatch) as computed:
         mixed = ask(llm, IDS, params())
     assert computed == [len(CHUNKS[0]) + len(CHUNKS[2])]
-    assert_same_answer(mixed, held)
+    assert_same_answer(mixed, held, ROUNDING)
 
 
 def test_requests_that_share_a_pass_compute_layer_0_each(served, monkeypatch):
@@ -192,7 +172,7 @@ def test_requests_that_share_a_pass_compute_layer_0_each(served, monkeypatch):
         together = ask_all(llm, prompts)
     assert computed[0] == NUM_CHUNK_TOKENS
     for found, expected in zip(together, alone, strict=True):
-        assert_same_answer(found, expected)
+        assert_same_answer(found, expected, ROUNDING)
 
 
 def test_damage_in_layer_0_is_a_miss_although_nobody_needed_it(served):
@@ -231,7 +211,7 @@ def test_the_work_counts_between_two_engine_steps(served, monkeypatch):
         patch.setattr(worker.layers, "run_layer", noting("run", run_layer))
         patch.setattr(worker.layers, "project_kv", noting("kv", project))
         found = ask(llm, IDS, params())
-    assert_same_answer(found, expected)
+    assert_same_answer(found, expected, ROUNDING)
     busy = [done for done in slices if done]
     assert busy[0] == ["kv 0"]
     assert len(busy) >= NUM_LAYERS

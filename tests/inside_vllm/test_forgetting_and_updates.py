@@ -6,9 +6,6 @@ The tests are one story and run in order.
 from __future__ import annotations
 
 import os
-import re
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,8 @@ import torch
 from harness import ask, ask_all, connector_worker, ingest, random_ids, report, tokens
 from harness import engine as running_vllm
 from safetensors.torch import load_file, save_file
-from served import make_known, start_demo
-from servers import HttpServer, RedisServer, running_redis
+from served import make_known, metrics, start_demo
+from servers import HttpServer, RedisServer, running_redis, wait_until
 
 from benchmarks.ports import free_port
 from ragblend import Prompt, load_engine
@@ -65,9 +62,8 @@ class Replica:
         ).raise_for_status()
 
     def counted(self, *names: str) -> dict[str, float]:
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        found = {name: re.findall(rf"vllm:ragblend_{name}_total\{{[^}}]*\}} (\S+)", text) for name in names}
-        return {name: sum(map(float, values)) for name, values in found.items()}
+        found = metrics(self.url)
+        return {name: found[f"vllm:ragblend_{name}_total"] for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +107,6 @@ def precomputed_key(engine: Any, replica: Replica, text: str) -> str:
     return key
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.2)
-
-
 def test_the_default_limit_is_told(replicas):
     budget = httpx.get(f"{replicas[0].url}/v1/ragblend/store", timeout=60).json()["budget_bytes"]
     stat = os.statvfs(replicas[0].home)
@@ -130,12 +119,12 @@ def test_what_one_replica_forgets_leaves_the_disk_and_memory_of_the_other(replic
     keys = [precomputed_key(first, one, text) for text in TEXTS]
     make_known(two.home / "kv", first.renderer, TEXTS)
     remote = open_remote(cache.url)
-    until(lambda: set(remote.keys()) == one.stored())
+    wait_until(lambda: set(remote.keys()) == one.stored(), WAIT_S, "both are sent to Redis")
     assert [hits(second, text) for text in TEXTS] == [1, 1]
     assert two.stored() == one.stored()
     assert first.forget(TEXTS[0])
     assert keys[0] not in set(remote.keys())
-    until(lambda: two.stored() == {keys[1]})
+    wait_until(lambda: two.stored() == {keys[1]}, WAIT_S, "the other has deleted it")
     assert [hits(second, text) for text in TEXTS] == [0, 1]
     remote.close()
 
@@ -145,10 +134,10 @@ def test_a_cleared_namespace_is_cleared_on_every_replica_and_no_other(replicas, 
     theirs, also, mine = clients(one, "theirs"), clients(two, "theirs"), clients(two)
     key = precomputed_key(theirs, one, TEXTS[1])
     make_known(two.home / "kv", also.renderer, TEXTS, "theirs")
-    until(lambda: open_remote(cache.url).contains(key))
+    wait_until(lambda: open_remote(cache.url).contains(key), WAIT_S, "it is sent to Redis")
     assert hits(also, TEXTS[1]) == 1
     assert one.post("/v1/ragblend/store/clear", {"namespace": "theirs"})["num_removed"] == 1
-    until(lambda: key not in two.stored())
+    wait_until(lambda: key not in two.stored(), WAIT_S, "the other has deleted it")
     assert (hits(also, TEXTS[1]), hits(mine, TEXTS[1])) == (0, 1)
 
 
@@ -167,7 +156,8 @@ def test_a_replica_that_was_down_forgets_before_it_answers(replicas, clients):
 def test_after_an_update_of_the_weights_nothing_is_loaded_or_stored(replicas, clients, tmp_path):
     one, prompt = replicas[0], Prompt([TEXTS[0]], "Where does George Keller live?")
     engine = clients(one)
-    until(lambda: hits(engine, TEXTS[0]) == 1)  # a test above deleted it; a miss is precomputed in the background
+    # A test above deleted it, and a miss is precomputed in the background.
+    wait_until(lambda: hits(engine, TEXTS[0]) == 1, WAIT_S, "it is stored again")
     stored, counted = one.stored(), one.counted("chunk_hits", "reused_tokens", "load_seconds", "ingested_chunks")
     before = engine.generate(prompt, mode="full", max_tokens=8)
     one.rpc("reload_weights", weights_path=str(other_weights(tmp_path / "new")))

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from hostile_bodies import DELETED, GENERATED, JSON, LINES, POSTED, Hostile
+from hostile_bodies import HOSTILE, JSON, LINES, Hostile
 
 from ragblend.server import routes
 from ragblend.server.documents import DocumentIngester
@@ -34,9 +34,7 @@ ADDRESSES = {
     "a collection with a line break": Hostile("POST", ONE, "collection", LINES, "collection=a%0Ab"),
 }
 CASES = {
-    **{f"posted: {name}": Hostile("POST", body, "", kind) for name, (kind, body) in POSTED.items()},
-    **{f"deleted: {name}": Hostile("DELETE", body, "") for name, body in DELETED.items()},
-    **{f"generated: {name}": case for name, case in GENERATED.items()},
+    **HOSTILE,
     **{f"address: {name}": case for name, case in ADDRESSES.items()},
 }
 

@@ -1,23 +1,18 @@
 """KV in eight bits under vLLM: ingested by one engine or the other, it is the same; ratio 1 is full prefill from it."""
 
 import pytest
+from demo_texts import QUESTION, A, B, C
+from harness import SMALL
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 
-TEXTS = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-    "Arthur Archer lives in Calville. Ben Howard works for Xanco.",
-)
-PROMPT = Prompt(TEXTS, "Where does George Keller live?")
-SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+TEXTS = (A, B, C)
+PROMPT = Prompt(TEXTS, QUESTION)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_both_engines_store_and_blend_the_same_eight_bits(tmp_path, monkeypatch, kv_dtype):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+def test_both_engines_store_and_blend_the_same_eight_bits(tmp_path, kv_dtype):
     options = {"rule": "cacheblend_k", "max_tokens": 8}
     with load_engine("demo", tmp_path / "hf", on_miss="inline", kv_dtype=kv_dtype) as reference:
         for text in TEXTS:

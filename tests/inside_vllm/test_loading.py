@@ -5,13 +5,13 @@ The profiles are made up, so that each test knows what must follow; `test_profil
 
 from __future__ import annotations
 
-import gc
 import logging
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness import connector_worker, machine, recorded_selections
+from harness import SMALL, connector_scheduler, connector_worker, machine, recorded_selections
+from slow_reads import emptied
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
@@ -22,7 +22,6 @@ from ragblend.precompute import precompute_documents
 
 CHUNKS = [f"{name} Keller lives in Kinport. Julia Bishop works for Synon. " * 4 for name in ("George", "Tom", "Ben")]
 PROMPT = Prompt(CHUNKS, "Where does George Keller live?")
-SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 FAST, HIDING, SLOW = 1e-6, 0.8, 2.0  # seconds of loading per second of prefill
 
 
@@ -30,18 +29,15 @@ FAST, HIDING, SLOW = 1e-6, 0.8, 2.0  # seconds of loading per second of prefill
 def engines(tmp_path_factory):
     """vLLM and the transformers engine over one store with profiles that make full prefill the faster way."""
     store = tmp_path_factory.mktemp("loading") / "kv"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with load_engine("demo", store, on_miss="inline") as first:
-            precompute_documents(CHUNKS, first)
-            for hardware in (machine_facts(), vllm_machine_facts(None)):
-                write_profile(store, machine(find_checkpoint("demo"), SLOW, hardware))
-        with (
-            load_engine("demo", store, on_miss="inline") as reference,
-            load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as ours,
-        ):
-            yield ours, reference
+    with load_engine("demo", store, on_miss="inline") as first:
+        precompute_documents(CHUNKS, first)
+        for hardware in (machine_facts(), vllm_machine_facts(None)):
+            write_profile(store, machine(find_checkpoint("demo"), SLOW, hardware))
+    with (
+        load_engine("demo", store, on_miss="inline") as reference,
+        load_engine("demo", store, backend="vllm", vllm_options=SMALL, on_miss="inline") as ours,
+    ):
+        yield ours, reference
 
 
 @pytest.fixture(autouse=True)
@@ -51,22 +47,15 @@ def nothing_in_memory(request):
 
 
 def forget_memory(ours: Any, reference: Any) -> None:
-    gc.collect()  # an entry with another reference is shared, and is not read from the disk again
-    for memory in (worker_store().tiers[0], reference.store.tiers[0]):
-        for key in memory.keys():  # noqa: SIM118
-            memory.delete(key)
+    for store in (connector_worker()._store, reference.store):
+        emptied(store)
     assert ours.generate(PROMPT, mode="full", max_tokens=1).report.refused_reason == ""
     assert ours.reset_prefix_cache()  # or what it has of the prompt would be left to it
 
 
-def worker_store() -> Any:
-    """The store that vLLM's worker reads, memory over disk."""
-    return connector_worker()._store
-
-
 def connector(engine: Any) -> Any:
     """The scheduler's half."""
-    return engine._loop._engine.engine_core.engine_core.scheduler.connector
+    return connector_scheduler(engine._loop._engine)
 
 
 def set_load_share(ours: Any, reference: Any, share: float) -> None:

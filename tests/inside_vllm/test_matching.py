@@ -7,7 +7,19 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from harness import PREFIX, engine, ingest, make_known, random_ids, recorded_selections, report, tokens, watch_counts
+from harness import (
+    PREFIX,
+    assert_same_answer,
+    connector_scheduler,
+    engine,
+    ingest,
+    make_known,
+    random_ids,
+    recorded_selections,
+    report,
+    tokens,
+    watch_counts,
+)
 from harness import ask as ask_afresh
 
 ask = partial(ask_afresh, forgets=False)
@@ -84,10 +96,7 @@ def test_ratio_one_is_full_prefill_also_after_cached_history(llm):
     assert [chunk["exact"] for chunk in got["chunks"]] == [True, False, False, False]
     cut = len(turn) - len(QUESTION) - got["num_prefix_tokens"]
     assert [chunk["num_recomputed_tokens"] for chunk in got["chunks"]] == [0, cut, len(third), 70]
-    assert tokens(blended) == tokens(full)
-    for mine, theirs in zip(blended.outputs[0].logprobs, full.outputs[0].logprobs, strict=True):
-        for token in mine.keys() & theirs.keys():
-            assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
+    assert_same_answer(blended, full, 1e-3)
 
 
 @pytest.mark.parametrize("rule", ["ask", "cacheblend"])
@@ -154,7 +163,7 @@ def test_a_prompt_that_ends_with_a_chunk_leaves_its_last_token_to_vllm(llm):
 
 
 def test_what_has_no_stored_chunk_or_no_plain_ids_is_left_alone_and_counted(llm):
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    scheduler = connector_scheduler(llm.llm_engine)
     counts = watch_counts(scheduler)
     assert ask(llm, random_ids(60, 60)).kv_transfer_params is None
     assert counts.data["left_requests|no_chunks"] == 1
@@ -188,7 +197,7 @@ def test_namespaces_match_and_share_nothing(llm):
     for name, salt in (("a", "s3cret"), ("unknown", None)):
         request = SimpleNamespace(**{**vars(plain_request(turn)), "cache_salt": salt})
         request.kv_transfer_params = {"ragblend": {"namespace": name}}
-        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        connector = connector_scheduler(llm.llm_engine)
         connector.on_new_request(request)
         while (found := connector.get_num_new_matched_tokens(request, 0))[0] is None:
             time.sleep(0.001)  # its look-up goes on

@@ -12,9 +12,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from harness import PREFIX, ask, engine, ingest, make_known, random_ids, report, watch_counts
+from harness import PREFIX, add, ask, connector_scheduler, engine, ingest, make_known, random_ids, report, watch_counts
 
 from ragblend.engine.base import LEAST_QUOTE
+from ragblend.engine.report import BlendReport
+from ragblend.engine.vllm.connector import BlendReports
 from ragblend.engine.vllm.metric_sources import LABEL
 from ragblend.engine.vllm.metrics import COUNTERS, GAUGES, HISTOGRAMS, LABELLED_COUNTERS, BlendPromMetrics, BlendStats
 
@@ -31,7 +33,7 @@ def llm(checkpoint, tmp_path_factory):
     store = tmp_path_factory.mktemp("kv")
     make_known(store, checkpoint("llama"), [UNSTORED])
     with engine(checkpoint("llama"), store, skip_tokenizer_init=True) as llm:
-        halves = (llm.llm_engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group())
+        halves = (connector_scheduler(llm.llm_engine), get_kv_transfer_group())
         llm.taken = [watch_counts(half) for half in halves]
         for chunk in CHUNKS:
             ingest(llm, PREFIX, chunk)
@@ -87,10 +89,7 @@ def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm, monkeypatch):
 
 
 def give_up(llm: Any, name: str, ids: list[int], params: dict[str, Any], num_steps: int) -> None:
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": {"ragblend": params}})
-    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+    add(llm, name, ids, params, 4)
     for _ in range(num_steps):
         llm.llm_engine.step()
     llm.llm_engine.abort_request([name])
@@ -160,6 +159,13 @@ def test_every_series_reaches_prometheus_by_engine():
     assert 'vllm:ragblend_request_ttft_seconds_count{engine="0",mode="x"} 1.0' in shown
     assert 'vllm:ragblend_blend_queue{engine="0"} 7.0' in shown
     assert 'vllm:ragblend_blend_queue{engine="1"} 1.0' in shown
+
+
+def test_reports_of_several_ranks_become_one():
+    first, second = BlendReport("blend", fuse_s=1.0), BlendReport("blend", fuse_s=2.0)
+    merged = BlendReports({"a": first}).aggregate(BlendReports({"a": second, "b": second}, weights_updated=True))
+    assert merged.reports == {"a": first, "b": second}
+    assert merged.weights_updated
 
 
 def test_log_lines_look_as_vllms_do():

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_texts import A, B
 from harness import (
     PREFIX,
+    SMALL,
+    add,
     ask,
     ask_all,
+    connector_scheduler,
     engine,
     free_blocks,
     ingest,
@@ -79,14 +83,9 @@ def chunks_in(ids: list[int]) -> list[int]:
     ]
 
 
-def connector(llm: Any) -> Any:
-    """The scheduler's half."""
-    return llm.llm_engine.engine_core.engine_core.scheduler.connector
-
-
 def watched_counters(llm: Any) -> dict[str, float]:
     """Return the later metrics of the scheduler's half."""
-    counts: dict[str, float] = watch_counts(connector(llm)).data
+    counts: dict[str, float] = watch_counts(connector_scheduler(llm.llm_engine)).data
     return counts
 
 
@@ -117,19 +116,20 @@ def test_while_the_remote_is_silent_other_requests_go_on(redis_server, first, ch
     extra = {"remote": f"redis://127.0.0.1:{proxy.port}/0", "remote_timeout_s": 600}
     with replica(checkpoint("llama"), tmp_path, extra, skip_tokenizer_init=True) as llm:
         core, free, counters = llm.llm_engine, free_blocks(llm), watched_counters(llm)
+        known = connector_scheduler(core).scheduler.requests
         waiting, plain = requests()[0], requests()[1][0]
-        add(core, "waiting", *waiting)
-        add(core, "given up", *requests()[2])
-        add(core, "plain", plain, None)
+        add(llm, "waiting", *waiting)
+        add(llm, "given up", *requests()[2])
+        add(llm, "plain", plain, None)
         done = run_until(core, "plain")
         assert done == {"plain": first["plain"][1]}
-        assert len(connector(llm).scheduler.requests) == 2
+        assert len(known) == 2
         core.abort_request(["given up"])
         proxy.close()  # every connection breaks, none can be made: down
         assert run_until(core, "waiting") == {"waiting": first["plain"][0]}
         assert counters["remote_failures"] > 0
         assert not counters.get("remote_hits")
-        assert not connector(llm).scheduler.requests
+        assert not known
         assert free_blocks(llm) == free
 
 
@@ -142,7 +142,8 @@ def test_a_slow_remote_is_given_up_at_its_time_limit(redis_server, first, checkp
             output = ask(llm, *request)
             assert tokens(output) == first["plain"][index]
             assert report(output)["num_chunk_hits"] == 0
-        assert not connector(llm).scheduler.store.remote_tiers[0].breaker.is_closed  # and is not asked any more
+        (remote,) = connector_scheduler(llm.llm_engine).scheduler.store.remote_tiers
+        assert not remote.breaker.is_closed  # and is not asked any more
     proxy.close()
 
 
@@ -204,14 +205,6 @@ def wait_for_keys(server: RedisServer) -> list[str]:
     return list(remote.keys())
 
 
-def add(core: Any, name: str, ids: list[int], params: dict[str, Any] | None) -> None:
-    from vllm import SamplingParams
-
-    extra = {"kv_transfer_params": {"ragblend": params}} if params else None
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, extra_args=extra)
-    core.add_request(name, {"prompt_token_ids": ids}, sampling)
-
-
 def run_until(core: Any, name: str) -> dict[str, list[int]]:
     """Step until request `name` is done; the answers that came."""
     done: dict[str, list[int]] = {}
@@ -220,16 +213,11 @@ def run_until(core: Any, name: str) -> dict[str, list[int]]:
     return done
 
 
-TEXTS = [
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company sells knives. It sells them in Wesstad.",
-]
+TEXTS = [A, B]
 ASKED = Prompt(TEXTS, "Where does George Keller live?")
-SMALL = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 
-def test_engines_of_both_kinds_share_one_remote(redis_server, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+def test_engines_of_both_kinds_share_one_remote(redis_server, tmp_path):
     remote = redis_server.url.replace("/0", "/4")
     tiers: dict[str, Any] = {"remote": remote, "remote_timeout_s": 60.0, "on_miss": "inline"}
 

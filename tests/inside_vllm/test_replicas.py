@@ -26,8 +26,8 @@ import httpx
 import pytest
 import yaml
 from openai import AuthenticationError, OpenAI
-from served import environment, make_known
-from servers import HttpServer, RedisServer
+from served import environment, make_known, metrics
+from servers import HttpServer, RedisServer, wait_until
 
 from benchmarks.ports import free_port
 from ragblend import Prompt, load_engine
@@ -63,9 +63,7 @@ class Deployment:
 
     def metrics(self, replica: str) -> dict[str, float]:
         """A replica's own counters."""
-        lines = httpx.get(f"{self.replicas[replica].url}/metrics", timeout=60).text.splitlines()
-        found = (re.match(r"vllm:(\w+)\{[^}]*\} (\S+)$", line) for line in lines)
-        return {match[1]: float(match[2]) for match in found if match}
+        return metrics(self.replicas[replica].url)
 
     def keys(self, replica: str) -> set[str]:
         """The chunks on a replica's own disk."""
@@ -203,14 +201,13 @@ def test_the_commands_at_the_top_ingest_through_the_balancer(deployment, engine)
     assert len(found[0] | found[1]) == len(TEXTS)
     for replica in REPLICAS:  # which find what they were sent themselves
         make_known(deployment.home / replica / "kv", engine.renderer, [*TEXTS.values()])
-    counted = [deployment.metrics(replica)["ragblend_ingested_chunks_total"] for replica in REPLICAS]
+    counted = [deployment.metrics(replica)["vllm:ragblend_ingested_chunks_total"] for replica in REPLICAS]
     assert counted == [len(keys) for keys in found]
 
 
 def test_every_replica_finds_every_chunk_and_answers_as_one_engine_alone(deployment, engine, expected):
-    remote, end_s = open_remote(deployment.cache.url), time.monotonic() + 60
-    while len(list(remote.keys())) < len(TEXTS) and time.monotonic() < end_s:
-        time.sleep(0.1)  # they are sent in the background
+    remote = open_remote(deployment.cache.url)
+    wait_until(lambda: len(list(remote.keys())) >= len(TEXTS), 60, "all are sent to the cache, in the background")
     before = [deployment.metrics(replica) for replica in REPLICAS]
     asked = prompts(24, 0)
     with ThreadPoolExecutor(4) as pool:
@@ -219,12 +216,12 @@ def test_every_replica_finds_every_chunk_and_answers_as_one_engine_alone(deploym
         assert_same(answer, ask(expected, prompt))
     after = [deployment.metrics(replica) for replica in REPLICAS]
     grown = {name: [b[name] - a[name] for a, b in zip(before, after, strict=True)] for name in before[0]}
-    assert all(grown["ragblend_requests_total"])
-    assert sum(grown["ragblend_requests_total"]) == len(asked)
-    assert sum(grown["ragblend_chunk_hits_total"]) == sum(answer.report.num_chunks for answer in answers)
-    assert sum(grown["ragblend_chunk_misses_total"]) == 0
-    assert any(grown["ragblend_remote_hits_total"])  # what the other one had ingested
-    assert sum(grown["ragblend_ingested_chunks_total"]) == 0
+    assert all(grown["vllm:ragblend_requests_total"])
+    assert sum(grown["vllm:ragblend_requests_total"]) == len(asked)
+    assert sum(grown["vllm:ragblend_chunk_hits_total"]) == sum(answer.report.num_chunks for answer in answers)
+    assert sum(grown["vllm:ragblend_chunk_misses_total"]) == 0
+    assert any(grown["vllm:ragblend_remote_hits_total"])  # what the other one had ingested
+    assert sum(grown["vllm:ragblend_ingested_chunks_total"]) == 0
 
 
 def test_streams_come_through_as_they_are_made_and_so_does_hanging_up(deployment, engine, expected):
@@ -254,7 +251,7 @@ def settled(value: Callable[[], float], still_s: float = 3.0, timeout_s: float =
 
 
 def num_generated(deployment: Deployment) -> float:
-    return sum(deployment.metrics(replica)["generation_tokens_total"] for replica in REPLICAS)
+    return sum(deployment.metrics(replica)["vllm:generation_tokens_total"] for replica in REPLICAS)
 
 
 def test_the_balancer_shows_only_what_the_key_guards(deployment):
@@ -303,13 +300,12 @@ def test_the_health_checks_pass(deployment):
 
 
 def test_without_the_cache_replicas_answer_from_what_they_have(deployment, engine, expected):
-    for name, server in deployment.replicas.items():  # the balancer alone may have kept a chunk from one of them
+    for server in deployment.replicas.values():  # the balancer alone may have kept a chunk from one of them
         with load_engine("demo", backend=server.url, api_key=KEY, on_miss="inline") as direct:
             for person, text in TEXTS.items():
                 ask(direct, Prompt([text], f"Where does {person} live?"))
-        end_s = time.monotonic() + 60
-        while len(deployment.keys(name)) < len(TEXTS) and time.monotonic() < end_s:
-            time.sleep(0.1)  # entries from the remote tier are written in the background
+    # Entries from the remote tier are written in the background.
+    wait_until(lambda: all(len(deployment.keys(name)) >= len(TEXTS) for name in REPLICAS), 60, "each disk has all")
     deployment.cache.kill()
     for prompt in prompts(6, 3):
         assert_same(ask(engine, prompt), ask(expected, prompt))
@@ -338,8 +334,8 @@ def test_when_a_replica_is_killed_the_other_goes_on(deployment, engine, expected
     for prompt, found in zip(asked, outcomes, strict=True):
         if found not in lost:
             assert_same(found, ask(expected, prompt))
-    before = deployment.metrics("replica-0")["ragblend_requests_total"]
+    before = deployment.metrics("replica-0")["vllm:ragblend_requests_total"]
     for prompt in prompts(6, 5):
         assert_same(ask(engine, prompt), ask(expected, prompt))
-    assert deployment.metrics("replica-0")["ragblend_requests_total"] == before + 6
+    assert deployment.metrics("replica-0")["vllm:ragblend_requests_total"] == before + 6
     assert httpx.get(f"{deployment.balancer.url}/health", timeout=60).status_code == 200

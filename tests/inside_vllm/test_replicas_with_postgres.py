@@ -6,7 +6,6 @@ The tests are one story and run in order. Every text is stored alone and after s
 from __future__ import annotations
 
 import random
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from postgres import PostgresServer, fresh_schema, start_postgres
-from served import start_demo
+from served import metrics, start_demo
 from servers import HttpServer, RedisServer, wait_until
 
 from benchmarks.ports import free_port
@@ -77,8 +76,7 @@ class Replica:
 
     def num_computed(self) -> int:
         """Entries that this process has computed."""
-        found = re.findall(r"vllm:ragblend_ingested_chunks_total\{[^}]*\} (\S+)", self.http.get("/metrics").text)
-        return int(sum(map(float, found)))
+        return int(metrics(str(self.http.base_url))["vllm:ragblend_ingested_chunks_total"])
 
     def headers(self) -> list[KVHeader]:
         return list(DiskStore(self.home / "kv").headers())

@@ -8,12 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from demo_texts import QUESTION, A, B
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from openai import AuthenticationError, OpenAI
 from pages import PAGES, blocks, run_python
-from served import make_known, served_demo
+from served import make_known, metrics, served_demo
+from servers import wait_until
 
 from ragblend import Prompt, load_engine
 from ragblend.errors import RagblendError
@@ -23,11 +25,6 @@ from ragblend.precompute import precompute_documents
 
 pytestmark = pytest.mark.smoke
 
-A, B = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-)
-QUESTION = "Where does George Keller live?"
 PROMPT = Prompt([A, B], QUESTION)
 KEY = "a-key-for-tests"
 
@@ -58,12 +55,6 @@ def engine(url):
 @pytest.fixture(scope="module")
 def openai(url, engine):
     return OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-
-
-def metrics(url: str) -> dict[str, float]:
-    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
-    found = (re.match(r"(vllm:\w+)\{[^}]*\} (\S+)$", line) for line in lines)
-    return {match[1]: float(match[2]) for match in found if match}
 
 
 def test_our_client_gets_the_answer_from_stored_chunks(engine):
@@ -160,13 +151,12 @@ def test_a_client_that_hangs_up_frees_its_blocks(engine, url):
         "POST", f"{url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
     ) as response:
         next(response.iter_lines())
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s:
+
+    def is_idle() -> bool:
         now = metrics(url)
-        if now["vllm:num_requests_running"] == 0 and now["vllm:kv_cache_usage_perc"] == 0:
-            break
-        time.sleep(0.2)
-    assert (now["vllm:num_requests_running"], now["vllm:kv_cache_usage_perc"]) == (0, 0)
+        return now["vllm:num_requests_running"] == now["vllm:kv_cache_usage_perc"] == 0
+
+    wait_until(is_idle, 60, "the request and its blocks are gone")
     assert engine.generate(PROMPT, max_tokens=8).text == "Kinport"
 
 

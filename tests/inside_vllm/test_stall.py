@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from harness import PREFIX, ask, connector_worker, engine, ingest, random_ids, tokens
+from harness import PREFIX, add, ask, connector_scheduler, connector_worker, engine, ingest, random_ids, tokens
 from harness import report as report_of
-from slow_reads import SlowEntry, emptied
+from slow_reads import SlowEntry, emptied, replaced_reads
 
+from ragblend.engine.store.kv import ChunkKV
 from ragblend.engine.vllm.paged import PagedKV, PagedLayerLoader
 
 CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
@@ -51,21 +52,16 @@ class Slow:
 
 
 @contextmanager
-def slow_disk(monkeypatch: pytest.MonkeyPatch, damaged_at: int | None = None) -> Iterator[Slow]:
+def slow_disk(damaged_at: int | None = None) -> Iterator[Slow]:
     """Each layer of each chunk is read slowly from the worker's disk; the first chunk may be damaged."""
     for done in connector_worker()._readers:  # of a request that left
         done.wait()
-    gc.collect()  # an entry with another reference is shared, and would not be read again
     disk, slow = emptied(connector_worker()._store), Slow()
-    get = disk.get
 
-    def slowly(key: str, token_ids: Any = None) -> Any:
-        kv = get(key, token_ids)
-        damaged = damaged_at if kv is not None and kv.header.num_tokens == len(CHUNKS[0]) else None
-        return None if kv is None else SlowEntry(kv, slow.wait, damaged)
+    def slow_entry(kv: ChunkKV) -> ChunkKV:
+        return SlowEntry(kv, slow.wait, damaged_at if kv.header.num_tokens == len(CHUNKS[0]) else None)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "get", slowly)
+    with replaced_reads(disk, slow_entry):
         try:
             yield slow
         finally:
@@ -75,7 +71,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch, damaged_at: int | None = None) ->
 @contextmanager
 def slow_headers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     """The scheduler looks slowly at each header."""
-    disk, slow = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.disk, Slow()
+    disk, slow = connector_scheduler(llm.llm_engine).scheduler.disk, Slow()
     peek = disk.peek
 
     def slowly(key: str) -> Any:
@@ -103,18 +99,16 @@ def params(rule: str, mode: str = "blend") -> dict[str, Any]:
     return {"mode": mode, "rule": rule, "ratio": 0.3}
 
 
-def add(llm: Any, name: str, ids: list[int], wanted: dict[str, Any] | None, max_tokens: int) -> None:
-    from vllm import SamplingParams
-
-    llm.reset_prefix_cache()  # it keeps what an earlier blend of the prompt left
-    given = {"kv_transfer_params": {"ragblend": wanted}} if wanted is not None else None
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=given)
-    llm.llm_engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+@pytest.fixture(autouse=True)
+def nothing_cached(llm):
+    """Clear vLLM's prefix cache, which keeps what an earlier blend of the prompt left."""
+    llm.reset_prefix_cache()
 
 
 def stream_beside(llm: Any, ids: list[int], wanted: dict[str, Any], name: str, slow: Slow) -> Any:
     """The output of a request beside which a stream gets tokens; each lets the reads end that are under way."""
     other, running = f"stream-{name}", llm.llm_engine
+    llm.reset_prefix_cache()
     add(llm, other, PLAIN, None, max_tokens=1000)
     for _ in range(5):
         running.step()
@@ -135,9 +129,9 @@ def stream_beside(llm: Any, ids: list[int], wanted: dict[str, Any], name: str, s
 
 
 @pytest.mark.parametrize("rule", ["cacheblend", "ask"])
-def test_a_stream_goes_on_while_a_blend_beside_it_is_read_from_a_slow_store(llm, rule, monkeypatch):
+def test_a_stream_goes_on_while_a_blend_beside_it_is_read_from_a_slow_store(llm, rule):
     held = ask(llm, IDS, params(rule))
-    with slow_disk(monkeypatch) as slow:
+    with slow_disk() as slow:
         answer = stream_beside(llm, IDS, params(rule), f"blend-{rule}", slow)
     assert slow.num_reads == NUM_LAYERS * len(CHUNKS)
     found, expected = report_of(answer), report_of(held)
@@ -167,24 +161,24 @@ def test_a_request_that_ends_while_it_is_looked_up_holds_nobody_up(llm, monkeypa
         assert slow.num_reads == 0
 
 
-def test_a_stream_goes_on_while_an_ingestion_beside_it_reads_what_stands_before(llm, monkeypatch):
+def test_a_stream_goes_on_while_an_ingestion_beside_it_reads_what_stands_before(llm):
     ids = [*IDS[:106], *random_ids(20, 77)]
     wanted = {"mode": "ingest", "context": "similar", "spans": [[5, 66], [66, 106], [106, 126]]}
-    with slow_disk(monkeypatch) as slow:
+    with slow_disk() as slow:
         answer = stream_beside(llm, [*ids, 7], wanted, "ingest", slow)
     assert slow.num_reads >= NUM_LAYERS * len(CHUNKS)
     assert report_of(answer)["refused_reason"] == ""
 
 
-def test_damage_met_while_others_go_on_starts_the_blend_again_without_the_chunk(llm, monkeypatch):
-    with slow_disk(monkeypatch, damaged_at=3) as slow:
+def test_damage_met_while_others_go_on_starts_the_blend_again_without_the_chunk(llm):
+    with slow_disk(damaged_at=3) as slow:
         answer = stream_beside(llm, IDS, params("ask"), "damaged", slow)
     assert (report_of(answer)["num_chunk_hits"], report_of(answer)["num_damaged_entries"]) == (1, 1)
 
 
-def test_a_request_that_ends_while_it_is_read_holds_nobody_up(llm, monkeypatch):
+def test_a_request_that_ends_while_it_is_read_holds_nobody_up(llm):
     running = llm.llm_engine
-    with slow_disk(monkeypatch) as slow:
+    with slow_disk() as slow:
         add(llm, "leaves", IDS, params("ask"), max_tokens=4)
         while not connector_worker()._jobs:
             running.step()
@@ -201,7 +195,7 @@ def test_a_request_that_ends_while_it_is_read_holds_nobody_up(llm, monkeypatch):
 @pytest.mark.parametrize("slow_part", ["layers", "headers"])
 def test_an_engine_that_only_waits_does_not_spin(llm, slow_part, monkeypatch):
     running, num_steps = llm.llm_engine, 0
-    with slow_disk(monkeypatch) if slow_part == "layers" else slow_headers(llm, monkeypatch) as slow:
+    with slow_disk() if slow_part == "layers" else slow_headers(llm, monkeypatch) as slow:
         add(llm, slow_part, IDS, params("ask"), max_tokens=1)
         start_s = time.perf_counter()
         while time.perf_counter() - start_s < 0.5:
@@ -216,8 +210,8 @@ def test_an_engine_that_only_waits_does_not_spin(llm, slow_part, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
-def test_what_a_request_held_is_free_when_it_ends_and_not_at_the_next_garbage_collection(llm, monkeypatch, mode):
-    with slow_disk(monkeypatch) as slow:
+def test_what_a_request_held_is_free_when_it_ends_and_not_at_the_next_garbage_collection(llm, mode):
+    with slow_disk() as slow:
         slow.free()
         gc.disable()
         try:

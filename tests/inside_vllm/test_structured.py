@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
+from demo_texts import QUESTION, A, B
+from harness import SMALL
 from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
 from langchain_core.documents import Document
@@ -25,14 +27,9 @@ from ragblend.llamaindex import BlendLLM
 from ragblend.llm import ChatBlend
 from ragblend.precompute import precompute_documents
 
-A, B = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-)
 COMPACT = {"backend": "xgrammar", "disable_any_whitespace": True}  # the demo model gets lost in blank lines
-SIZES = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20, "structured_outputs_config": COMPACT}
 # Chunks as short as these would be left to vLLM's prefix cache, which has the turns before them.
-UNCACHED = {"enable_prefix_caching": False}
+OPTIONS = {**SMALL, "structured_outputs_config": COMPACT, "enable_prefix_caching": False}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -94,20 +91,17 @@ def url(tmp_path_factory):
 @pytest.fixture(scope="module", params=["server", "process"])
 def chat(request, tmp_path_factory):
     store: Path | None = tmp_path_factory.mktemp("own") / "kv"
-    options: dict[str, Any] = {"backend": "vllm", "vllm_options": SIZES | UNCACHED}
+    options: dict[str, Any] = {"backend": "vllm", "vllm_options": OPTIONS}
     if request.param == "server":
         store, options = None, {"backend": request.getfixturevalue("url")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with load_engine("demo", store, on_miss="inline", **options) as engine:
-            precompute_documents([A, B], engine)
-            yield ChatBlend(engine=engine, max_tokens=200)
+    with load_engine("demo", store, on_miss="inline", **options) as engine:
+        precompute_documents([A, B], engine)
+        yield ChatBlend(engine=engine, max_tokens=200)
 
 
 def test_a_schema_is_kept_over_blended_chunks(chat):
     held = chat.with_structured_output(SCHEMA, include_raw=True)
-    found = held.invoke(f"{A}\n\n{B}\n\nWhere does George Keller live?")
+    found = held.invoke(f"{A}\n\n{B}\n\n{QUESTION}")
     jsonschema.validate(found["parsed"], SCHEMA)
     report = found["raw"].response_metadata["ragblend"]
     assert (report["num_chunk_hits"], report["mode"]) == (2, "blend")
@@ -147,7 +141,7 @@ def test_a_demanded_call_comes(chat, choice):
 
 def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat):
     history = [
-        HumanMessage("Where does George Keller live?"),
+        HumanMessage(QUESTION),
         AIMessage("", tool_calls=[{"name": "look_up", "args": {"who": "George Keller"}, "id": "c1"}]),
         ToolMessage(A, tool_call_id="c1", name="look_up"),
     ]
@@ -171,7 +165,7 @@ def test_an_agent_calls_two_tools_and_answers_from_blended_documents(chat):
         return handler(request.override(tool_choice=PLAN[turns], model_settings={"max_tokens": 60}))
 
     agent: Any = create_agent(chat, [search, look_up], middleware=[demanded])
-    messages = agent.invoke({"messages": [("user", "Where does George Keller live?")]})["messages"]
+    messages = agent.invoke({"messages": [("user", QUESTION)]})["messages"]
     assert [message.type for message in messages] == ["human", "ai", "tool", "ai", "tool", "ai"]
     assert [message.name for message in messages if message.type == "tool"] == ["search", "look_up"]
     reports = [message.response_metadata["ragblend"] for message in messages if message.type == "ai"]
@@ -194,7 +188,7 @@ async def test_a_function_agent_does_it_too(chat, streaming):
         FunctionTool.from_defaults(each, name=name) for each, name in zip((search_documents, live), PLAN, strict=False)
     ]
     llm = Demanding(engine=chat.engine)
-    answer = await FunctionAgent(tools=tools, llm=llm, streaming=streaming).run("Where does George Keller live?")
+    answer = await FunctionAgent(tools=tools, llm=llm, streaming=streaming).run(QUESTION)
     assert [call.tool_name for call in answer.tool_calls] == ["search", "look_up"]
     assert answer.raw["ragblend"]["num_chunk_hits"] == 2
 

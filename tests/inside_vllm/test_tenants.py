@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from served import served_demo
+from demo_texts import QUESTION, A
+from served import metrics, served_demo
 
 from ragblend import Prompt, load_engine
 from ragblend.catalog.registry import ChunkRegistry
@@ -21,8 +22,7 @@ from ragblend.errors import RagblendError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
 
-A, B = "George Keller lives in Kinport. Julia Bishop works for Synon.", "Ben Howard lives in Easton."
-QUESTION = "Where does George Keller live?"
+B = "Ben Howard lives in Easton."
 ACME, GLOBEX, ASKER, INGESTER, ADMIN = (f"a-key-of-{name}" for name in ("acme", "globex", "asker", "ingester", "admin"))
 KEYS = {
     ACME: {"namespace": "acme", "rights": ["ask", "ingest"]},
@@ -54,9 +54,7 @@ class Served(NamedTuple):
         return self.http.request(method, path, json=body, headers={"Authorization": f"Bearer {key}"})
 
     def metrics(self) -> dict[str, float]:
-        lines = self.ask(ADMIN, "/metrics", method="GET").text.splitlines()
-        found = (re.match(r"(vllm:\w+)\{[^}]*\} (\S+)$", line) for line in lines)
-        return {match[1]: float(match[2]) for match in found if match}
+        return metrics(self.url, ADMIN)
 
 
 @pytest.fixture(scope="module")

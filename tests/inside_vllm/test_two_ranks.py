@@ -3,18 +3,16 @@
 import multiprocessing
 import threading
 
-import harness  # noqa: F401 (vLLM's settings for tests)
 import pytest
+from demo_texts import QUESTION, A, B
+from harness import SMALL
 
 from ragblend import Prompt, load_engine
 from ragblend.precompute import precompute_documents
 
-TEXTS = [
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company sells knives. It sells them in Wesstad.",
-]
-ASKED = Prompt(TEXTS, "Where does George Keller live?")
-OPTIONS = {"tensor_parallel_size": 2, "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
+TEXTS = [A, B]
+ASKED = Prompt(TEXTS, QUESTION)
+OPTIONS = SMALL | {"tensor_parallel_size": 2}
 
 
 @pytest.mark.timeout(1200)  # each rank imports vLLM

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_texts import A, B, C
 from postgres import fresh_schema, start_postgres
 from servers import wait_until
-from test_served_documents import A, B, C, Server
+from test_served_documents import Server
 
 from ragblend import load_engine
 from ragblend.catalog import leases
@@ -180,7 +181,8 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
-from test_fleet import A, Replica, leases
+from demo_texts import A
+from test_fleet import Replica, leases
 replica = Replica(Path({folder!r}), "killed", {catalog!r}, "similar")
 replica.documents.start()
 replica.send(*({{"id": str(n), "chunks": [f"{{n}}. {{A}}", f"{{n}} and so on. {{A}}"]}} for n in range(30)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_texts import QUESTION, A, B, C
 from servers import wait_until
 
 from ragblend import Prompt, load_engine
@@ -25,13 +26,6 @@ from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 from ragblend.server.documents import DocumentIngester
 from ragblend.server.requests import read_documents
-
-A, B, C = (
-    "George Keller lives in Kinport. Julia Bishop works for Synon.",
-    "The company has its main office in Wesstad. The firm sells knives.",
-    "Arthur Archer lives in Calville. He sells knives for the firm.",
-)
-QUESTION = "Where does George Keller live?"
 
 
 @pytest.fixture(autouse=True)
@@ -290,7 +284,8 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
-from test_served_documents import A, Server
+from demo_texts import A
+from test_served_documents import Server
 server = Server(Path({root!r}), "similar")
 server.documents.start()
 server.send({{"id": "old", "chunks": [A]}})

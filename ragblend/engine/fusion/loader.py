@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.store.kv import LayerKV, StoredLayer, dequantized, is_in_memory
+from ragblend.engine.store.kv import LayerKV, StoredLayer, concatenate_rows, dequantized, is_in_memory
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.layers import TransformersLayers
@@ -57,7 +57,7 @@ class _Group:
         `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
         if self._copies is not None:
-            return _concatenated(list(map(dequantized, self._copies.next_layer())))
+            return concatenate_rows(list(map(dequantized, self._copies.next_layer())))
         is_computed = [computed is not None and not is_in_memory(each.kv) for each in self.placements]
         stored = [
             self.stored_layer(placement, layer)
@@ -67,7 +67,7 @@ class _Group:
         if copier is not None:
             stored = copier.copy_to_device(stored)  # eight-bit KV is copied as eight bits
         arrived = map(dequantized, stored)
-        return _concatenated(
+        return concatenate_rows(
             [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
         )
 
@@ -77,13 +77,6 @@ class _Group:
         stored = placement.kv.stored_layer(layer)
         self._read_s[placement.start] += perf_counter() - start_s
         return stored
-
-
-def _concatenated(layers: Sequence[LayerKV]) -> LayerKV:
-    """Return one layer of adjacent chunks as one, [H, T of all, D]."""
-    if len(layers) == 1:
-        return layers[0]
-    return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
 
 
 class LayerEvent(NamedTuple):

@@ -279,6 +279,13 @@ def slice_kv_rows(kv: ChunkKV, start: int, end: int) -> ChunkKV:
     return kv if (start, end) == (0, kv.header.num_tokens) else RowSlice(kv, start, end)
 
 
+def concatenate_rows(layers: Sequence[LayerKV]) -> LayerKV:
+    """Return one layer of several chunks as one, [H, T of all, D]."""
+    if len(layers) == 1:
+        return layers[0]
+    return LayerKV(torch.cat([each.keys for each in layers], 1), torch.cat([each.values for each in layers], 1))
+
+
 def is_in_memory(kv: ChunkKV) -> bool:
     """Return True if a chunk's layers are tensors in memory. For a RowSlice, its source chunk decides."""
     return isinstance(kv.source if isinstance(kv, RowSlice) else kv, MemoryKV)

@@ -12,15 +12,14 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from ragblend.config import trusted_setting, user_folder
-from ragblend.errors import NotFoundError, UsageError
+from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.files.reading import open_regular_file
+from ragblend.files.reading import read_private_file
 
 KEY_VARIABLE = "RAGBLEND_STORE_KEY"
 KEY_FILE = "store.key"
@@ -144,19 +143,10 @@ def key_origin() -> str:
 def read_key(path: Path) -> StoreKey:
     """Return the key in a file. Raises NotFoundError for a missing file, UsageError for a file without a valid key.
 
-    Raises UsageError, too, for a file with unsafe permissions. It must belong to this user or to root. The file's group
-    may have permission to read it, but not to write it. Other users must have no permission.
+    Raises UsageError, too, for a file with unsafe permissions (see `read_private_file`).
     """
-    try:
-        with os.fdopen(open_regular_file(path), "rb") as stream:
-            facts = os.fstat(stream.fileno())
-            text = stream.read(4096)
-    except FileNotFoundError:
-        raise NotFoundError(f"there is no store key at {path}; make one: ragblend init-key --key-file {path}") from None
-    except OSError as error:
-        raise UsageError(f"the store key {path} cannot be read: {error.strerror or error}") from error
-    if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):
-        raise UsageError(f"others may read or change the store key {path}; make it yours alone: chmod 600 {path}")
+    missing = f"there is no store key at {path}; make one: ragblend init-key --key-file {path}"
+    text = read_private_file(path, "the store key", missing, 4096)
     try:
         return StoreKey.parse(text.decode("utf-8-sig"), f"the store key {path}")
     except UnicodeDecodeError:

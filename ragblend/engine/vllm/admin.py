@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
@@ -36,8 +36,8 @@ def add_store_routes(app: Any, store: TieredStore, respond: Respond) -> None:
 
     def route(path: str, answer: Callable[[TieredStore, dict[str, Any]], dict[str, Any]], method: str) -> None:
         async def handle(request: Request) -> Response:
-            body = await request.body() if method == "POST" else json.dumps(dict(request.query_params)).encode()
-            response: Response = await respond(lambda: answer(store, _fields(body)))
+            query, body = dict(request.query_params), await request.body()
+            response: Response = await respond(lambda: answer(store, _fields(body) if method == "POST" else query))
             return response
 
         app.router.add_route(PATH + path, handle, methods=[method])
@@ -123,10 +123,9 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
 
 
 def _fields(body: bytes) -> dict[str, Any]:
-    try:
+    fields: object = None
+    with suppress(ValueError, RecursionError):
         fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise UsageError("send a JSON object") from error
     if not isinstance(fields, dict):
         raise UsageError("send a JSON object")
     return fields

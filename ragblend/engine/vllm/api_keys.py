@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -27,9 +25,9 @@ from typing import Any, Literal, get_args
 
 from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY
-from ragblend.errors import NotFoundError, UsageError
+from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.files.reading import open_regular_file
+from ragblend.files.reading import read_private_file
 
 Right = Literal["ask", "ingest", "admin"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
@@ -161,20 +159,12 @@ def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
 def read_keys(path: str | Path) -> ApiKeys:
     """Return the keys of a TOML or JSON file.
 
-    Raises NotFoundError without the file. Raises UsageError for an unreadable or invalid file, or unsafe permissions.
-    The owner must be this process's user or root. The group may only read, and other users must have no access.
+    Raises NotFoundError without the file. Raises UsageError for an unreadable or invalid file, or unsafe permissions
+    (see `read_private_file`).
     """
     path = expand_user_path(path, "--api-keys-file")
-    try:
-        with os.fdopen(open_regular_file(path), "rb") as stream:
-            facts = os.fstat(stream.fileno())
-            data = stream.read(_MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise NotFoundError(f"there is no keys file at {path}; ragblend serve --api-keys-file FILE needs one") from None
-    except OSError as error:
-        raise UsageError(f"the keys file {path} cannot be read: {error.strerror or error}") from error
-    if facts.st_mode & (stat.S_IRWXO | stat.S_IWGRP) or facts.st_uid not in (os.getuid(), 0):
-        raise UsageError(f"other users can read or change the keys file {path}; run: chmod 600 {path}")
+    missing = f"there is no keys file at {path}; ragblend serve --api-keys-file FILE needs one"
+    data = read_private_file(path, "the keys file", missing, _MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:
         raise UsageError(f"the keys file {path} holds more than {_MAX_FILE_BYTES} bytes")
     try:

@@ -23,7 +23,7 @@ from ragblend.engine.decoding import AnswerText
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
-from ragblend.engine.vllm.params import BlendParams
+from ragblend.engine.vllm.params import BlendParams, report_from_params
 from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.options import GenerationKeywords, GenerationOptions
@@ -57,6 +57,13 @@ class OutputDelta:
     finish_reason: str | None = None
     report: BlendReport | None = None
     num_cached_tokens: int = 0  # prompt tokens that vLLM did not compute; 0 if vLLM does not report them
+
+    @classmethod
+    def from_vllm(cls, output: Any) -> OutputDelta:
+        """Return the content of vLLM's RequestOutput."""
+        (completion,) = output.outputs
+        report = report_from_params(getattr(output, "kv_transfer_params", None))
+        return cls(tuple(completion.token_ids), completion.finish_reason, report, output.num_cached_tokens or 0)
 
 
 class VllmStream(AnswerStream):

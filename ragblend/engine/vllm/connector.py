@@ -25,7 +25,7 @@ from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.loading import MemoryTierDelta, MemoryTierTracker
-from ragblend.engine.vllm.metric_sources import RequestMetrics, TierMetrics
+from ragblend.engine.vllm.metric_sources import MetricSource, TierMetrics
 from ragblend.engine.vllm.params import report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
@@ -55,7 +55,7 @@ from ragblend.engine.vllm.metrics import BlendPromMetrics, BlendStats  # noqa: E
 
 log = logging.getLogger(__name__)
 
-_REPORTS_KEPT = 1024  # for requests that end at a stop string; see `extension`
+_REPORTS_KEPT = 1024  # for requests that end at a stop string; see `plugin.BlendWorkerExtension`
 
 
 @dataclass
@@ -97,7 +97,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         reject_unsupported_config(vllm_config)
         self.config = ConnectorConfig.from_extra_config(dict(self._kv_transfer_config.kv_connector_extra_config or {}))
         self.scheduler: BlendScheduler  # set in the scheduler's half
-        self._metric_sources: list[RequestMetrics | TierMetrics] = []
+        self._metric_sources: list[MetricSource] = []
         self._closeables: list[BlendScheduler | BlendWorker | TieredStore] = []
         # The workers' half. `register_kv_caches` sets the first two.
         self._worker: BlendWorker

@@ -322,12 +322,10 @@ class _EngineLoop:
         answers = self._answers.get(output.request_id)
         if answers is None:
             return  # the request was aborted
-        (completion,) = output.outputs
-        report = report_from_params(getattr(output, "kv_transfer_params", None))
-        if report is None and may_stop:
-            report = self._early_report(output.request_id)
-        cached = output.num_cached_tokens or 0
-        answers.put(OutputDelta(tuple(completion.token_ids), completion.finish_reason, report, cached))
+        delta = OutputDelta.from_vllm(output)
+        if delta.report is None and may_stop:
+            delta.report = self._early_report(output.request_id)
+        answers.put(delta)
         if output.finished:
             del self._answers[output.request_id]
 

@@ -16,7 +16,6 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.api_keys import AuthContext, Grant, current_auth
 from ragblend.engine.vllm.base_engine import OutputDelta, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.engine import sampling_params
-from ragblend.engine.vllm.params import report_from_params
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.prompt.render import Renderer
 
@@ -81,11 +80,4 @@ class FrontEndEngine(VllmEngineBase):
             f"ragblend-{uuid4().hex}",
             priority=self._priority,
         )
-        return [
-            OutputDelta(
-                tuple(output.outputs[0].token_ids),
-                output.outputs[0].finish_reason,
-                report_from_params(getattr(output, "kv_transfer_params", None)),
-            )
-            async for output in outputs
-        ]
+        return [OutputDelta.from_vllm(output) async for output in outputs]

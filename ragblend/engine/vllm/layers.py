@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -29,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, attend_rows, positions_on_host
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
-from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV
+from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV, concatenate_rows
 from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
@@ -104,7 +105,8 @@ class VllmLayers:
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
-        self._joined: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []  # the last shared calls
+        # The latest result of `attention_calls`: its rows and blocks, `together`, and the calls.
+        self._latest_calls: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []
         # A kernel with smaller blocks than the cache manager's splits each of those into consecutive ones. A token's
         # slot number is the same in both; only the block tables passed to the kernel count its own blocks.
         shape, num_blocks = self._attention[0].kv_cache.shape, kv_cache_config.num_blocks
@@ -154,7 +156,7 @@ class VllmLayers:
                     self._call(layer, positions, part)
                 except _StopError:
                     projected.append(self._as_heads(layer, *kept))
-        return _concatenate(projected)
+        return concatenate_rows(projected)
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Return pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R] by the model's own rotary module."""
@@ -177,8 +179,7 @@ class VllmLayers:
         The tokens' keys and values are written to `fused`, a PagedKV. Before that, `hook` receives the pre-RoPE keys
         and the values of `rows[hook.row_indices]`.
         """
-        together = fused.should_attend_together(layer, hook is not None)
-        calls = fused.attention_calls(rows, together)
+        calls = self.attention_calls([rows], [fused], fused.should_attend_together(layer, hook is not None))
         return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
 
     def run_layer_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
@@ -190,16 +191,7 @@ class VllmLayers:
         together = all(
             each.should_attend_together(run.layer, run.hook is not None) for each, run in zip(fused, runs, strict=True)
         )
-        known, were_together, calls = self._joined
-        is_known = len(known) == len(rows) and all(mine is each for mine, each in zip(known, rows, strict=True))
-        if not is_known or were_together != together:
-            if together:
-                calls = self.split_shared_calls(rows)
-            else:
-                tables = pad_sequence([each.blocks for each in fused], batch_first=True)
-                owners = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(counts)).to(self.device)
-                calls = self.split_calls(torch.cat(rows), tables, owners)
-            self._joined = rows, together, calls
+        calls = self.attention_calls(rows, fused, together)
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
         firsts = itertools.accumulate(counts[:-1], initial=0)
         hooks = [
@@ -236,12 +228,9 @@ class VllmLayers:
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any
     ) -> tuple[Tensor, LayerKV]:
         """Run a layer as `run_layer` does. Return its output, and the rows' pre-RoPE keys and values [H, R, D]."""
-        outputs, kvs = [], []
-        for call in fused.attention_calls(rows):
-            with self._capture(layer) as kept:
-                outputs.append(self._run(layer, hidden[call.span], call, [fused]))
-            kvs.append(self._as_heads(layer, *kept))
-        return torch.cat(outputs), _concatenate(kvs)
+        kvs: list[LayerKV] = []
+        every_row = FreshRowsCallback(torch.arange(len(rows), device=self.device), kvs.append)
+        return self.run_layer(layer, hidden, rows, fused, every_row), kvs[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raise NotImplementedError, because vLLM itself computes the last token and samples."""
@@ -284,6 +273,27 @@ class VllmLayers:
         indices = torch.full((len(found) + 1,), -1, device=self.device)
         indices[found] = torch.arange(len(found), device=self.device)
         return indices[numbers]
+
+    def attention_calls(
+        self, rows: Sequence[Tensor], fused: Sequence[PagedKV], together: bool = False
+    ) -> list[AttentionCall]:
+        """Return the attention calls for the `rows` [R] of each request, whose KV is in `fused`.
+
+        `together`: True if the rows attend to the resident layers (see `PagedKV`), False if to the blocks. The latest
+        result is cached, because most layers run the same rows as the layer before.
+        """
+        key = [*rows, *(each.blocks for each in fused)]
+        known, were_together, calls = self._latest_calls
+        if len(known) != len(key) or were_together != together or any(map(operator.is_not, known, key)):
+            if together:
+                calls = self.split_shared_calls(rows)
+            else:
+                tables = pad_sequence([each.blocks for each in fused], batch_first=True)
+                counts = torch.tensor([len(each) for each in rows])
+                owners = torch.repeat_interleave(torch.arange(len(rows)), counts).to(self.device)
+                calls = self.split_calls(torch.cat(list(rows)), tables, owners)
+            self._latest_calls = key, together, calls
+        return calls
 
     def split_calls(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[AttentionCall]:
         """Split `rows` [R] into calls over the paged cache, each with at most `max_rows` rows and `max_runs` runs.
@@ -420,7 +430,7 @@ class VllmLayers:
         return normed
 
     @contextmanager
-    def _capture(self, layer: int, then: Callable[[], None] | None = None) -> Iterator[list[Tensor]]:
+    def _capture(self, layer: int, then: Callable[[], None]) -> Iterator[list[Tensor]]:
         """Yield a list that receives the layer's keys (after QK-norm, before RoPE) and values, [R, H * D] each.
 
         `then` is called before the layer writes KV and attends.
@@ -433,8 +443,7 @@ class VllmLayers:
 
         def before_attention(_module: Any, args: tuple[Any, ...]) -> None:
             kept.append(args[2].clone())
-            if then is not None:
-                then()
+            then()
 
         hooks = (
             self._layers[layer].self_attn.rotary_emb.register_forward_pre_hook(before_rotary),
@@ -544,9 +553,3 @@ def _num_weights(module: Any) -> int:
         outputs = getattr(part, "output_size_per_partition", getattr(part, "output_size", 0))
         count += max(int(inputs * outputs), sum(parameter.numel() for parameter in part.parameters(recurse=False)))
     return count
-
-
-def _concatenate(parts: list[LayerKV]) -> LayerKV:
-    if len(parts) == 1:
-        return parts[0]
-    return LayerKV(torch.cat([part.keys for part in parts], 1), torch.cat([part.values for part in parts], 1))

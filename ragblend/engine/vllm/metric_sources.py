@@ -23,21 +23,40 @@ _LIST_SHARE = 0.05  # largest share of a thread's time for listing the files on 
 _LIST_EVERY_S = 2.0  # shortest time between two lists
 
 
-class RequestMetrics:
-    """Metrics of requests, which the connector's scheduler side collects.
+class MetricSource:
+    """Metrics that are collected until vLLM takes them, by the names of their series.
 
-    `counts` are counters by name. `observed` are the values for histograms, by name.
+    `counts` are counters. `observed` are the values for histograms. `gauges` are current values.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.observed: dict[str, list[float]] = {}
-        self._queue = 0
-        self._reported_queue = 0
+        self.gauges: dict[str, float] = {}
+        self._reported_gauges: dict[str, float] = {}
 
     def add(self, **counts: float) -> None:
         """Add to the named counters."""
         self.counts.update(counts)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to a histogram."""
+        self.observed.setdefault(name, []).append(value)
+
+    def take_changes(self) -> dict[str, float | list[float]]:
+        """Return the counts and observed values since the last call, and the gauges that have changed since then."""
+        gauges = dict(self.gauges)
+        counts = {name: count for name, count in self.counts.items() if count}
+        changed = {name: value for name, value in gauges.items() if self._reported_gauges.get(name) != value}
+        taken: dict[str, float | list[float]] = {**counts, **self.observed, **changed}
+        self._reported_gauges = gauges
+        self.counts.clear()
+        self.observed = {}
+        return taken
+
+
+class RequestMetrics(MetricSource):
+    """Metrics of requests, which the connector's scheduler side collects."""
 
     def record_filled_request(self, report: BlendReport, *, observed: bool) -> None:
         """Count a request whose context has been filled: increase the counters by the numbers in its `report`.
@@ -61,26 +80,10 @@ class RequestMetrics:
 
     def set_queue_length(self, length: int) -> None:
         """Set the number of requests whose context is not filled yet."""
-        self._queue = length
-
-    def observe(self, name: str, value: float) -> None:
-        """Add a value to a histogram."""
-        self.observed.setdefault(name, []).append(value)
-
-    def take_changes(self) -> dict[str, float | list[float]]:
-        """Return the counts and observed values since the last call. The next call begins with none.
-
-        The queue length is included only if it has changed since the last call.
-        """
-        taken: dict[str, float | list[float]] = {**self.counts, **self.observed}
-        if self._queue != self._reported_queue:
-            taken["blend_queue"] = self._reported_queue = self._queue
-        self.counts.clear()
-        self.observed = {}
-        return taken
+        self.gauges["blend_queue"] = length
 
 
-class TierMetrics:
+class TierMetrics(MetricSource):
     """Metrics of this process's memory and disk tiers (hits, evictions and sizes), and of its remote tier, if any.
 
     With `shows_bytes`, this process also reports the sizes of the tiers, and whether the store's folder was deleted.
@@ -89,56 +92,42 @@ class TierMetrics:
     """
 
     def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:
+        super().__init__()
         self._tiers: dict[str, KVStore] = {
             "disk" if tier.memory_tier is None else "memory": tier for tier in store.tiers if not tier.is_remote
         }
         self._remote, self._remote_seen = next(iter(store.remote_tiers), None), StoreCounters()
         self._shows_bytes = shows_bytes
         self._seen = {name: StoreCounters() for name in self._tiers}
-        self._nbytes: dict[str, int] = {}
-        self._reported_nbytes: dict[str, int] = {}
         self._listing: threading.Thread | None = None
         self._due_s = 0.0
         self._disk = store.disk_tier if shows_bytes else None
         self._had_models_dir = False
-        self._is_missing: bool | None = None  # None: not checked yet
-        self._reported_missing: bool | None = None
 
-    def take_changes(self) -> dict[str, float]:
+    def take_changes(self) -> dict[str, float | list[float]]:
         """Return the changed metrics: counts as increments since the last call, sizes as their new values."""
-        found: dict[str, float] = {}
         for name, tier in self._tiers.items():
             now, seen = replace(tier.counters), self._seen[name]
             self._seen[name] = now
-            for series, count in (
-                ("tier_hits", now.num_hits - seen.num_hits),
-                ("tier_evictions", now.num_evicted - seen.num_evicted),
-            ):
-                if count:
-                    found[f"{series}{LABEL}{name}"] = count
+            self.counts[f"tier_hits{LABEL}{name}"] += now.num_hits - seen.num_hits
+            self.counts[f"tier_evictions{LABEL}{name}"] += now.num_evicted - seen.num_evicted
         if self._remote is not None:
             now, seen = replace(self._remote.counters), self._remote_seen
             self._remote_seen = now
-            found["remote_hits"] = now.num_hits - seen.num_hits
-            found["remote_failures"] = now.num_failures - seen.num_failures
-            found["remote_dropped_writes"] = now.num_dropped - seen.num_dropped
-            found["damaged_entries"] = now.num_damaged - seen.num_damaged
+            self.add(
+                remote_hits=now.num_hits - seen.num_hits,
+                remote_failures=now.num_failures - seen.num_failures,
+                remote_dropped_writes=now.num_dropped - seen.num_dropped,
+                damaged_entries=now.num_damaged - seen.num_damaged,
+            )
         if self._shows_bytes:
             self._update_sizes()
-            nbytes = dict(self._nbytes)
-            found |= {
-                f"store_bytes{LABEL}{name}": n for name, n in nbytes.items() if self._reported_nbytes.get(name) != n
-            }
-            self._reported_nbytes = nbytes
-            if self._is_missing != self._reported_missing:
-                self._reported_missing = self._is_missing
-                found["store_missing"] = float(bool(self._is_missing))
-        return found
+        return super().take_changes()
 
     def _update_sizes(self) -> None:
         for name, tier in self._tiers.items():
             if tier.memory_tier is not None:
-                self._nbytes[name] = tier.nbytes()
+                self.gauges[f"store_bytes{LABEL}{name}"] = tier.nbytes()
             elif time.monotonic() >= self._due_s and (self._listing is None or not self._listing.is_alive()):
                 self._listing = threading.Thread(target=self._list, args=(name, tier), daemon=True)
                 self._listing.start()
@@ -146,7 +135,7 @@ class TierMetrics:
     def _list(self, name: str, tier: KVStore) -> None:
         start_s = time.monotonic()
         self._check_folder()
-        self._nbytes[name] = tier.nbytes()
+        self.gauges[f"store_bytes{LABEL}{name}"] = tier.nbytes()
         end_s = time.monotonic()
         self._due_s = end_s + max(_LIST_EVERY_S, (end_s - start_s) / _LIST_SHARE)
 
@@ -160,12 +149,13 @@ class TierMetrics:
         has_models_dir = (self._disk.root / MODELS_DIR).is_dir()
         self._had_models_dir = self._had_models_dir or has_models_dir
         is_missing = not (has_models_dir if self._had_models_dir else self._disk.root.is_dir())
-        if is_missing and not self._is_missing:
+        was_missing = bool(self.gauges.get("store_missing"))
+        if is_missing and not was_missing:
             log.error(
                 "the store %s was deleted while this server runs, so requests are computed in full. Restore it, or "
                 "restart the server and ingest again: ragblend ingest DOCS",
                 self._disk.root,
             )
-        elif self._is_missing and not is_missing:
+        elif was_missing and not is_missing:
             log.warning("the store %s was restored", self._disk.root)
-        self._is_missing = is_missing
+        self.gauges["store_missing"] = float(is_missing)

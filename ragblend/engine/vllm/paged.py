@@ -11,19 +11,19 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from time import perf_counter
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import positions_on_host
-from ragblend.engine.fusion.loader import DEPTH, LayerLoader, Timeline
+from ragblend.engine.fusion.loader import DEPTH, LayerLoader
 from ragblend.engine.fusion.plan import Placement
 from ragblend.engine.store.kv import LayerKV
 from ragblend.errors import DamagedEntryError, RagblendError
 
 if TYPE_CHECKING:
-    from ragblend.engine.vllm.attention_calls import AttentionCall
     from ragblend.engine.vllm.layers import VllmLayers
 
 
@@ -78,7 +78,6 @@ class PagedKV:
         # The layer and its KV, [capacity, H, D] as vLLM's functions require it.
         self._resident_layer: tuple[int, LayerKV] | None = None
         self.fully_resident_layer: int | None = None
-        self._last: tuple[Tensor, bool, list[AttentionCall]] | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
 
     def keys(self, layer: int) -> Tensor:
@@ -172,28 +171,13 @@ class PagedKV:
         is_resident = has_hook or self.fully_resident_layer == layer
         return self._layers.attends_scattered_rows_together and layer in self._kept and is_resident
 
-    def attention_calls(self, rows: Tensor, together: bool = False) -> list[AttentionCall]:
-        """Return the attention calls for `rows` [R].
 
-        `together`: True if the rows attend to the resident layer (see `PagedKV`), False if to the blocks. The result is
-        cached, because most layers run the same rows as the layer before.
-        """
-        if self._last is None or self._last[0] is not rows or self._last[1] != together:
-            if together:
-                calls = self._layers.split_shared_calls([rows])
-            else:
-                calls = self._layers.split_calls(rows, self.blocks[None], torch.zeros_like(rows))
-            self._last = (rows, together, calls)
-        return self._last[2]
-
-
-class PagedLayerLoader:
-    """LayerSource that reads a request's stored chunks layer by layer, and places them in its PagedKV.
+class PagedLayerLoader(LayerLoader):
+    """LayerLoader whose layers are placed in a request's PagedKV.
 
     A thread reads ahead. The caller's thread places the layers, because vLLM's cache has one writer. On a GPU, the
-    thread copies layers to the device while the GPU computes, except with `corrects_drift`. Use the object as a context
-    manager. Its exit ends the reader. After an error, the exit does not wait for the current read. `done` is set once
-    the reader has ended.
+    thread copies layers to the device while the GPU computes, except with `corrects_drift`. After an error, leaving the
+    context does not wait for the current read. Placing counts as loading and as a stall, but in `timeline` as fusing.
 
     With a single rank, layer 0 of chunks that are not in memory is computed. Its stored KV is still read, as the last
     layer, because the store verifies and promotes whole entries. Several ranks read layer 0 first, because they would
@@ -209,14 +193,14 @@ class PagedLayerLoader:
         self, placements: Sequence[Placement], layers: VllmLayers, paged: PagedKV, *, corrects_drift: bool = False
     ) -> None:
         self._paged, self._layers, self._placements = paged, layers, tuple(placements)
-        # Layers that the reader has read and `wait` has not placed yet. The loader references this dict instead of its
-        # owner: in a reference cycle, the request's layers would stay in memory until the next garbage collection.
+        # Layers that the reader has read and `wait` has not placed yet. The reader's callback references this dict and
+        # not `self`: in a reference cycle, the request's layers would stay in memory until the next garbage collection.
         self._read: dict[int, list[LayerPlacement]] = {}
         self._movable = {each.start for each in placements if corrects_drift and not each.exact}
         self._waiting: dict[int, list[LayerPlacement]] = {}  # chunks to be corrected, by layer
         self._staying: dict[int, list[LayerPlacement]] = {}  # the layer's other chunks, to make them resident again
         self._place_s = 0.0
-        self._loader = LayerLoader(
+        super().__init__(
             placements,
             layers.num_layers,
             lambda _layer, keys, _rows: keys,
@@ -224,35 +208,17 @@ class PagedLayerLoader:
             torch.device("cpu") if corrects_drift else layers.device,
             first_layer=partial(_first_layer, layers) if layers.num_ranks == 1 else None,
         )
-        self.ready, self.done = self._loader.ready, self._loader.done
-
-    @property
-    def num_computed(self) -> int:
-        """Number of tokens whose layer-0 keys and values are computed instead of read."""
-        return self._loader.num_computed
-
-    def timeline(self, ends_s: Sequence[float]) -> Timeline:
-        """Return each layer's load and fuse times. Placing counts as fusing.
-
-        `ends_s`: when each layer was fused, in `perf_counter` seconds.
-        """
-        return self._loader.timeline(ends_s)
 
     @property
     def load_s(self) -> float:
         """Seconds of reading plus seconds of placing. Reading that overlapped with fusing counts in full."""
-        return self._loader.load_s + self._place_s
-
-    @property
-    def stall_s(self) -> float:
-        """Seconds for which fusing waited for reading and placing."""
-        return self._loader.stall_s + self._place_s
+        return super().load_s + self._place_s
 
     def wait(self, layer: int) -> None:
         """Wait until `layer` is read, then place it. Raises DamagedEntryError for a damaged entry, on all ranks."""
         if self._layers.num_ranks > 1:
             self._agree(layer)
-        self._loader.wait(layer)
+        super().wait(layer)
         start_s = perf_counter()
         read = self._read.pop(layer, [])
         movable = self._movable if layer else ()  # the first layer is exact as stored
@@ -266,12 +232,18 @@ class PagedLayerLoader:
             self._paged.place_in_resident_layer(layer, waiting)
         elif read:
             self._paged.fully_resident_layer = layer
-        self._place_s += perf_counter() - start_s
+        self._count_placing(start_s)
+
+    def _count_placing(self, start_s: float) -> None:
+        """Count the seconds since `start_s`, which placing took, as loading and as a stall."""
+        seconds = perf_counter() - start_s
+        self._place_s += seconds
+        self.stall_s += seconds
 
     def _agree(self, layer: int) -> None:
         """Raise the error of one rank's reader on every rank, because all ranks must take the same path."""
         self.ready[layer].wait()
-        error = self._loader.error_at(layer)
+        error = self.error_at(layer)
         keys = [placement.kv.header.key for placement in self._placements]
         damaged = [isinstance(error, DamagedEntryError) and error.key == key for key in keys]
         failed = self._layers.count_ranks([*damaged, error is not None])
@@ -305,17 +277,15 @@ class PagedLayerLoader:
         self._paged.place_in_resident_layer(layer, self._staying.pop(layer, []))
         self._paged.place(layer, self._waiting.pop(layer), drift, shares)
         self._paged.fully_resident_layer = layer
-        self._place_s += perf_counter() - start_s
+        self._count_placing(start_s)
 
-    def __enter__(self) -> PagedLayerLoader:
-        self._loader.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if error[0] is not None:
-            self._loader.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.stop()
             return
-        self._loader.__exit__(*error)
+        super().__exit__(kind, error, trace)
         assert not self._waiting, "a layer was not corrected, so its blocks are empty"
 
 

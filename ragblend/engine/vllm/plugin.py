@@ -1,4 +1,4 @@
-"""Entry point of vLLM's plugin group `vllm.general_plugins`, run in every vLLM process: front end, engine, workers.
+"""Entry point of vLLM's plugin group `vllm.general_plugins`, run in every vLLM process, and the mixin of its workers.
 
 vLLM does not pass the model to a connector (vllm-project/vllm#37339 would). So the plugin keeps a reference to the
 model that a worker loads. It also detects weight updates, reserves memory for blending, and formats ragblend's log
@@ -88,6 +88,21 @@ def _setting_weights_updated(update: Any) -> Any:
             weights_updated.set()
 
     return updating
+
+
+class BlendWorkerExtension:
+    """Mixin that vLLM adds to its worker class (`--worker-extension-cls`). Front ends call it by `collective_rpc`.
+
+    A stop string ends a request in vLLM's front end, which then drops the connector's report; the workers still have
+    it.
+    """
+
+    def ragblend_report(self, request_id: str) -> dict[str, Any] | None:
+        """Return the report on a request whose context this worker filled, as JSON values; None for other requests."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+        return connector.report_for(request_id) if hasattr(connector, "report_for") else None
 
 
 class _VllmLogHandler(logging.Handler):

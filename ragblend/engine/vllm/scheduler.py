@@ -147,7 +147,8 @@ class BlendScheduler:
         state.request = request
         self.metrics.add(requests=state.is_ours, refused_requests=bool(state.report.refused_reason))
         if state.params.mode == "full":
-            _hide_from_prefix_cache(request, state)
+            state.is_salted = True
+            _hide(request)
         elif not state.report.refused_reason and state.params.mode != "prefix":
             self._start_lookup(request, state, asks_remote=self._fetch is not None)
             self._is_plan_ready(request, state)
@@ -281,7 +282,8 @@ class BlendScheduler:
         state.stored = stored
         if state.params.mode == "ingest":
             state.end = runs[-1].end
-            _hide_from_prefix_cache(request, state)
+            state.is_salted = True
+            _hide(request)
             return
         state.num_missing = len(runs) - len(stored)
         state.end = stored[-1].end if stored else 0
@@ -519,13 +521,8 @@ def _from(stored: Sequence[StoredSpan], start: int) -> tuple[StoredSpan, ...]:
     return tuple(span for span in cut if span.start < span.end)
 
 
-def _hide_from_prefix_cache(request: Any, state: _RequestState) -> None:
-    """Give a request a unique salt, so that it shares no block in vLLM's prefix cache with other requests."""
-    state.is_salted = True
-    _hide(request)
-
-
 def _hide(request: Any) -> None:
+    """Give a request a unique salt, so that it shares no block in vLLM's prefix cache with other requests."""
     _salt(request, f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}")
 
 

@@ -108,7 +108,8 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
                 hidden = layers.run_probe_layer(layer, hidden, question, target, None)
         return layers.final_norm(hidden)
 
-    full = torch.cat([layers.forward(ids[piece.span], piece) for piece in paged().attention_calls(everything)])
+    calls = layers.attention_calls([everything], [paged()])
+    full = torch.cat([layers.forward(ids[call.span], call) for call in calls])
     expected = full[-QUESTION_TOKENS:]
     prefix = Placement(prefill_chunk(layers, paged(), header(0, PREFIX_TOKENS)), 0, exact=True)
     chunks = [

@@ -444,8 +444,7 @@ class BlendWorker:
         """Return the stored chunks that could be read on all ranks, with this rank's heads."""
         found: list[ChunkKV | None] = []
         for span in job.stored:
-            kv = self._store.get_local(span.key, span.chunk_ids, {}) if span.key not in damaged else None
-            found.append(kv if kv is not None and self._is_ours(kv.header, job) else None)
+            found.append(self._store.get_local(span.key, span.chunk_ids, {}) if span.key not in damaged else None)
         # Each rank reads separately. A chunk that one rank cannot read is a miss on all, so that all compute the same.
         counts = self.layers.count_ranks([kv is not None for kv in found])
         placements = []
@@ -456,14 +455,6 @@ class BlendWorker:
                 )
                 placements.append(Placement(rows, span.start, span.exact, span.policy != "none"))
         return tuple(placements)
-
-    def _is_ours(self, header: KVHeader, job: BlendJob) -> bool:
-        """Return True if an entry belongs to this model. Its key should ensure that; this check does not rely on it."""
-        return (
-            header.fingerprint == job.fingerprint
-            and header.num_layers == self.layers.num_layers
-            and header.dtype == dtype_name(self.layers.dtype)
-        )
 
     def _header(
         self,

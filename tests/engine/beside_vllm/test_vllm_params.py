@@ -72,6 +72,8 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"ratio": "all"}, "'all'"),
         ({"spans": [[0, 5]]}, "leave them out"),
         ({"mode": "ingest", "spans": [[4, 4]]}, r"\(4, 4\)"),
+        ({"mode": "ingest", "spans": [[8, 4]]}, r"\(8, 4\)"),
+        ({"mode": "ingest", "spans": "all"}, "send a list"),
         ({"mode": "ingest", "spans": [[0, 5], [4, 9]]}, "starts at 4"),
         ({"mode": "ingest", "spans": [[0, 5, 9]]}, r"\(0, 5, 9\)"),
         ({"mode": "ingest", "spans": [[0, True]]}, "True"),

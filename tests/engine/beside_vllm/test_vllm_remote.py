@@ -1,4 +1,4 @@
-"""The remote tier as the vLLM connector uses it, without vLLM: its settings, and chunks that come to the local disk."""
+"""The vLLM connector's settings, and chunks that come from the remote tier to the local disk. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from servers import TcpProxy
+from servers import TcpProxy, wait_until
 from tier_support import DictValues, assert_same, make_kv
 
 from ragblend.engine.store.chunk_file import encode_chunk
@@ -24,9 +24,7 @@ KEYS = [kv.header.key for kv in KVS]
 
 
 def wait_for(arrival: PendingFetch) -> None:
-    waiting = threading.Event()
-    while not arrival.is_over:
-        waiting.wait(0.005)
+    wait_until(lambda: arrival.is_over, 110, "the fetch is over")
 
 
 @pytest.fixture
@@ -138,6 +136,13 @@ def test_a_full_local_store_costs_reuse_and_nothing_else(tmp_path, made):
     wait_for(made[0].start(KEYS[:1]))
 
 
+def test_settings_are_read_from_json_values():
+    config = ConnectorConfig.from_extra_config({"store": "kv", "prefix_ids": [1, 2], "ratio": 0.2, "rule": "random"})
+    assert config.prefix_ids == (1, 2)
+    assert config.ratio == 0.2
+    assert ConnectorConfig.from_extra_config({"ratio": "auto"}).ratio == "auto"
+
+
 def test_settings_come_from_the_environment_where_none_are_given(tmp_path, monkeypatch):
     environment = {"REMOTE": "redis://:secret@cache:6379/0", "DISK_GIB": "3", "KV_DTYPE": "int8", "RATIO": "0.9"}
     for name, value in environment.items():
@@ -155,7 +160,17 @@ def test_settings_come_from_the_environment_where_none_are_given(tmp_path, monke
         ConnectorConfig.from_extra_config({})
 
 
-@pytest.mark.parametrize("extra", [{"remote": "nowhere"}, {"remote": "redis://x", "remote_timeout_s": 0}])
-def test_a_remote_that_is_none_is_refused(extra, tmp_path):
-    with pytest.raises(UsageError, match="remote"):
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"shop": "kv"}, "shop"),
+        ({"ratio": 2}, "2"),
+        ({"rule": "magic"}, "magic"),
+        ({"memory_gib": -1}, "memory_gib"),
+        ({"remote": "nowhere"}, "remote"),
+        ({"remote": "redis://x", "remote_timeout_s": 0}, "remote"),
+    ],
+)
+def test_a_wrong_setting_is_named(extra, named, tmp_path):
+    with pytest.raises(UsageError, match=named):
         ConnectorConfig.from_extra_config({"store": str(tmp_path), **extra}).open_tiers()
