@@ -12,7 +12,6 @@ from ragblend.corpus.readers.types import Mark, ParsedRecord
 from ragblend.errors import UnreadableDocumentError
 
 _LINE_BREAKS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
-_SPACES = re.compile(r"\s+")
 MAX_HEADING_LEVEL = 6
 _MAX_NESTED_TABLES = 32  # each level copies the text again
 
@@ -136,7 +135,7 @@ def collapse_whitespace(text: str) -> str:
     >>> collapse_whitespace(" Wood\\n Duck ")
     'Wood Duck'
     """
-    return _SPACES.sub(" ", text).strip()
+    return " ".join(text.split())
 
 
 def fence_code(code: str, language: str = "") -> str:
