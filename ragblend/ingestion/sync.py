@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragblend.catalog.index_rows import IngestedFile
+from ragblend.chunker import Splitter
 from ragblend.corpus.citations import add_pages_and_headings
 from ragblend.corpus.documents import Document, FileDocuments
 from ragblend.corpus.embedders import FloatArray
@@ -49,7 +50,7 @@ def ignore_progress(stage: str, done: int, total: int | None) -> None:
 class ChunkerConfig(NamedTuple):
     """A function that splits documents into chunks, and its version. With a new version, documents are split again."""
 
-    split: Callable[[Document], list[Chunk]]
+    split: Splitter
     version: str
 
 
