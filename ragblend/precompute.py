@@ -57,8 +57,8 @@ from ragblend.ingestion.server_documents import (
     send_documents,
     send_indexed_chunks,
 )
-from ragblend.ingestion.sync import Progress, count_moved_files, sync_index
-from ragblend.ingestion.workers import Prefill, Workers, prefill_here
+from ragblend.ingestion.sync import Progress, count_moved_files, ignore_progress, sync_index
+from ragblend.ingestion.workers import Prefill, Workers, num_chunk_tokens, prefill_here
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
@@ -113,7 +113,7 @@ def ingest(
     engine.check_not_forked()
     start_s = perf_counter()
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
-    on_progress = progress or (lambda stage, done, total: None)
+    on_progress = progress or ignore_progress
     if precompute:
         apply_context_policy(engine, context)
     save_store_defaults(engine)
@@ -141,7 +141,7 @@ def ingest(
             raise EmptyCorpusError(_explain_empty_corpus(paths, glob, report))
         chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
         report.num_chunks = len(chunks)
-        report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
+        report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
         if precompute and chunks:
             prefill = workers.prefill if workers is not None else prefill_here
             wanted = chunk_variants(chunks, engine.context)
@@ -184,7 +184,7 @@ def precompute_chunks(
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
-    on_progress = progress or (lambda stage, done, total: None)
+    on_progress = progress or ignore_progress
     start_s = perf_counter()
     if isinstance(index, ChunkIndex) and is_document_server(engine):
         return send_indexed_chunks(
@@ -224,7 +224,7 @@ def precompute_chunks(
             notify(f"{num_others} stored chunks keep their dtype, which is not {dtype}; to convert them: "
                 f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
     if disk is not None and (missing or renewed):
-        num_tokens = sum(_num_tokens(chunk, engine) for chunk in (*missing, *renewed))
+        num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
         capacity = describe_capacity(disk, forecast)
         if notify is not None:
@@ -380,7 +380,7 @@ def precompute_documents(
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
     report.num_documents = len({each_id for each_id in document_ids if each_id}) + list(document_ids).count("")
-    report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
+    report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
     if finder is not None:
         finder.record_stored_variants(wanted)
     changed = {name for name, version in version_of.items() if name.id and version != registry.version_of(name)}
@@ -396,12 +396,6 @@ def precompute_documents(
         )
     report.elapsed_s = perf_counter() - start_s
     return report
-
-
-def _num_tokens(chunk: Chunk, engine: Engine) -> int:
-    """Return the number of tokens of a chunk, from its metadata if they have it."""
-    counted = chunk.metadata.get("num_tokens")
-    return counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
 
 
 def _explain_empty_corpus(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:

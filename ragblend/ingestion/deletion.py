@@ -24,6 +24,7 @@ from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants
+from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
@@ -48,8 +49,9 @@ def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, 
     if not orphaned.last_number and not index.pending_deletions():
         return 0, ""
     with index.registry_for(engine.store) as registry:
-        if hasattr(engine, "remove_documents"):  # a server deletes replaced texts when it receives the new version
-            num_removed: int = engine.remove_documents(index.collection or "langchain", orphaned.sources)
+        if is_document_server(engine):  # a server deletes replaced texts when it receives the new version
+            collection = index.collection or LANGCHAIN_COLLECTION
+            num_removed: int = engine.remove_documents(collection, orphaned.sources)  # type: ignore[attr-defined]
             index.schedule_deletions((), orphaned)
             return num_removed, ""
         if orphaned.last_number:

@@ -44,3 +44,9 @@ def prefill_here(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
     """
     together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
     return together(chunks) if together is not None else map(engine.precompute, chunks)
+
+
+def num_chunk_tokens(chunk: Chunk, engine: Engine) -> int:
+    """Return the number of tokens of a chunk, from its metadata if they have it."""
+    counted = chunk.metadata.get("num_tokens")
+    return counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
