@@ -74,27 +74,31 @@ def _schedule_deletions(
     if (disk := engine.store.disk_tier) is not None:
         for source in orphaned.sources:
             disk.unpin(source)
-    places = _places(engine)
-    pending = []
-    for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
-        source, cause = orphaned.source_of.get(text, ""), _cause(key, text, engine)
-        pending += [PendingDeletion(key, place, source, cause) for place in places]
+    text_of = keys_to_delete(released, engine, registry, everywhere=True)
+    pending = _pending_deletions(text_of, engine, orphaned.source_of)
     if released and engine.context == "similar":
         similar = (engine.key(Chunk(text, context="similar")) for text in index.texts())
         unseen = _find_unseen_remote_keys(similar, engine, registry)
-        pending += [PendingDeletion(key, place, "", b"") for key in unseen for place in places if place != LOCAL]
+        pending += [PendingDeletion(key, place, "", b"") for key in unseen for place in _places(engine)[1:]]
     with index.write_transaction():  # also a transaction of the registry if they share a catalogue
         registry.remove_stored_entries({entry.key for entry in pending})
         index.schedule_deletions(pending, orphaned)
 
 
-def _cause(key: str, text: str, engine: DocumentEngine) -> bytes:
-    """Return the `PendingDeletion.text_key` of an entry that is deleted because `text` was removed.
+def _pending_deletions(
+    text_of: Mapping[str, str], engine: DocumentEngine, source_of: Mapping[str, str]
+) -> list[PendingDeletion]:
+    """Return the deletions of entries in all tiers. text_of: the removed text that causes each deletion, by key;
+    NO_TEXT to delete the entry in any case. source_of: the sources of texts.
 
     Only an entry of the text alone is kept if the text is added again. Another text of a similar variant may have been
     removed, too; the next ingestion computes the variant again.
     """
-    return text_key(text if key == engine.key(Chunk(text, context="none")) else NO_TEXT)
+    pending = []
+    for key, text in text_of.items():
+        cause = text_key(text if key == engine.key(Chunk(text, context="none")) else NO_TEXT)
+        pending += [PendingDeletion(key, place, source_of.get(text, ""), cause) for place in _places(engine)]
+    return pending
 
 
 def _places(engine: DocumentEngine) -> list[str]:
@@ -236,12 +240,9 @@ def _has_similar(engine: DocumentEngine, registry: ChunkRegistry) -> bool:
 
 
 def _schedule_entries(text_of: Mapping[str, str], engine: DocumentEngine, registry: ChunkRegistry) -> None:
-    """Record entries to be deleted by `_run_deletions`. text_of: the removed text that causes each deletion, by key; ""
-    to delete the entry in any case."""
-    places, causes = _places(engine), {key: _cause(key, text, engine) for key, text in text_of.items()}
-    pending = [PendingDeletion(key, place, "", cause) for key, cause in causes.items() for place in places]
+    """Record entries to be deleted by `_run_deletions`. text_of: see `_pending_deletions`."""
     registry.remove_stored_entries(text_of)
-    IndexedDocuments(registry).schedule_deletions(pending, OrphanedTexts())
+    IndexedDocuments(registry).schedule_deletions(_pending_deletions(text_of, engine, {}), OrphanedTexts())
 
 
 def _delete_unseen_remote_keys(engine: DocumentEngine, registry: ChunkRegistry) -> str:
