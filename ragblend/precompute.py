@@ -46,6 +46,8 @@ from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
 from ragblend.ingestion.engine_index import resolve_chunker
+from ragblend.ingestion.prefill import Prefill, num_chunk_tokens, prefill_here
+from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import IngestReport
 from ragblend.ingestion.server_documents import (
@@ -58,7 +60,6 @@ from ragblend.ingestion.server_documents import (
     send_indexed_chunks,
 )
 from ragblend.ingestion.sync import Progress, count_moved_files, ignore_progress, sync_index
-from ragblend.ingestion.workers import Prefill, Workers, num_chunk_tokens, prefill_here
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
@@ -80,7 +81,7 @@ def ingest(
     text_field: str = "",
     loader: Loader | None = None,
     embedder: str | None = None,
-    workers: Workers | None = None,
+    workers: RayWorkers | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> IngestReport:
@@ -112,7 +113,6 @@ def ingest(
     """
     engine.check_not_forked()
     start_s = perf_counter()
-    report = IngestReport(bytes_per_token=engine.bytes_per_token)
     on_progress = progress or ignore_progress
     if precompute:
         apply_context_policy(engine, context)
@@ -130,14 +130,12 @@ def ingest(
     ):
         cut = resolve_chunker(opened, engine, chunk_size, splitter, notify or logger.warning)
         followed = sync_index(opened, found, cut, on_progress, workers, keep_missing=keep_missing, reader=reader)
-        report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
-        report.num_updated, report.removed = followed.num_updated, followed.removed
-        report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
-        report.notes = followed.notes
+        report = followed.report
+        report.bytes_per_token = engine.bytes_per_token
         report.num_removed_kv, problem = delete_orphaned_kv(opened, engine)
         if problem:
             logger.warning("removed KV stays in the remote tier (%s); the next ingestion deletes it there", problem)
-        if not followed.sources and not followed.failures and not followed.removed:
+        if not followed.sources and not report.failures and not report.removed:
             raise EmptyCorpusError(_explain_empty_corpus(paths, glob, report))
         chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
         report.num_chunks = len(chunks)
@@ -273,7 +271,7 @@ def precompute_index(
     notify: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
-    workers: Workers | None = None,
+    workers: RayWorkers | None = None,
 ) -> IngestReport:
     """Prefill every variant of indexed chunks that the store's context policy requires and that is not stored.
 
@@ -308,7 +306,7 @@ def precompute_documents(
     ids: Sequence[str] = (),
     versions: Sequence[str] = (),
     collection: str = LANGCHAIN_COLLECTION,
-    workers: Workers | None = None,
+    workers: RayWorkers | None = None,
     prefill: Prefill | None = None,
     embedder: Embedder | None = None,
 ) -> IngestReport:

@@ -23,7 +23,7 @@ from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.ingestion.workers import num_chunk_tokens, prefill_here
+from ragblend.ingestion.prefill import num_chunk_tokens, prefill_here
 from ragblend.options import is_server_url
 from ragblend.prompt.types import Chunk
 from ragblend.redaction import redact_url
@@ -102,9 +102,8 @@ class RayWorkers:
         return partial(self._result, self._submit("embed", list(texts), embedder))
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Prefill `chunks` in the workers. Yield the number of bytes stored for each, in the order of completion.
-
-        Variants that have an ingestion context come last.
+        """Prefill `chunks` in the workers (see `Prefill`). Yield the number of bytes stored for each, in the order of
+        completion. Variants that have an ingestion context come last.
         """
         made_by = (engine.fingerprint, engine.renderer.fingerprint)
         for is_behind in (False, True):
