@@ -116,10 +116,12 @@ class TextBlocks:
     ) -> ParsedRecord:
         """Return the record of the joined text, with the given `metadata`, `notes` and `key` (see `ParsedRecord`).
 
-        A page without text also gets a mark, at the beginning of the next text, or at the end of the joined text.
+        Empty values of `metadata` are left out. A page without text also gets a mark, at the beginning of the next
+        text, or at the end of the joined text.
         """
         self._place_pages(self._num_chars)
-        return ParsedRecord(key, "\n\n".join(self._blocks), dict(metadata), tuple(self.marks), tuple(notes))
+        filled = {name: value for name, value in metadata.items() if value}
+        return ParsedRecord(key, "\n\n".join(self._blocks), filled, tuple(self.marks), tuple(notes))
 
     def _next_offset(self) -> int:
         return self._num_chars + 2 if self._blocks else 0

@@ -114,7 +114,7 @@ class PageWriter:
         """Return the page's record."""
         self._end_block(ends_heading=True)
         self._end_group()
-        return self._output.build({"title": title} if title else {})
+        return self._output.build({"title": title})
 
     def _begin(self, tag: str) -> None:
         if tag in _HEADINGS:

@@ -48,8 +48,7 @@ def read_rtf(data: bytes) -> ParsedRecords:
         raise UnreadableDocumentError("is no RTF file: it does not begin with {\\rtf; correct its name's ending")
     reader = _RtfReader()
     reader.read(data[start:].decode("latin-1"))
-    title = collapse_whitespace("".join(reader.title))
-    record = reader.blocks.build({"title": title} if title else {})
+    record = reader.blocks.build({"title": collapse_whitespace("".join(reader.title))})
     check_is_text(record.text[:SAMPLE_CHARS])
     yield record
 
