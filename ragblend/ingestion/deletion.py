@@ -234,11 +234,6 @@ def _record_earlier_entries(engine: DocumentEngine, registry: ChunkRegistry) -> 
     registry.mark_all_entries_recorded(disk.root)
 
 
-def _has_similar(engine: DocumentEngine, registry: ChunkRegistry) -> bool:
-    """Return True if similar variants may be stored, also by a process that has changed the policy since."""
-    return engine.context == "similar" or registry.has_stored_variants()
-
-
 def _schedule_entries(text_of: Mapping[str, str], engine: DocumentEngine, registry: ChunkRegistry) -> None:
     """Record entries to be deleted by `_run_deletions`. text_of: see `_pending_deletions`."""
     registry.remove_stored_entries(text_of)
@@ -284,7 +279,9 @@ def delete_texts_except(
     deleted entries and a problem: the error message if a remote tier did not answer, else "". The keys of that tier's
     entries stay recorded, and a later call deletes them.
     """
-    documents, has_similar = IndexedDocuments(registry), _has_similar(engine, registry)
+    documents = IndexedDocuments(registry)
+    # Similar variants may be stored, also by a process that has changed the policy since.
+    has_similar = engine.context == "similar" or registry.has_stored_variants()
     lost = {name: registry.texts_of(name).difference(map(str.strip, texts)) for name, texts in kept_texts.items()}
     losing = [name for name, texts in lost.items() if texts]
     if losing and has_similar:
