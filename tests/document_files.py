@@ -10,8 +10,17 @@ from email.message import EmailMessage
 
 from office_files import make_docx, make_epub, make_odf, make_pptx, make_xlsx, shape, word_paragraph
 
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+
 XHTML = "http://www.w3.org/1999/xhtml"
 SENTENCES = "".join(f"Paragraph {number}: the lease ends in May and rent is due monthly.\n\n" for number in range(40))
+
+
+def only(records: ParsedRecords) -> ParsedRecord:
+    """Return the record of a file that has one."""
+    (record,) = records
+    assert isinstance(record, ParsedRecord)
+    return record
 
 
 def bomb(data: bytes, name: str, size_mib: int) -> bytes:
