@@ -97,19 +97,12 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str =
     errors of `read_documents`, and `failure` is complete at its end.
     """
     stream = STREAMING_READERS.get(_suffix(path))
-    if stream is not None:
-        with open_file(path, max_file_mib) as file:
-            if file.peek(1):
-                digest = hashlib.file_digest(file, new_file_hash).hexdigest()
-                return OpenedFile(digest, partial(_read_stream, stream, path, digest, text_field))
-    data = read_bytes(path, max_file_mib)
-    return OpenedFile(new_file_hash(data).hexdigest(), partial(read_documents, path, data, text_field))
-
-
-def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
-    """Return the file's bytes. Raises the errors of `open_source`."""
     with open_file(path, max_file_mib) as file:
-        return file.read()
+        if stream is not None and file.peek(1):
+            digest = hashlib.file_digest(file, new_file_hash).hexdigest()
+            return OpenedFile(digest, partial(_read_stream, stream, path, digest, text_field))
+        data = file.read()
+    return OpenedFile(new_file_hash(data).hexdigest(), partial(read_documents, path, data, text_field))
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from ragblend.corpus.documents import Document, FileDocuments
 from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.folder_scan import (
     BROKEN_LINK_REASON,
-    LINK_OUTSIDE_REASON,
     FolderScan,
     ReadFailure,
     display_source,
@@ -120,8 +119,7 @@ class _SyncPass:
         self.index, self.scan, self.chunker = index, scan, chunker
         self.on_progress, self.keep_missing = on_progress, keep_missing
         self._workers, self._reader = workers, reader
-        skipped = [*(ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside), *scan.not_files]
-        self.report = IngestReport(failures=list(scan.unreadable), skipped=skipped, ignored=scan.ignored)
+        self.report = IngestReport(failures=list(scan.unreadable), skipped=list(scan.skipped), ignored=scan.ignored)
         self.result = SyncResult(self.report)
         self._records, self._known = index.files(), index.content_hashes_by_file()  # by path
         self._unread: set[str] = set()  # existing files that could not be read; their documents are kept

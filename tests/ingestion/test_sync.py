@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -338,14 +340,14 @@ def test_a_link_that_leads_out_of_the_folder_is_said_and_what_it_brought_before_
 def test_a_file_that_vanishes_while_it_is_read_is_gone_and_no_failure(corpus, monkeypatch):
     corpus.write(a_txt=FOX, b_txt=KERN)
     corpus.ingest()
-    original = documents.read_bytes
+    original = documents.open_file
 
-    def read(path: str, *limit: float) -> bytes:
+    def opened(path: str, *limit: float) -> AbstractContextManager[BufferedReader]:
         if path.endswith("a.txt"):
             Path(path).unlink()
         return original(path, *limit)
 
-    monkeypatch.setattr(documents, "read_bytes", read)
+    monkeypatch.setattr(documents, "open_file", opened)
     report = corpus.ingest()
     assert (report.failures, report.removed) == ([], [f"{corpus.docs}/a.txt"])
     assert corpus.texts() == {KERN}
@@ -353,15 +355,16 @@ def test_a_file_that_vanishes_while_it_is_read_is_gone_and_no_failure(corpus, mo
 
 def test_a_file_that_is_written_while_it_is_read_is_read_again_next_time(corpus, monkeypatch):
     corpus.write(a_txt=FOX)
-    original = documents.read_bytes
+    original = documents.open_file
 
-    def read(path: str, *limit: float) -> bytes:
-        data = original(path, *limit)
+    @contextmanager
+    def opened(path: str, *limit: float) -> Iterator[BufferedReader]:
+        with original(path, *limit) as file:
+            yield file
         Path(path).write_text(KERN)
-        return data
 
     with monkeypatch.context() as written:
-        written.setattr(documents, "read_bytes", read)
+        written.setattr(documents, "open_file", opened)
         corpus.ingest()
     corpus.ingest()
     assert corpus.texts() == {KERN}
