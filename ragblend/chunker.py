@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ragblend.corpus.cuts import find_best_cut, start_of_word
 from ragblend.corpus.documents import Document
@@ -22,20 +22,14 @@ from ragblend.corpus.layout import Layout
 from ragblend.errors import UsageError
 from ragblend.prompt.types import Chunk
 
+TokenCounter = Callable[[str], int]
+"""Function of the LLM's own tokenizer. Returns the number of tokens of a text alone, without special tokens."""
 
-class TokenCounter(Protocol):
-    """Token count by the LLM's own tokenizer."""
+Splitter = Callable[[Document], list[Chunk]]
+"""Function that ingestion cuts documents with, such as `functools.partial(split, count_tokens=...)`.
 
-    def __call__(self, text: str, /) -> int:
-        """Return the number of tokens of `text` alone, without special tokens."""
-
-
-class Splitter(Protocol):
-    """Function that ingestion cuts documents with, such as `functools.partial(split, count_tokens=...)`."""
-
-    def __call__(self, document: Document, /) -> list[Chunk]:
-        """Return the chunks of one document, in reading order."""
-
+Returns the chunks of one document, in reading order.
+"""
 
 # Words, and the runs between sentence marks of scripts that put no space after a sentence.
 _WORD = re.compile(r"[^\s。！？]+[。！？]*|[。！？]+")

@@ -46,6 +46,8 @@ from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
 from ragblend.ingestion.engine_index import resolve_chunker
+from ragblend.ingestion.prefill import Prefill, num_chunk_tokens, prefill_here
+from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import IngestReport
 from ragblend.ingestion.server_documents import (
@@ -57,8 +59,7 @@ from ragblend.ingestion.server_documents import (
     send_documents,
     send_indexed_chunks,
 )
-from ragblend.ingestion.sync import Progress, count_moved_files, sync_index
-from ragblend.ingestion.workers import Prefill, Workers, prefill_here
+from ragblend.ingestion.sync import Progress, count_moved_files, ignore_progress, sync_index
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
@@ -80,7 +81,7 @@ def ingest(
     text_field: str = "",
     loader: Loader | None = None,
     embedder: str | None = None,
-    workers: Workers | None = None,
+    workers: RayWorkers | None = None,
     progress: Progress | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> IngestReport:
@@ -112,8 +113,7 @@ def ingest(
     """
     engine.check_not_forked()
     start_s = perf_counter()
-    report = IngestReport(bytes_per_token=engine.bytes_per_token)
-    on_progress = progress or (lambda stage, done, total: None)
+    on_progress = progress or ignore_progress
     if precompute:
         apply_context_policy(engine, context)
     save_store_defaults(engine)
@@ -130,18 +130,16 @@ def ingest(
     ):
         cut = resolve_chunker(opened, engine, chunk_size, splitter, notify or logger.warning)
         followed = sync_index(opened, found, cut, on_progress, workers, keep_missing=keep_missing, reader=reader)
-        report.num_documents, report.num_unchanged = len(followed.sources), followed.num_unchanged
-        report.num_updated, report.removed = followed.num_updated, followed.removed
-        report.failures, report.skipped, report.ignored = followed.failures, followed.skipped, found.ignored
-        report.notes = followed.notes
+        report = followed.report
+        report.bytes_per_token = engine.bytes_per_token
         report.num_removed_kv, problem = delete_orphaned_kv(opened, engine)
         if problem:
             logger.warning("removed KV stays in the remote tier (%s); the next ingestion deletes it there", problem)
-        if not followed.sources and not followed.failures and not followed.removed:
+        if not followed.sources and not report.failures and not report.removed:
             raise EmptyCorpusError(_explain_empty_corpus(paths, glob, report))
         chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
         report.num_chunks = len(chunks)
-        report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
+        report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
         if precompute and chunks:
             prefill = workers.prefill if workers is not None else prefill_here
             wanted = chunk_variants(chunks, engine.context)
@@ -184,7 +182,7 @@ def precompute_chunks(
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
-    on_progress = progress or (lambda stage, done, total: None)
+    on_progress = progress or ignore_progress
     start_s = perf_counter()
     if isinstance(index, ChunkIndex) and is_document_server(engine):
         return send_indexed_chunks(
@@ -224,7 +222,7 @@ def precompute_chunks(
             notify(f"{num_others} stored chunks keep their dtype, which is not {dtype}; to convert them: "
                 f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
     if disk is not None and (missing or renewed):
-        num_tokens = sum(_num_tokens(chunk, engine) for chunk in (*missing, *renewed))
+        num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
         capacity = describe_capacity(disk, forecast)
         if notify is not None:
@@ -273,7 +271,7 @@ def precompute_index(
     notify: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
-    workers: Workers | None = None,
+    workers: RayWorkers | None = None,
 ) -> IngestReport:
     """Prefill every variant of indexed chunks that the store's context policy requires and that is not stored.
 
@@ -308,7 +306,7 @@ def precompute_documents(
     ids: Sequence[str] = (),
     versions: Sequence[str] = (),
     collection: str = LANGCHAIN_COLLECTION,
-    workers: Workers | None = None,
+    workers: RayWorkers | None = None,
     prefill: Prefill | None = None,
     embedder: Embedder | None = None,
 ) -> IngestReport:
@@ -380,7 +378,7 @@ def precompute_documents(
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
     report.num_documents = len({each_id for each_id in document_ids if each_id}) + list(document_ids).count("")
-    report.num_tokens = sum(_num_tokens(chunk, engine) for chunk in chunks)
+    report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
     if finder is not None:
         finder.record_stored_variants(wanted)
     changed = {name for name, version in version_of.items() if name.id and version != registry.version_of(name)}
@@ -396,12 +394,6 @@ def precompute_documents(
         )
     report.elapsed_s = perf_counter() - start_s
     return report
-
-
-def _num_tokens(chunk: Chunk, engine: Engine) -> int:
-    """Return the number of tokens of a chunk, from its metadata if they have it."""
-    counted = chunk.metadata.get("num_tokens")
-    return counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
 
 
 def _explain_empty_corpus(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:

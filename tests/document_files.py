@@ -5,14 +5,22 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-import zlib
 from collections.abc import Callable
 from email.message import EmailMessage
 
 from office_files import make_docx, make_epub, make_odf, make_pptx, make_xlsx, shape, word_paragraph
 
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+
 XHTML = "http://www.w3.org/1999/xhtml"
 SENTENCES = "".join(f"Paragraph {number}: the lease ends in May and rent is due monthly.\n\n" for number in range(40))
+
+
+def only(records: ParsedRecords) -> ParsedRecord:
+    """Return the record of a file that has one."""
+    (record,) = records
+    assert isinstance(record, ParsedRecord)
+    return record
 
 
 def bomb(data: bytes, name: str, size_mib: int) -> bytes:
@@ -52,12 +60,6 @@ def pdf(*extra: bytes, catalog: bytes = b"", kids: bytes = b"3 0 R 5 0 R 7 0 R")
     size = len(objects) + 1
     trailer = b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (size, len(out))
     return out + b"xref\n0 %d\n0000000000 65535 f \n%s%s" % (size, table, trailer)
-
-
-def packed_stream(size_mib: int) -> bytes:
-    """Return a compressed content stream with `size_mib` of repeated text operators."""
-    data = zlib.compress(b"BT /F1 12 Tf 20 380 Td " + b"(a) Tj " * (size_mib * (1 << 20) // 7) + b"ET")
-    return b"<</Filter/FlateDecode/Length %d>>stream\n%s\nendstream" % (len(data), data)
 
 
 def docx(body: str = "") -> bytes:

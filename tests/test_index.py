@@ -566,7 +566,7 @@ def test_loading_an_embedder_prints_no_warning_of_a_package_that_no_embedder_nee
     class Importing(types.ModuleType):
         def __getattr__(self, name: str) -> object:
             logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward")
-            return lambda path, device: path
+            return lambda path: path
 
     monkeypatch.setitem(sys.modules, "sentence_transformers", Importing("sentence_transformers"))
     assert load_embedder("some/model")._model == "some/model"

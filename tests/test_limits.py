@@ -118,7 +118,7 @@ def test_ingestion_goes_on_behind_a_file_that_is_too_large(tmp_path):
             reader=FileReader(max_file_mib=1),
         )
     assert [Path(source).name for source in followed.sources] == ["small.txt"]
-    assert ["max_file_mib" in failure.reason for failure in followed.failures] == [True]
+    assert ["max_file_mib" in failure.reason for failure in followed.report.failures] == [True]
 
 
 # --- JSON lines, one at a time ---
@@ -160,7 +160,7 @@ def test_documents_of_json_lines_are_indexed_as_they_come(tmp_path, monkeypatch)
         followed = sync_index(index, scan_folders([path]), cut, lambda *_: None)
         assert (len(followed.sources), index.num_documents) == (400, 400)
         assert most <= 80
-        assert sync_index(index, scan_folders([path]), cut, lambda *_: None).num_unchanged == 400
+        assert sync_index(index, scan_folders([path]), cut, lambda *_: None).report.num_unchanged == 400
 
 
 _JSON_LINES = st.lists(

@@ -125,7 +125,7 @@ def measure_edit(path: Path, edit: Edit) -> tuple[int, int]:
 def _follow(index: ChunkIndex, docs: Path) -> set[str]:
     """Synchronise the index with the folder. Return the texts of its chunks."""
     chunker = ChunkerConfig(lambda document: split(document, count_tokens, CHUNK_TOKENS), "estimate")
-    result = sync_index(index, scan_folders([docs]), chunker, lambda *_: None)
-    if result.failures:
-        raise SystemExit(f"{result.failures[0]}")
+    report = sync_index(index, scan_folders([docs]), chunker, lambda *_: None).report
+    if report.failures:
+        raise SystemExit(f"{report.failures[0]}")
     return {chunk.text for chunk in index.chunks()}

@@ -19,20 +19,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BufferedReader
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ragblend.corpus.folder_scan import make_source, printable
-from ragblend.corpus.readers.encodings import detect_bom_encoding, new_file_hash, unify_line_breaks
+from ragblend.corpus.readers.encodings import new_file_hash, unify_line_breaks
 from ragblend.corpus.readers.formats import (
-    JSON_LINES_SUFFIXES,
-    PARQUET_SUFFIX,
     READERS,
     READERS_VERSION,
     RECORD_READERS,
+    STREAMING_READERS,
     TEXT_READERS,
     TEXT_SUFFIXES,
 )
-from ragblend.corpus.readers.records import stream_jsonl, stream_parquet
 from ragblend.corpus.readers.rejected import not_a_document_reason
 from ragblend.corpus.readers.text import read_text
 from ragblend.corpus.readers.types import Mark, ParsedRecords, UnreadableRecord
@@ -98,26 +96,13 @@ def open_source(path: str, max_file_mib: float = MAX_FILE_MIB, text_field: str =
     JSON lines and Parquet files are read while the caller iterates over the documents. The iteration may raise the
     errors of `read_documents`, and `failure` is complete at its end.
     """
-    stream = (
-        stream_parquet
-        if _suffix(path) == PARQUET_SUFFIX
-        else stream_jsonl
-        if _suffix(path) in JSON_LINES_SUFFIXES
-        else None
-    )
-    if stream is not None:
-        with open_file(path, max_file_mib) as file:
-            if (head := file.peek(4)) and not detect_bom_encoding(head):
-                digest = hashlib.file_digest(file, new_file_hash).hexdigest()
-                return OpenedFile(digest, partial(_read_stream, stream, path, digest, text_field))
-    data = read_bytes(path, max_file_mib)
-    return OpenedFile(new_file_hash(data).hexdigest(), partial(read_documents, path, data, text_field))
-
-
-def read_bytes(path: str, max_file_mib: float = MAX_FILE_MIB) -> bytes:
-    """Return the file's bytes. Raises the errors of `open_source`."""
+    stream = STREAMING_READERS.get(_suffix(path))
     with open_file(path, max_file_mib) as file:
-        return file.read()
+        if stream is not None and file.peek(1):
+            digest = hashlib.file_digest(file, new_file_hash).hexdigest()
+            return OpenedFile(digest, partial(_read_stream, stream, path, digest, text_field))
+        data = file.read()
+    return OpenedFile(new_file_hash(data).hexdigest(), partial(read_documents, path, data, text_field))
 
 
 @contextmanager
@@ -158,14 +143,7 @@ def read_documents(path: str, data: bytes, text_field: str = "") -> FileDocument
         raise NotADocumentError("is empty (0 bytes)")
     _check_kind(path, data[:_PEEK_BYTES])
     contents = FileDocuments(())
-    try:
-        contents.documents = list(_to_documents(path, _find_reader(path, text_field)(data), contents))
-    except NotADocumentError:
-        raise
-    except UnreadableDocumentError as error:
-        if _is_known(path):
-            raise
-        raise NotADocumentError(str(error)) from error
+    contents.documents = list(_to_documents(path, _find_reader(path, text_field)(data), contents))
     return contents
 
 
@@ -190,13 +168,19 @@ def _check_name(path: str) -> None:
 
 
 def _read_stream(
-    stream: Callable[[BufferedReader, str, str], ParsedRecords], path: str, digest: str, text_field: str
+    stream: Callable[[BinaryIO, str], ParsedRecords], path: str, digest: str, text_field: str
 ) -> FileDocuments:
-    """Return the documents of a file that is read one record at a time."""
+    """Return the documents of a file that is read some records at a time.
+
+    Iterating raises UnreadableDocumentError if the file no longer has this `digest`.
+    """
 
     def records() -> ParsedRecords:
         with open_file(path, 0) as file:
-            yield from stream(file, digest, text_field)
+            if hashlib.file_digest(file, new_file_hash).hexdigest() != digest:
+                raise UnreadableDocumentError("changed while it was read; run the command again")
+            file.seek(0)
+            yield from stream(file, text_field)
 
     _check_name(path)
     contents = FileDocuments(())

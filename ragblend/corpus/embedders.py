@@ -68,9 +68,8 @@ class SentenceTransformerEmbedder:
 
     version = 2  # version 1 read only the beginning of a long text
 
-    def __init__(self, model_name_or_path: str | Path, *, device: str | None = None, batch_size: int = 32) -> None:
+    def __init__(self, model_name_or_path: str | Path) -> None:
         self.name = str(model_name_or_path)
-        self._device, self._batch_size = device, batch_size
 
     @property
     def dim(self) -> int:
@@ -111,7 +110,7 @@ class SentenceTransformerEmbedder:
         return vector
 
     def _encode(self, encode: Any, texts: list[str]) -> FloatArray:
-        vectors = encode(texts, batch_size=self._batch_size, normalize_embeddings=True, show_progress_bar=False)
+        vectors = encode(texts, normalize_embeddings=True, show_progress_bar=False)
         return np.ascontiguousarray(vectors, np.float32)
 
     def _windows(self, text: str) -> list[_TextWindow]:
@@ -158,7 +157,7 @@ class SentenceTransformerEmbedder:
         path = self._resolve()
         _reject_custom_code(Path(path))
         try:
-            return SentenceTransformer(path, device=self._device)
+            return SentenceTransformer(path)
         except (OSError, ValueError) as error:
             raise NotFoundError(
                 f"no sentence-transformers model at {path!r} ({str(error).splitlines()[0]}); give a local folder, go "

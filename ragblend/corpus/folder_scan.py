@@ -35,10 +35,10 @@ _RAGBLEND_FOLDER_FILES = (
     {"catalog.sqlite", "models"},
     {"catalog.sqlite", "vectors.faiss"},
 )
-LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
-LINKED_FOLDER_REASON = "is a link to a folder elsewhere, which is not followed; to have that folder read, name it too"
+_LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
+_LINKED_FOLDER_REASON = "is a link to a folder elsewhere, which is not followed; to have that folder read, name it too"
 BROKEN_LINK_REASON = "is a link to a file that is not there; restore it, or remove the link"
-LINK_LOOP_REASON = "is a link that leads to itself; remove it"
+_LINK_LOOP_REASON = "is a link that leads to itself; remove it"
 _EVERYTHING = ("**", "*")
 _FILE_URI = "file://"
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -62,8 +62,8 @@ class FolderScan:
     filtered_out: set[str] = field(default_factory=set)  # files that would be read, but do not match `glob`
     links: set[str] = field(default_factory=set)  # links to files that are read under another name
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` leaves out
-    outside: list[str] = field(default_factory=list)  # links to files outside of the roots
-    not_files: list[ReadFailure] = field(default_factory=list)  # broken links, links to folders, pipes, devices
+    # Links out of the roots, links to folders, broken links, pipes, devices.
+    skipped: list[ReadFailure] = field(default_factory=list)
     unreadable: list[ReadFailure] = field(default_factory=list)
 
     def is_covered(self, path: str) -> bool:
@@ -124,18 +124,18 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", excluded: Iterabl
             found.named_files.add(top)
             found.files.setdefault(top, top)
             continue
-        others = list[ReadFailure]()
-        for path in _files_below(top, excluded_folders, found, others):
+        not_files = list[ReadFailure]()
+        for path in _files_below(top, excluded_folders, found, not_files):
             if _is_wanted(path, top, pattern):
                 found.files[path] = min(found.files.get(path, top), top, key=len)  # the widest of several
             else:
                 found.filtered_out.add(path)
-        found.not_files += [each for each in others if _is_wanted(each.path, top, pattern)]
+        found.skipped += [each for each in not_files if _is_wanted(each.path, top, pattern)]
     found.filtered_out -= found.files.keys()
     found.unreadable = list(dict.fromkeys(found.unreadable))  # a named folder below a named folder is walked twice
     found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.roots]
-    found.not_files = [each for each in dict.fromkeys(found.not_files) if not _leads_to_folder_of(found, each.path)]
-    _drop_outside_links(found)
+    others = [each for each in dict.fromkeys(found.skipped) if not _leads_to_folder_of(found, each.path)]
+    found.skipped = [*_drop_outside_links(found), *others]
     _deduplicate_links(found)
     return found
 
@@ -275,11 +275,11 @@ def _normalize_unicode(text: str) -> str:
 # --- folders ---
 
 
-def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFailure]) -> Iterator[str]:
+def _files_below(top: str, own: set[str], found: FolderScan, not_files: list[ReadFailure]) -> Iterator[str]:
     """Yield the files below `top` in order of the parts of their paths.
 
     Adds folders that cannot be listed, names that are not UTF-8, and ignored paths to `found`. Adds pipes, devices,
-    links to folders and broken links to `others`.
+    links to folders and broken links to `not_files`.
     """
     waiting: list[tuple[str, bool, GitignoreRules]] = [(top, True, GitignoreRules.from_parents(top))]
     while waiting:  # a stack, because folders may be nested deeper than Python's recursion limit
@@ -305,7 +305,7 @@ def _files_below(top: str, own: set[str], found: FolderScan, others: list[ReadFa
             if inside.is_ignored(entry.path, kind == "folder"):
                 found.ignored.append(entry.path)
             elif kind == "other":
-                others.append(ReadFailure(entry.path, _reason_no_file(entry.path)))
+                not_files.append(ReadFailure(entry.path, _reason_no_file(entry.path)))
             else:
                 waiting.append((entry.path, kind == "folder", inside))
 
@@ -331,8 +331,8 @@ def _reason_no_file(path: str) -> str:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        return LINK_LOOP_REASON if error.errno == errno.ELOOP else BROKEN_LINK_REASON
-    return LINKED_FOLDER_REASON if stat.S_ISDIR(mode) else f"is {kind_of_file(mode)}, not a file; remove it"
+        return _LINK_LOOP_REASON if error.errno == errno.ELOOP else BROKEN_LINK_REASON
+    return _LINKED_FOLDER_REASON if stat.S_ISDIR(mode) else f"is {kind_of_file(mode)}, not a file; remove it"
 
 
 def _leads_to_folder_of(found: FolderScan, path: str) -> bool:
@@ -340,13 +340,17 @@ def _leads_to_folder_of(found: FolderScan, path: str) -> bool:
     return os.path.isdir(path) and any(is_same_or_below(os.path.realpath(path), top) for top in found.roots)
 
 
-def _drop_outside_links(found: FolderScan) -> None:
-    """Drop links to files outside of the roots: a folder's writers may not be allowed to read those files."""
+def _drop_outside_links(found: FolderScan) -> list[ReadFailure]:
+    """Drop links to files outside of the roots, and return them: a folder's writers may not be allowed to read those
+    files.
+    """
+    dropped = []
     for path in [each for each in found.files if each not in found.named_files and os.path.islink(each)]:
         target = os.path.realpath(path)
         if not any(is_same_or_below(target, top) for top in found.roots):
-            found.outside.append(path)
+            dropped.append(ReadFailure(path, _LINK_OUTSIDE_REASON))
             del found.files[path]
+    return dropped
 
 
 def _deduplicate_links(found: FolderScan) -> None:

@@ -7,7 +7,7 @@ their attributes, so neither package is imported. Read `FileReader` first.
 from __future__ import annotations
 
 import hashlib
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,9 +81,7 @@ def import_loader(name: str) -> Loader:
     folder = str(Path.cwd())
     sys.path.append(folder)  # last, so that a json.py there does not replace the standard library's
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found = pkgutil.resolve_name(name)
     except Exception as error:  # importing a module may raise any error
         raise UsageError(
             f"the loader {name} cannot be imported ({_describe(error)}); check the name, and import it in Python"

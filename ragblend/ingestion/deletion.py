@@ -24,6 +24,7 @@ from ragblend.engine.store.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants
+from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
@@ -48,8 +49,9 @@ def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, 
     if not orphaned.last_number and not index.pending_deletions():
         return 0, ""
     with index.registry_for(engine.store) as registry:
-        if hasattr(engine, "remove_documents"):  # a server deletes replaced texts when it receives the new version
-            num_removed: int = engine.remove_documents(index.collection or "langchain", orphaned.sources)
+        if is_document_server(engine):  # a server deletes replaced texts when it receives the new version
+            collection = index.collection or LANGCHAIN_COLLECTION
+            num_removed: int = engine.remove_documents(collection, orphaned.sources)  # type: ignore[attr-defined]
             index.schedule_deletions((), orphaned)
             return num_removed, ""
         if orphaned.last_number:
@@ -72,27 +74,31 @@ def _schedule_deletions(
     if (disk := engine.store.disk_tier) is not None:
         for source in orphaned.sources:
             disk.unpin(source)
-    places = _places(engine)
-    pending = []
-    for key, text in keys_to_delete(released, engine, registry, everywhere=True).items():
-        source, cause = orphaned.source_of.get(text, ""), _cause(key, text, engine)
-        pending += [PendingDeletion(key, place, source, cause) for place in places]
+    text_of = keys_to_delete(released, engine, registry, everywhere=True)
+    pending = _pending_deletions(text_of, engine, orphaned.source_of)
     if released and engine.context == "similar":
         similar = (engine.key(Chunk(text, context="similar")) for text in index.texts())
         unseen = _find_unseen_remote_keys(similar, engine, registry)
-        pending += [PendingDeletion(key, place, "", b"") for key in unseen for place in places if place != LOCAL]
+        pending += [PendingDeletion(key, place, "", b"") for key in unseen for place in _places(engine)[1:]]
     with index.write_transaction():  # also a transaction of the registry if they share a catalogue
         registry.remove_stored_entries({entry.key for entry in pending})
         index.schedule_deletions(pending, orphaned)
 
 
-def _cause(key: str, text: str, engine: DocumentEngine) -> bytes:
-    """Return the `PendingDeletion.text_key` of an entry that is deleted because `text` was removed.
+def _pending_deletions(
+    text_of: Mapping[str, str], engine: DocumentEngine, source_of: Mapping[str, str]
+) -> list[PendingDeletion]:
+    """Return the deletions of entries in all tiers. text_of: the removed text that causes each deletion, by key;
+    NO_TEXT to delete the entry in any case. source_of: the sources of texts.
 
     Only an entry of the text alone is kept if the text is added again. Another text of a similar variant may have been
     removed, too; the next ingestion computes the variant again.
     """
-    return text_key(text if key == engine.key(Chunk(text, context="none")) else NO_TEXT)
+    pending = []
+    for key, text in text_of.items():
+        cause = text_key(text if key == engine.key(Chunk(text, context="none")) else NO_TEXT)
+        pending += [PendingDeletion(key, place, source_of.get(text, ""), cause) for place in _places(engine)]
+    return pending
 
 
 def _places(engine: DocumentEngine) -> list[str]:
@@ -228,18 +234,10 @@ def _record_earlier_entries(engine: DocumentEngine, registry: ChunkRegistry) -> 
     registry.mark_all_entries_recorded(disk.root)
 
 
-def _has_similar(engine: DocumentEngine, registry: ChunkRegistry) -> bool:
-    """Return True if similar variants may be stored, also by a process that has changed the policy since."""
-    return engine.context == "similar" or registry.has_stored_variants()
-
-
 def _schedule_entries(text_of: Mapping[str, str], engine: DocumentEngine, registry: ChunkRegistry) -> None:
-    """Record entries to be deleted by `_run_deletions`. text_of: the removed text that causes each deletion, by key; ""
-    to delete the entry in any case."""
-    places, causes = _places(engine), {key: _cause(key, text, engine) for key, text in text_of.items()}
-    pending = [PendingDeletion(key, place, "", cause) for key, cause in causes.items() for place in places]
+    """Record entries to be deleted by `_run_deletions`. text_of: see `_pending_deletions`."""
     registry.remove_stored_entries(text_of)
-    IndexedDocuments(registry).schedule_deletions(pending, OrphanedTexts())
+    IndexedDocuments(registry).schedule_deletions(_pending_deletions(text_of, engine, {}), OrphanedTexts())
 
 
 def _delete_unseen_remote_keys(engine: DocumentEngine, registry: ChunkRegistry) -> str:
@@ -281,7 +279,9 @@ def delete_texts_except(
     deleted entries and a problem: the error message if a remote tier did not answer, else "". The keys of that tier's
     entries stay recorded, and a later call deletes them.
     """
-    documents, has_similar = IndexedDocuments(registry), _has_similar(engine, registry)
+    documents = IndexedDocuments(registry)
+    # Similar variants may be stored, also by a process that has changed the policy since.
+    has_similar = engine.context == "similar" or registry.has_stored_variants()
     lost = {name: registry.texts_of(name).difference(map(str.strip, texts)) for name, texts in kept_texts.items()}
     losing = [name for name, texts in lost.items() if texts]
     if losing and has_similar:

@@ -6,12 +6,13 @@ reversible. Depends on engines and stores, not on documents or the index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import KVHeader, convert_kv_dtype, load_into_memory
 from ragblend.errors import DamagedEntryError, UsageError
+from ragblend.ingestion.prefill import Prefill
 from ragblend.prompt.types import Chunk
 
 _RENEW_BATCH = 16  # chunks whose KV is deleted before it is prefilled again
@@ -59,9 +60,7 @@ def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[C
     return num_rounded, to_prefill
 
 
-def replace_kv(
-    chunks: Sequence[Chunk], engine: Engine, prefill: Callable[[Sequence[Chunk], Engine], Iterable[int]]
-) -> Iterator[int]:
+def replace_kv(chunks: Sequence[Chunk], engine: Engine, prefill: Prefill) -> Iterator[int]:
     """Delete the KV of chunks and call `prefill` on them, batch by batch, so an interruption loses one batch at most.
 
     Yields the number of bytes stored for each chunk.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -24,7 +23,7 @@ from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.ingestion.workers import prefill_here
+from ragblend.ingestion.prefill import num_chunk_tokens, prefill_here
 from ragblend.options import is_server_url
 from ragblend.prompt.types import Chunk
 from ragblend.redaction import redact_url
@@ -35,15 +34,6 @@ BATCHES_PER_WORKER = 2
 RETRIES = 5  # of one batch; if workers die more often, the batch is the cause
 FLUSH_TIMEOUT_S = 60.0  # for sending the KV of a batch to the remote tier
 _OBJECT_STORE_BYTES = 256 << 20  # texts and vectors only
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Arguments of `load_engine` in every worker. Paths must be valid on all machines."""
-
-    model: str
-    store: str
-    options: Mapping[str, Any]
 
 
 class RayWorkers:
@@ -81,19 +71,17 @@ class RayWorkers:
         if self._is_own:
             self._start_ray(address, ceil(count * num_cpus), num_gpus * count)
         found = expand_user_path(model, "model")
-        opening = EngineConfig(
-            str(found.resolve()) if found.exists() else str(model),
-            str(expand_user_path(store, "store").resolve()),
-            # A worker never reads KV that it stored, so it needs no memory tier.
-            {**options, "memory_gib": 0.0, "new_model": True},
-        )
+        model = str(found.resolve()) if found.exists() else str(model)
+        store = str(expand_user_path(store, "store").resolve())
+        # A worker never reads KV that it stored, so it needs no memory tier.
+        options |= {"memory_gib": 0.0, "new_model": True}
         kind = self._ray.remote(_Worker).options(
             num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=-1, max_task_retries=RETRIES
         )
         self._count = count
         self._busy: dict[Any, Any] = {}  # worker by its pending call; the first call returns when it has started
         for _ in range(count):
-            worker = kind.remote(opening)
+            worker = kind.remote(model, store, options)
             self._busy[worker.is_there.remote()] = worker
         self._starting = set(self._busy)
         self._free: deque[Any] = deque()
@@ -114,9 +102,8 @@ class RayWorkers:
         return partial(self._result, self._submit("embed", list(texts), embedder))
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Prefill `chunks` in the workers. Yield the number of bytes stored for each, in the order of completion.
-
-        Variants that have an ingestion context come last.
+        """Prefill `chunks` in the workers (see `Prefill`). Yield the number of bytes stored for each, in the order of
+        completion. Variants that have an ingestion context come last.
         """
         made_by = (engine.fingerprint, engine.renderer.fingerprint)
         for is_behind in (False, True):
@@ -183,10 +170,13 @@ class RayWorkers:
 
 
 class _Worker:
-    """Ray actor: one process that embeds and prefills."""
+    """Ray actor: one process that embeds and prefills.
 
-    def __init__(self, opening: EngineConfig) -> None:
-        self._opening = opening
+    The arguments are those of `load_engine`. Paths must be valid on all machines.
+    """
+
+    def __init__(self, model: str, store: str, options: Mapping[str, Any]) -> None:
+        self._model, self._store, self._options = model, store, options
         self._engine: Engine | None = None
         self._embedders: dict[str, Embedder] = {}
 
@@ -208,7 +198,7 @@ class _Worker:
         engine = self._opened()
         if (engine.fingerprint, engine.renderer.fingerprint) != (fingerprint, renderer):
             raise StoreMismatchError(
-                f"{self._opening.model} on {os.uname().nodename} has other weights, another dtype or another tokenizer "
+                f"{self._model} on {os.uname().nodename} has other weights, another dtype or another tokenizer "
                 "than the model that ingests; copy the same folder to every machine and set `dtype`"
             )
         stored = list(prefill_here(chunks, engine))
@@ -221,7 +211,7 @@ class _Worker:
             from ragblend.engine.base import LocalEngine
             from ragblend.engine.load import load_engine
 
-            self._engine = load_engine(self._opening.model, self._opening.store, **self._opening.options)
+            self._engine = load_engine(self._model, self._store, **self._options)
             if isinstance(self._engine, LocalEngine):
                 # Only the ingesting process writes token ids: its SQLite file does not work across machines.
                 self._engine.known_chunks = KnownChunks(ChunkRegistry(), "", "")
@@ -233,8 +223,7 @@ def _batches(chunks: Iterable[Chunk], engine: Engine) -> Iterator[list[Chunk]]:
     batch: list[Chunk] = []
     num_tokens = 0
     for chunk in chunks:
-        counted = chunk.metadata.get("num_tokens")
-        num_more = counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
+        num_more = num_chunk_tokens(chunk, engine)
         if batch and (num_tokens + num_more > BATCH_TOKENS or len(batch) == BATCH_CHUNKS):
             yield batch
             batch, num_tokens = [], 0

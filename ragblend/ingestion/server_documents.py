@@ -18,7 +18,7 @@ from ragblend.engine.api import Engine
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.report import IngestReport
-from ragblend.ingestion.sync import Progress
+from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def _send(
     described: names of the documents for messages, by id.
     """
     start_s = perf_counter()
-    counts, reasons = engine.send_documents(collection, documents, progress or (lambda stage, done, total: None))
+    counts, reasons = engine.send_documents(collection, documents, progress or ignore_progress)
     report.num_known_kv += counts["num_known_kv"]
     report.num_new_kv += counts["num_new_kv"]
     report.new_kv_bytes += counts["new_kv_bytes"]

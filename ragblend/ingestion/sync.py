@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragblend.catalog.index_rows import IngestedFile
+from ragblend.chunker import Splitter
 from ragblend.corpus.citations import add_pages_and_headings
 from ragblend.corpus.documents import Document, FileDocuments
 from ragblend.corpus.embedders import FloatArray
 from ragblend.corpus.folder_scan import (
     BROKEN_LINK_REASON,
-    LINK_OUTSIDE_REASON,
     FolderScan,
     ReadFailure,
     display_source,
@@ -31,7 +31,8 @@ from ragblend.corpus.folder_scan import (
 from ragblend.corpus.loaders import DEFAULT_READER, FileReader
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.workers import Workers
+from ragblend.ingestion.ray_workers import RayWorkers
+from ragblend.ingestion.report import IngestReport
 from ragblend.prompt.types import Chunk
 
 log = logging.getLogger(__name__)
@@ -49,23 +50,16 @@ def ignore_progress(stage: str, done: int, total: int | None) -> None:
 class ChunkerConfig(NamedTuple):
     """A function that splits documents into chunks, and its version. With a new version, documents are split again."""
 
-    split: Callable[[Document], list[Chunk]]
+    split: Splitter
     version: str
 
 
 @dataclass(slots=True)
 class SyncResult:
-    """The result of one `sync_index`: documents that it read, left unchanged, updated or removed."""
+    """The result of one `sync_index`. `report`: documents that it read, left unchanged, updated or removed."""
 
+    report: IngestReport
     sources: list[str] = field(default_factory=list)  # of new, updated and unchanged documents, in reading order
-    num_unchanged: int = 0
-    num_updated: int = 0
-    removed: list[str] = field(default_factory=list)  # sources of removed documents
-    failures: list[ReadFailure] = field(default_factory=list)
-    skipped: list[ReadFailure] = field(
-        default_factory=list
-    )  # files that are no documents, for example empty files and pictures
-    notes: list[ReadFailure] = field(default_factory=list)  # parts of read files that were left out or guessed
     new_versions: set[str] = field(default_factory=set)  # versions of files that are new in the index
 
 
@@ -74,7 +68,7 @@ def sync_index(
     scan: FolderScan,
     chunker: ChunkerConfig,
     on_progress: Progress,
-    workers: Workers | None = None,
+    workers: RayWorkers | None = None,
     *,
     keep_missing: bool = False,
     reader: FileReader = DEFAULT_READER,
@@ -94,6 +88,7 @@ def sync_index(
         run.remove_missing()
     if not index.is_saved:
         index.save()
+    run.report.num_documents = len(run.result.sources)
     return run.result
 
 
@@ -117,15 +112,15 @@ class _SyncPass:
         scan: FolderScan,
         chunker: ChunkerConfig,
         on_progress: Progress,
-        workers: Workers | None,
+        workers: RayWorkers | None,
         keep_missing: bool,
         reader: FileReader,
     ) -> None:
         self.index, self.scan, self.chunker = index, scan, chunker
         self.on_progress, self.keep_missing = on_progress, keep_missing
         self._workers, self._reader = workers, reader
-        skipped = [*(ReadFailure(path, LINK_OUTSIDE_REASON) for path in scan.outside), *scan.not_files]
-        self.result = SyncResult(failures=list(scan.unreadable), skipped=skipped)
+        self.report = IngestReport(failures=list(scan.unreadable), skipped=list(scan.skipped), ignored=scan.ignored)
+        self.result = SyncResult(self.report)
         self._records, self._known = index.files(), index.content_hashes_by_file()  # by path
         self._unread: set[str] = set()  # existing files that could not be read; their documents are kept
         self._empty: set[str] = set()  # files that were read and are no documents
@@ -147,23 +142,23 @@ class _SyncPass:
                 self._queue_changed(path, version, file.read())
         except FileNotFoundError:  # deleted after its folder was listed, or a broken link
             if path in self.scan.named_files:
-                self.result.failures.append(ReadFailure(path, BROKEN_LINK_REASON))
+                self.report.failures.append(ReadFailure(path, BROKEN_LINK_REASON))
         except NotADocumentError as error:
             self._empty.add(path)
-            failures = self.result.failures if path in self.scan.named_files else self.result.skipped
+            failures = self.report.failures if path in self.scan.named_files else self.report.skipped
             failures.append(ReadFailure(path, str(error)))
         except UsageError:
             raise  # not an error of this file: no text fits the chunk size
         except RagblendError as error:
             self._unread.add(path)
-            self.result.failures.append(ReadFailure(path, str(error)))
+            self.report.failures.append(ReadFailure(path, str(error)))
         self.on_progress("read", len(self.result.sources), None)
         self._flush_if_many()
 
     def _record_unchanged(self, record: IngestedFile) -> None:
         sources = list(self._known.get(record.path, ()))
         self.result.sources += sources
-        self.result.num_unchanged += len(sources)
+        self.report.num_unchanged += len(sources)
         self._made_by.update(dict.fromkeys(sources, record.path))
         if (top := self._find_scan_root(record.path)) != record.top:
             self._finished.append((record._replace(top=top), []))
@@ -176,19 +171,19 @@ class _SyncPass:
             self._made_by[source] = path
             document_version = f"{document.content_hash}:{self.chunker.version}"
             if old_hashes.get(source) == document_version:
-                self.result.num_unchanged += 1
+                self.report.num_unchanged += 1
                 continue
             chunks = add_pages_and_headings(document, self.chunker.split(document))
             log.info("%s: %d characters in %d chunks", display_source(source), len(document.text), len(chunks))
             self._waiting.append((document, document_version, chunks))
-            self.result.num_updated += source in old_hashes
+            self.report.num_updated += source in old_hashes
             self._flush_if_many()  # the documents of a file may be larger than memory
         missing_sources = [
             source for source in old_hashes.keys() - set(sources) if not contents.is_unread_record(source)
         ]
-        self.result.notes += (ReadFailure(source, sentence) for sentence, source in contents.notes.items())
+        self.report.notes += (ReadFailure(source, sentence) for sentence, source in contents.notes.items())
         if contents.failure:
-            self.result.failures.append(ReadFailure(path, contents.failure))
+            self.report.failures.append(ReadFailure(path, contents.failure))
         # Without a version, the next ingestion reads the file again: to report the failure again, or remove documents.
         is_done = not contents.failure and not (missing_sources and self.keep_missing)
         record = IngestedFile(path, version if is_done else "", self._find_scan_root(path))
@@ -253,7 +248,7 @@ class _SyncPass:
         for source in sources:
             with suppress(NotFoundError):  # another process may have removed it
                 self.index.remove_document(source)
-                self.result.removed.append(source)
+                self.report.removed.append(source)
 
     def _find_scan_root(self, path: str) -> str:
         """Return the path through which the file was ingested; after several ingestions the uppermost folder."""

@@ -213,8 +213,8 @@ def test_notes_of_a_file_are_reported_once_with_the_record_that_has_them_first(s
     result, index = sync(lambda document: split(document, count_words, 6))
     index.close()
     source = f"{tmp_path}/docs/handbook.manual"
-    assert result.notes == [
+    assert result.report.notes == [
         ReadFailure(f"{source}#0", "page 3 has a picture and no text; run OCR on it"),
         ReadFailure(f"{source}#1", "its attachment a.zip is left out"),
     ]
-    assert result.failures == []
+    assert result.report.failures == []

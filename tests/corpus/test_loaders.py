@@ -165,8 +165,10 @@ def sync(tmp_path):
     """Bring `docs` into an index, read in some way."""
     with open_index(tmp_path / "index", "hashing", create=True, tokenizer="t") as index:
         chunker = ChunkerConfig(lambda document: split(document, len), "v")
-        yield lambda reader: sync_index(
-            index, scan_folders([tmp_path / "docs"]), chunker, lambda *_: None, reader=reader
+        yield (
+            lambda reader: (
+                sync_index(index, scan_folders([tmp_path / "docs"]), chunker, lambda *_: None, reader=reader).report
+            )
         )
 
 

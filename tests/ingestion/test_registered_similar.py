@@ -58,6 +58,13 @@ def texts_in(engine: TransformersEngine, header: KVHeader) -> set[str]:
     return {TEXTS[name] for name in texts_behind(engine, header)}
 
 
+def is_left(engine: TransformersEngine, text: str, store: Any = None) -> bool:
+    """True if an entry of `store`, by default the disk, is of `text` or was computed behind it."""
+    store, own = store or engine.store.disk_tier, engine.renderer.chunk_ids(text)
+    headers = [store.get(key).header for key in list(store.keys())]
+    return any(text in texts_in(engine, header) or header.token_ids == own for header in headers)
+
+
 def test_chunks_are_stored_alone_and_behind_those_like_them_and_prompts_use_both(opened):
     engine = opened()
     report = precompute_documents(ALL, engine)
@@ -125,10 +132,7 @@ def test_whatever_was_computed_behind_a_removed_chunk_goes_with_it_and_is_comput
     remove(BELL)
     engine.store.flush()
     for tier in engine.store.tiers:
-        for key in list(tier.keys()):
-            entry = tier.get(key)
-            assert BELL not in texts_in(engine, entry.header), tier
-            assert entry.header.token_ids != engine.renderer.chunk_ids(BELL), tier
+        assert not is_left(engine, BELL, tier), tier
     assert not any(each.text == BELL for _, each in open_registry(engine.store).variants_after(0, "hashing 1"))
     precompute_documents(["One more."], engine)
     assert seen_by(engine, FOX) is not None, "it was computed again, behind what is left"
@@ -149,8 +153,7 @@ def test_a_chunk_that_is_removed_while_others_are_computed_behind_it_leaves_noth
     monkeypatch.setattr(engine, "precompute_all", None, raising=False)
     precompute_documents(ALL, engine, ids=ALL)
     assert first
-    for header in engine.store.disk_tier.headers():
-        assert BELL not in texts_in(engine, header)
+    assert not is_left(engine, BELL)
 
 
 def test_a_chunk_that_is_removed_while_its_missing_variant_is_computed_leaves_nothing(opened, monkeypatch):
@@ -170,11 +173,8 @@ def test_a_chunk_that_is_removed_while_its_missing_variant_is_computed_leaves_no
     monkeypatch.setattr(engine, "precompute", precompute)
     monkeypatch.setattr(engine, "precompute_all", None, raising=False)
     precompute_documents(["One more."], engine, ids=["more"])
-    own = engine.renderer.chunk_ids(FOX)
-    for header in engine.store.disk_tier.headers():
-        assert FOX not in texts_in(engine, header)
-        assert header.token_ids != own
-    assert engine.known_chunks.find_runs(own) == []
+    assert not is_left(engine, FOX)
+    assert engine.known_chunks.find_runs(engine.renderer.chunk_ids(FOX)) == []
     assert engine.known_chunks.find_runs(engine.renderer.chunk_ids(MOSS)), "the others are still known"
 
 
@@ -213,9 +213,7 @@ def test_a_killed_removal_is_finished_by_the_next_call(opened, monkeypatch):
             delete_precomputed([BELL], engine)
     for text in ("One more.", "And another."):  # the first call deletes what was left
         precompute_documents([text], engine, ids=[text])
-    for header in engine.store.disk_tier.headers():
-        assert BELL not in texts_in(engine, header)
-        assert header.token_ids != engine.renderer.chunk_ids(BELL)
+    assert not is_left(engine, BELL)
     assert seen_by(engine, FOX) is not None, "it was computed again"
 
 
@@ -250,10 +248,7 @@ def test_an_outage_of_the_remote_tier_at_the_check_leaves_nothing_computed_behin
             precompute_documents([text], engine, ids=[text])
         assert engine.store.flush(30)
         for tier in engine.store.tiers:
-            for key in list(tier.keys()):
-                header = tier.get(key).header
-                assert BELL not in texts_in(engine, header), tier
-                assert header.token_ids != engine.renderer.chunk_ids(BELL), tier
+            assert not is_left(engine, BELL, tier), tier
         assert seen_by(engine, FOX) is not None, "it was computed again"
     finally:
         server.kill()
@@ -284,16 +279,14 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
     precompute_documents(ALL, other, ids=ALL)
     precompute_documents(ALL, engine, ids=ALL)
     before = {header.key for header in engine.store.disk_tier.headers()}
+    assert is_left(engine, BELL)
     with open_registry(engine.store) as registry, registry._write() as connection:
         connection.exec_driver_sql("DELETE FROM entry_chunks")  # as in a store of an earlier version
     assert delete_precomputed([BELL], engine) > 4
-    left = list(engine.store.disk_tier.headers())
-    assert not any(BELL in texts_in(engine, header) for header in left)
-    assert not any(header.token_ids == engine.renderer.chunk_ids(BELL) for header in left)
+    assert not is_left(engine, BELL)
     assert delete_precomputed([MOSS], engine) >= 2, "all entries are recorded now"
-    left = list(engine.store.disk_tier.headers())
-    assert 0 < len(left) < len(before)
-    assert not any(MOSS in texts_in(engine, header) for header in left)
+    assert 0 < len(list(engine.store.disk_tier.headers())) < len(before)
+    assert not is_left(engine, MOSS)
     with open_registry(engine.store) as registry:
         assert registry.entries_of_chunks([engine.renderer.chunk_ids(text) for text in (BELL, MOSS)], "") == [[], []]
 
@@ -305,7 +298,7 @@ def test_removing_one_chunk_reads_no_other_entry(opened, monkeypatch):
     monkeypatch.setattr(DiskStore, "headers", lambda store: pytest.fail("all entries were read"))
     assert delete_precomputed([BELL], engine) > 1
     monkeypatch.undo()
-    assert not any(BELL in texts_in(engine, header) for header in engine.store.disk_tier.headers())
+    assert not is_left(engine, BELL)
 
 
 def test_a_store_that_keeps_chunks_alone_from_now_on_drops_their_similar_variants(opened, tmp_path):
@@ -334,7 +327,7 @@ def test_an_engine_that_keeps_chunks_alone_forgets_what_another_computed_behind_
     precompute_documents(ALL, engine, ids=ALL)
     assert BELL in (seen_by(engine, FOX) or ())
     delete_precomputed([BELL], alone)
-    assert not any(BELL in texts_in(engine, header) for header in engine.store.disk_tier.headers())
+    assert not is_left(engine, BELL)
 
 
 def test_namespaces_in_one_store_never_see_each_other_chunks(opened):

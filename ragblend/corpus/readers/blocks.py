@@ -12,7 +12,6 @@ from ragblend.corpus.readers.types import Mark, ParsedRecord
 from ragblend.errors import UnreadableDocumentError
 
 _LINE_BREAKS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
-_SPACES = re.compile(r"\s+")
 MAX_HEADING_LEVEL = 6
 _MAX_NESTED_TABLES = 32  # each level copies the text again
 
@@ -117,10 +116,12 @@ class TextBlocks:
     ) -> ParsedRecord:
         """Return the record of the joined text, with the given `metadata`, `notes` and `key` (see `ParsedRecord`).
 
-        A page without text also gets a mark, at the beginning of the next text, or at the end of the joined text.
+        Empty values of `metadata` are left out. A page without text also gets a mark, at the beginning of the next
+        text, or at the end of the joined text.
         """
         self._place_pages(self._num_chars)
-        return ParsedRecord(key, "\n\n".join(self._blocks), dict(metadata), tuple(self.marks), tuple(notes))
+        filled = {name: value for name, value in metadata.items() if value}
+        return ParsedRecord(key, "\n\n".join(self._blocks), filled, tuple(self.marks), tuple(notes))
 
     def _next_offset(self) -> int:
         return self._num_chars + 2 if self._blocks else 0
@@ -136,7 +137,7 @@ def collapse_whitespace(text: str) -> str:
     >>> collapse_whitespace(" Wood\\n Duck ")
     'Wood Duck'
     """
-    return _SPACES.sub(" ", text).strip()
+    return " ".join(text.split())
 
 
 def fence_code(code: str, language: str = "") -> str:

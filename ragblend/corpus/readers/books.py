@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import TextBlocks, collapse_whitespace
-from ragblend.corpus.readers.html import read_html
+from ragblend.corpus.readers.html import decode_html
 from ragblend.corpus.readers.office_xml import attribute, child, local_name, outermost, parse_part, resolve_part
-from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
-from ragblend.errors import NotADocumentError, UnreadableDocumentError
+from ragblend.errors import UnreadableDocumentError
 
 _CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
@@ -81,16 +81,10 @@ def _check_protection(container: ZipContainer, chapters: list[str]) -> None:
 
 
 def _add_chapter(blocks: TextBlocks, page: bytes, title: str) -> None:
-    try:
-        records = list(read_html(_FURNITURE.sub(rb"<\1div", page)))
-    except NotADocumentError:
-        return
-    for record in records:
-        if not isinstance(record, ParsedRecord) or not record.text.strip():
-            continue
-        if title and not any(mark.kind == "heading" for mark in record.marks):
-            blocks.mark_heading(title, 1)
-        blocks.add_text(record.text, record.marks)
+    chapter = decode_html(_FURNITURE.sub(rb"<\1div", page))
+    if title and chapter.text.strip() and not chapter.marks:
+        blocks.mark_heading(title, 1)
+    blocks.add_text(chapter.text, chapter.marks)
 
 
 def _read_titles(container: ZipContainer, items: dict[str, Element], folder: str) -> dict[str, str]:

@@ -7,10 +7,10 @@ imports the module of the called function and no model code.
 from __future__ import annotations
 
 import json
+import pkgutil
 import signal
 import subprocess
 import sys
-from importlib import import_module
 from typing import Any
 
 from ragblend.errors import RagblendError, UnreadableDocumentError
@@ -64,9 +64,8 @@ def main(function: str, memory_bytes: str, *arguments: str) -> int:
     `function` gets the bytes of stdin and then `arguments`. Return the exit status: 3 if memory ran out, else 0.
     """
     _limit_memory(int(memory_bytes))
-    module, _, name = function.partition(":")
     try:
-        answer = getattr(import_module(module), name)(sys.stdin.buffer.read(), *arguments), ""
+        answer = pkgutil.resolve_name(function)(sys.stdin.buffer.read(), *arguments), ""
     except RagblendError as error:
         answer = None, str(error)
     except MemoryError:

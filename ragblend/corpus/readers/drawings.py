@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Set
 from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import table_row
@@ -29,7 +30,7 @@ def read_drawing(container: ZipContainer, relationships: dict[str, Relationship]
         root = parse_part(container, part.target)
     except UnreadableDocumentError:
         return ""
-    return _chart_text(root) if part.kind == "chart" else _paragraphs(root)
+    return _chart_text(root) if part.kind == "chart" else paragraph_lines(root)
 
 
 def drawing_text(element: Element) -> str:
@@ -42,14 +43,15 @@ def drawing_text(element: Element) -> str:
     return "".join(texts)
 
 
-def _paragraphs(root: Element) -> str:
-    texts = (drawing_text(element).strip() for element in outermost(root, "p"))
+def paragraph_lines(root: Element, left_out: Set[str] = frozenset()) -> str:
+    """Return the paragraphs of DrawingML below `root`, each as a line. `left_out`: see `office_xml.walk`."""
+    texts = (drawing_text(element).strip() for element in outermost(root, "p", left_out=left_out))
     return "\n".join(text for text in texts if text)
 
 
 def _chart_text(root: Element) -> str:
     """Return the titles of a chart and its axes, then a table with a row per category and a column per series."""
-    titles = [_paragraphs(element) for element in outermost(root, "title")]
+    titles = [paragraph_lines(element) for element in outermost(root, "title")]
     series = list(outermost(root, "ser"))
     names = [" ".join(_points(child(one, "tx")).values()) for one in series]
     categories: dict[int, str] = {}

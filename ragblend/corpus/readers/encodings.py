@@ -24,12 +24,10 @@ SAMPLE_CHARS = 65536
 _CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
 _MAX_ODD_SHARE = 0.05  # largest share of control, private and unassigned characters; prose has none
 
-
-CHANGED_REASON = "changed while it was read; run the command again"
 BINARY_REASON = "is a binary file (NUL bytes); convert it to text, HTML or PDF first"
 
 
-def detect_bom_encoding(data: bytes) -> str | None:
+def _detect_bom_encoding(data: bytes) -> str | None:
     """Return the encoding of the data's byte order mark; None if it has none."""
     return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
 
@@ -48,7 +46,7 @@ def decode_text(data: bytes, declared: str = "") -> TextWithNotes:
     `declared` ("" for none); UTF-8; the likeliest charset. Single-byte charsets decode any bytes, so a guess is
     accepted only if it gives almost no control characters. Raises UnreadableDocumentError for bytes that are not text.
     """
-    if marked := detect_bom_encoding(data):
+    if marked := _detect_bom_encoding(data):
         return _decode_marked(data, marked)
     if b"\0" in data:
         return _decode_utf16(data)
@@ -72,7 +70,7 @@ def _decode_marked(data: bytes, encoding: str) -> TextWithNotes:
 
 def is_binary(head: bytes) -> bool:
     """Return True if a file that begins with `head` holds NUL bytes and is neither UTF-16 nor UTF-32."""
-    return b"\0" in head and not detect_bom_encoding(head) and not _detect_utf16(head)
+    return b"\0" in head and not _detect_bom_encoding(head) and not _detect_utf16(head)
 
 
 def _detect_utf16(data: bytes) -> str:

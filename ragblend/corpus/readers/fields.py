@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ragblend.corpus.readers.blocks import collapse_whitespace
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 
 TEXT_FIELDS = ("text", "content", "page_content")
@@ -151,7 +152,7 @@ def flatten(value: Any) -> ParsedRecord:
 
 
 def _join(path: str, name: str) -> str:
-    name = " ".join(name[-_MAX_PATH_CHARS:].split())
+    name = collapse_whitespace(name[-_MAX_PATH_CHARS:])
     return f"{path}.{name}"[-_MAX_PATH_CHARS:] if path else name
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from selectolax.lexbor import LexborHTMLParser, LexborNode
 
+from ragblend.corpus.readers.blocks import collapse_whitespace
 from ragblend.corpus.readers.encodings import decode_text
 from ragblend.corpus.readers.html_blocks import PageWriter
 from ragblend.corpus.readers.html_markup import simplify_markup
@@ -28,9 +29,14 @@ _HIDDEN = '[hidden]:not([hidden="until-found"]), a.headerlink'
 
 def read_html(data: bytes) -> ParsedRecords:
     """Read one page as one document."""
+    yield decode_html(data)
+
+
+def decode_html(data: bytes) -> ParsedRecord:
+    """Return the text and title of a page's bytes. Raises UnreadableDocumentError if they are not text."""
     declared = _CHARSET.search(data[:4096])
     decoded = decode_text(data, declared[1].decode() if declared else "")
-    yield parse_html(decoded.text)._replace(notes=decoded.notes)
+    return parse_html(decoded.text)._replace(notes=decoded.notes)
 
 
 def parse_html(markup: str) -> ParsedRecord:
@@ -44,7 +50,7 @@ def parse_html(markup: str) -> ParsedRecord:
     root = tree.body or tree.root
     if root is None:
         return ParsedRecord("", "", {})
-    title = " ".join(title.split())
+    title = collapse_whitespace(title)
     without_menus = _write(root, title, shows_menus=False)
     return without_menus if without_menus.text else _write(root, title, shows_menus=True)
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragblend.corpus.readers.blocks import TextBlocks, fence_code, table_row
+from ragblend.corpus.readers.blocks import TextBlocks, collapse_whitespace, fence_code, table_row
 from ragblend.corpus.readers.encodings import unify_line_breaks
 from ragblend.corpus.readers.types import ParsedRecord
 
@@ -114,7 +114,7 @@ class PageWriter:
         """Return the page's record."""
         self._end_block(ends_heading=True)
         self._end_group()
-        return self._output.build({"title": title} if title else {})
+        return self._output.build({"title": title})
 
     def _begin(self, tag: str) -> None:
         if tag in _HEADINGS:
@@ -247,4 +247,4 @@ class PageWriter:
 
 def _join_words(pieces: list[str]) -> str:
     """Return the pieces as one line, without soft hyphens."""
-    return " ".join("".join(pieces).replace("\u00ad", "").split())
+    return collapse_whitespace("".join(pieces).replace("\u00ad", ""))

@@ -72,9 +72,8 @@ def _parse_mail(data: bytes, key: str) -> ParsedRecord:
         )
     reader = _PartReader()
     reader.read(mail)
-    found = {"title": _header(mail, "Subject"), "from": _header(mail, "From"), "to": _header(mail, "To")}
-    metadata = {name: value for name, value in {**found, "date": _date(mail)}.items() if value}
-    return reader.blocks.build(metadata, dict.fromkeys(reader.notes), key)
+    metadata = {"title": _header(mail, "Subject"), "from": _header(mail, "From"), "to": _header(mail, "To")}
+    return reader.blocks.build({**metadata, "date": _date(mail)}, dict.fromkeys(reader.notes), key)
 
 
 def _to_ascii_compatible(data: bytes) -> bytes:

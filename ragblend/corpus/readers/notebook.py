@@ -33,7 +33,7 @@ def read_notebook(data: bytes) -> ParsedRecords:
     num_cut = sum(_add_cell(blocks, cell, language) for cell in _cells(notebook))
     notes = (f"outputs of {num_cut} cells were cut after {MAX_OUTPUT_CHARS} characters",) if num_cut else ()
     title = metadata.get("title")
-    yield blocks.build({"title": title} if title and isinstance(title, str) else {}, notes)
+    yield blocks.build({"title": title if isinstance(title, str) else ""}, notes)
 
 
 def _parse(data: bytes) -> dict[str, Any]:

@@ -161,15 +161,12 @@ def find_main_part(container: ZipContainer, default: str) -> str:
 
 
 def read_properties(container: ZipContainer, part: str) -> dict[str, str]:
-    """Return the `title` and `author` that the file's properties have; {} if `part` is missing or damaged."""
+    """Return the `title` and `author` in the file's properties, "" if unset; {} if `part` is missing or damaged."""
     if part not in container:
         return {}
     try:
         root = parse_part(container, part)
     except UnreadableDocumentError:
         return {}
-    found = {
-        local_name(element): (element.text or "").strip() for element in root.iter() if isinstance(element.tag, str)
-    }
-    properties = {"title": found.get("title", ""), "author": found.get("creator", "")}
-    return {name: value for name, value in properties.items() if value}
+    found = {local_name(element): (element.text or "").strip() for element in root.iter()}
+    return {"title": found.get("title", ""), "author": found.get("creator", "")}

@@ -34,10 +34,7 @@ def _read(kind: str, data: bytes) -> ParsedRecords:
         raise UnreadableDocumentError(f"is an {kind} with a password; save it without one")
     reader = _ContentReader()
     reader.read(parse_part(container, "content.xml"))
-    metadata = {
-        **read_properties(container, "meta.xml"),
-        **({"num_pages": reader.num_pages} if reader.num_pages else {}),
-    }
+    metadata = {**read_properties(container, "meta.xml"), "num_pages": reader.num_pages}
     yield (reader.blocks if reader.num_texts else TextBlocks()).build(metadata)
 
 

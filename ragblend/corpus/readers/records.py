@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator
@@ -10,13 +9,7 @@ from decimal import Decimal
 from itertools import islice
 from typing import Any, BinaryIO
 
-from ragblend.corpus.readers.encodings import (
-    CHANGED_REASON,
-    SAMPLE_CHARS,
-    check_is_text,
-    decode_text,
-    new_file_hash,
-)
+from ragblend.corpus.readers.encodings import SAMPLE_CHARS, check_is_text, decode_text
 from ragblend.corpus.readers.fields import (
     TEXT_FIELDS,
     add_notes_to_first,
@@ -88,13 +81,12 @@ def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
     return add_notes_to_first(_parse_jsonl(decoded.text.split("\n"), text_field), decoded.notes)
 
 
-def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRecords:
+def stream_jsonl(file: BinaryIO, text_field: str = "") -> ParsedRecords:
     """Yield the records of `read_jsonl`, a line at a time, after reading the whole file once to check it.
 
-    `digest`: the file's expected hexadecimal digest (`new_file_hash`). Raises UnreadableDocumentError if the file has
-    another digest or is not text. A file in another encoding than UTF-8 is read into memory.
+    Raises UnreadableDocumentError if the file is not text. A file in another encoding than UTF-8 is read into memory.
     """
-    if not _is_utf8(file, digest):  # detecting another encoding needs the whole file
+    if not _is_utf8(file):  # detecting another encoding needs the whole file
         file.seek(0)
         yield from read_jsonl(file.read(), text_field)
         return
@@ -103,23 +95,19 @@ def stream_jsonl(file: BinaryIO, digest: str, text_field: str = "") -> ParsedRec
     yield from _parse_jsonl((text.removesuffix("\n") for text in texts), text_field)
 
 
-def _is_utf8(file: BinaryIO, digest: str) -> bool:
-    """Return True if a file is UTF-8. Raises UnreadableDocumentError if its digest has changed or it is not text."""
-    read, sample, is_utf8 = new_file_hash(), "", True
+def _is_utf8(file: BinaryIO) -> bool:
+    """Return True if a file is UTF-8. Raises UnreadableDocumentError if it is UTF-8 and not text."""
+    sample = ""
     for line in file:  # lines end at "\n", which in UTF-8 is not a part of another character
-        read.update(line)
         try:
-            text = line.decode() if is_utf8 else ""
+            text = line.decode()
         except UnicodeDecodeError:
-            is_utf8 = False
-            continue
-        is_utf8 = is_utf8 and b"\0" not in line
+            return False
+        if "\0" in text:
+            return False
         sample += text[: max(0, SAMPLE_CHARS - len(sample))]
-    if read.hexdigest() != digest:
-        raise UnreadableDocumentError(CHANGED_REASON)
-    if is_utf8:
-        check_is_text(sample.removeprefix("\ufeff"))
-    return is_utf8
+    check_is_text(sample.removeprefix("\ufeff"))
+    return True
 
 
 def _parse_jsonl(lines: Iterable[str], text_field: str) -> ParsedRecords:
@@ -196,24 +184,19 @@ def _list_names(names: Iterable[str]) -> str:
 _ROWS_AT_A_TIME = 256
 
 
-def stream_parquet(file: io.BufferedReader, digest: str, text_field: str = "") -> ParsedRecords:
-    """Yield the records of `read_parquet`, some rows at a time. `digest`: see `stream_jsonl`."""
-    if hashlib.file_digest(file, new_file_hash).hexdigest() != digest:
-        raise UnreadableDocumentError(CHANGED_REASON)
-    file.seek(0)
-    yield from _parse_parquet(file, text_field)
-
-
 def read_parquet(data: bytes, text_field: str = "") -> ParsedRecords:
     """Read each row of a Parquet file as a document. `text_field`: see `read_json`.
 
     Raises UnreadableDocumentError if `data` is not Parquet, or if pyarrow is not installed.
     """
-    return _parse_parquet(io.BytesIO(data), text_field)
+    return stream_parquet(io.BytesIO(data), text_field)
 
 
-def _parse_parquet(file: BinaryIO, text_field: str) -> ParsedRecords:
-    """Yield each row as a JSON object of its columns, without bytes and lists of numbers (embeddings, pictures)."""
+def stream_parquet(file: BinaryIO, text_field: str = "") -> ParsedRecords:
+    """Yield the records of `read_parquet`, some rows at a time.
+
+    A row is read as the JSON object of its columns, without bytes and lists of numbers (embeddings, pictures).
+    """
     try:
         from pyarrow import ArrowException, types
         from pyarrow.parquet import ParquetFile

@@ -18,14 +18,14 @@ def _soffice(name: str, target: str) -> str:
 
 _OLD_WORD = _soffice("a Word file of the format before 2007", "docx")
 _OLD_POWERPOINT = _soffice("a PowerPoint file of the format before 2007", "pptx")
+_KINDLE = "is a Kindle book, which is not read; convert it: ebook-convert FILE FILE.epub (Calibre)"
 _OUTLOOK = (
     "is an Outlook message (.msg), which is not read; save it as .eml, or convert it: msgconvert FILE "
     "(Debian package libemail-outlook-message-perl)"
 )
 
 CONVERTIBLE: dict[str, str] = {
-    ".ppt": _OLD_POWERPOINT,
-    ".pps": _OLD_POWERPOINT,
+    **dict.fromkeys((".ppt", ".pps"), _OLD_POWERPOINT),
     ".msg": _OUTLOOK,
     ".pst": "is an Outlook mailbox, which is not read; convert it to mbox: readpst FILE",
     ".pages": "is a Pages document, which is not read; export it from Pages as Word or PDF",
@@ -34,12 +34,9 @@ CONVERTIBLE: dict[str, str] = {
     ".wpd": _soffice("a WordPerfect document", "docx"),
     ".wps": _soffice("a Works document", "docx"),
     ".sxw": _soffice("a document of OpenOffice 1", "odt"),
-    ".vsd": _soffice("a Visio drawing", "pdf"),
-    ".vsdx": _soffice("a Visio drawing", "pdf"),
+    **dict.fromkeys((".vsd", ".vsdx"), _soffice("a Visio drawing", "pdf")),
     ".pub": _soffice("a Publisher document", "pdf"),
-    ".mobi": "is a Kindle book, which is not read; convert it: ebook-convert FILE FILE.epub (Calibre)",
-    ".azw": "is a Kindle book, which is not read; convert it: ebook-convert FILE FILE.epub (Calibre)",
-    ".azw3": "is a Kindle book, which is not read; convert it: ebook-convert FILE FILE.epub (Calibre)",
+    **dict.fromkeys((".mobi", ".azw", ".azw3"), _KINDLE),
     ".ps": "is a PostScript file, which is not read; convert it: ps2pdf FILE",
     ".djvu": "is a DjVu document, which is not read; take its text: djvutxt FILE FILE.txt",
 }

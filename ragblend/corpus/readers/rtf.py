@@ -10,7 +10,7 @@ import codecs
 import re
 from dataclasses import dataclass, replace
 
-from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, table_blocks
+from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, collapse_whitespace, table_blocks
 from ragblend.corpus.readers.encodings import SAMPLE_CHARS, check_is_text
 from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.errors import UnreadableDocumentError
@@ -48,8 +48,7 @@ def read_rtf(data: bytes) -> ParsedRecords:
         raise UnreadableDocumentError("is no RTF file: it does not begin with {\\rtf; correct its name's ending")
     reader = _RtfReader()
     reader.read(data[start:].decode("latin-1"))
-    title = " ".join("".join(reader.title).split())
-    record = reader.blocks.build({"title": title} if title else {})
+    record = reader.blocks.build({"title": collapse_whitespace("".join(reader.title))})
     check_is_text(record.text[:SAMPLE_CHARS])
     yield record
 

@@ -6,6 +6,7 @@ import datetime
 import io
 from typing import Any
 
+from ragblend.corpus.readers.blocks import table_row
 from ragblend.corpus.readers.rejected import OLE_MAGIC, describe_ole
 from ragblend.errors import UnreadableDocumentError
 
@@ -43,7 +44,7 @@ def _read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
         if num_cells > MAX_CELLS:
             raise UnreadableDocumentError(f"has {num_cells} cells, more than the {MAX_CELLS} that are read; {LARGE}")
         for row in content.iter_rows():
-            if line := " | ".join(map(_cell_text, row)).rstrip(" |"):
+            if line := table_row([_cell_text(value) for value in row]):
                 lines.append(line)
                 num_chars += len(line)
                 if num_chars > MAX_TEXT_CHARS:
@@ -70,4 +71,4 @@ def _cell_text(value: Any) -> str:
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
     if isinstance(value, datetime.datetime):
         return value.isoformat(" ").removesuffix(" 00:00:00")
-    return " ".join(str(value).split())
+    return str(value)

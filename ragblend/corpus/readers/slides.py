@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import TextBlocks, table_row
-from ragblend.corpus.readers.drawings import DRAWING_REFERENCES, drawing_text, read_drawing
+from ragblend.corpus.readers.drawings import DRAWING_REFERENCES, drawing_text, paragraph_lines, read_drawing
 from ragblend.corpus.readers.office_xml import (
     Relationship,
     attribute,
@@ -99,7 +99,7 @@ def _placeholder(shape: Element) -> str:
 
 def _shape_text(container: ZipContainer, relationships: dict[str, Relationship], shape: Element) -> str:
     if local_name(shape) != "graphicFrame":
-        return "\n".join(text for paragraph in _paragraphs(shape) if (text := drawing_text(paragraph).strip()))
+        return paragraph_lines(shape, _LEFT_OUT)
     rows = outermost(shape, "tr", left_out=_LEFT_OUT)
     cells = ([_paragraphs(cell) for cell in row if local_name(cell) == "tc"] for row in rows)
     lines = [table_row([" ".join(map(drawing_text, paragraphs)) for paragraphs in row]) for row in cells]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import NamedTuple
 
+from ragblend.corpus.readers.blocks import collapse_whitespace
 from ragblend.corpus.readers.encodings import decode_text, unify_line_breaks
 from ragblend.corpus.readers.fields import TEXT_FIELDS, add_notes_to_first
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
@@ -279,7 +280,7 @@ def _make_names(header: Row) -> Row:
     ['Key', 'Comment', 'Comment 2', '']
     """
     names: Row = []
-    header = [" ".join(name.split()) for name in header]
+    header = [collapse_whitespace(name) for name in header]
     taken, seen = set(header), Counter[str]()
     for name in header:
         seen[name] += 1

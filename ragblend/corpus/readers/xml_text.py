@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import re
 
-from ragblend.corpus.readers.encodings import decode_text, unify_line_breaks
+from ragblend.corpus.readers.text import decode_document
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 
 _DECLARED = re.compile(rb"""<\?xml[^>]*?encoding\s*=\s*["']([\w:.-]+)""")
@@ -23,11 +23,13 @@ _REFERENCE = re.compile(r"&(?:#\d{1,7}|#x[0-9a-fA-F]{1,6}|[A-Za-z]\w{0,31});")
 
 
 def read_xml(data: bytes) -> ParsedRecords:
-    """Read an XML file as one document. If its elements hold no text, the markup itself is the text."""
+    """Read an XML file as one document. If its elements hold no text, the markup itself is the text.
+
+    Raises NotADocumentError for bytes that are not text.
+    """
     declared = _DECLARED.match(data[:200].lstrip())
-    decoded = decode_text(data, declared[1].decode() if declared else "")
-    text = strip_markup(unify_line_breaks(decoded.text))
-    yield ParsedRecord("", text or decoded.text, {}, notes=decoded.notes)
+    decoded = decode_document(data, declared[1].decode() if declared else "")
+    yield ParsedRecord("", strip_markup(decoded.text) or decoded.text, {}, notes=decoded.notes)
 
 
 def strip_markup(markup: str) -> str:

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from time import process_time
 
 import pytest
+from document_files import only
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +18,7 @@ from ragblend.corpus.readers.types import ParsedRecord
 
 
 def read(page: str | bytes) -> ParsedRecord:
-    (record,) = read_html(page if isinstance(page, bytes) else page.encode())
-    assert isinstance(record, ParsedRecord)
-    return record
+    return only(read_html(page if isinstance(page, bytes) else page.encode()))
 
 
 def assert_marks_point_at_headings(record: ParsedRecord) -> None:

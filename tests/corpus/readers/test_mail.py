@@ -7,6 +7,7 @@ import email.policy
 from time import process_time
 
 import pytest
+from document_files import only
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +20,7 @@ LINE = b"From ann@example.com Mon Jan  5 10:00:00 2026\n"
 
 
 def read(data: bytes) -> ParsedRecord:
-    (record,) = read_mail(data)
-    assert isinstance(record, ParsedRecord)
-    return record
+    return only(read_mail(data))
 
 
 def mail(subject: str, text: str) -> email.message.EmailMessage:

@@ -7,6 +7,7 @@ from time import process_time
 from typing import Any
 
 import pytest
+from document_files import only
 
 from ragblend.corpus.readers.notebook import MAX_OUTPUT_CHARS, read_notebook
 from ragblend.corpus.readers.types import Mark, ParsedRecord
@@ -14,9 +15,7 @@ from ragblend.errors import UnreadableDocumentError
 
 
 def read(*cells: dict[str, Any], **others: Any) -> ParsedRecord:
-    (record,) = read_notebook(json.dumps({"cells": cells, "metadata": {}, **others}).encode())
-    assert isinstance(record, ParsedRecord)
-    return record
+    return only(read_notebook(json.dumps({"cells": cells, "metadata": {}, **others}).encode()))
 
 
 def code(source: str, *outputs: dict[str, Any]) -> dict[str, Any]:

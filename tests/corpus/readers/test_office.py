@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from document_files import only
 from office_files import (
     WORD,
     make_docx,
@@ -20,15 +21,9 @@ from ragblend.corpus.readers.books import read_epub
 from ragblend.corpus.readers.opendocument import read_odp, read_odt
 from ragblend.corpus.readers.rtf import read_rtf
 from ragblend.corpus.readers.slides import read_pptx
-from ragblend.corpus.readers.types import Mark, ParsedRecord, ParsedRecords
+from ragblend.corpus.readers.types import Mark
 from ragblend.corpus.readers.word import read_docx, read_mislabeled_doc
 from ragblend.errors import UnreadableDocumentError
-
-
-def only(records: ParsedRecords) -> ParsedRecord:
-    (record,) = records
-    assert isinstance(record, ParsedRecord)
-    return record
 
 
 def heading_style(name: str, style_id: str, more: str = "") -> str:

@@ -8,6 +8,7 @@ import time
 import zlib
 
 import pytest
+from document_files import only
 from hypothesis import given
 from hypothesis import strategies as st
 from pdf_files import HELVETICA, PICTURE, line, lines, make_pdf, write_objects
@@ -21,9 +22,7 @@ CONTROLS = "".join(f"\\{1 + at % 8:03o}" for at in range(120))  # octal
 
 
 def read(data: bytes) -> ParsedRecord:
-    (record,) = read_pdf(data)
-    assert isinstance(record, ParsedRecord)
-    return record
+    return only(read_pdf(data))
 
 
 def error_of(data: bytes) -> str:

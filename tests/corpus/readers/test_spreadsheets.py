@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+from document_files import only
 from office_files import make_odf, make_xlsx, make_zip
 
 from ragblend.corpus.readers import child, spreadsheets
@@ -18,9 +19,7 @@ OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 
 
 def read(data: bytes) -> ParsedRecord:
-    (record,) = read_spreadsheet(data)
-    assert isinstance(record, ParsedRecord)
-    return record
+    return only(read_spreadsheet(data))
 
 
 def cells(*values: str, row: int = 1) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from time import process_time
 
 import pytest
+from document_files import only
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,9 +21,7 @@ from ragblend.errors import NotADocumentError
 
 
 def read(reader: Callable[[bytes], ParsedRecords], text: str | bytes) -> ParsedRecord:
-    (record,) = reader(text if isinstance(text, bytes) else text.encode())
-    assert isinstance(record, ParsedRecord)
-    return record
+    return only(reader(text if isinstance(text, bytes) else text.encode()))
 
 
 def headings(marks: tuple[Mark, ...]) -> list[tuple[int, str]]:
