@@ -17,12 +17,10 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +30,7 @@ import torch
 
 from benchmarks.ports import free_port
 from benchmarks.results import write_result
+from benchmarks.servers import ServerProcess
 from ragblend import Prompt, load_engine
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
@@ -41,7 +40,6 @@ from ragblend.lab.quality.data import SYSTEM, load_cases
 
 ANSWER_TOKENS = 16
 TEMPLATE = "{context}\n\n" + SYSTEM + "\n\n{question}"
-START_S, STOP_S = 600.0, 60.0
 Ask = Callable[[str, str], str]
 """Function from a context and a question to the answer."""
 
@@ -125,40 +123,25 @@ class Questions:
 
 @contextmanager
 def served(python: str, model: str, home: Path, *flags: str) -> Iterator[str]:
-    """Run `ragblend serve` over an empty store in `home`/kv. Yield its URL. Raises RagblendError if it does not start.
+    """Run `ragblend serve` over an empty store in `home`/kv. Yield its URL.
 
-    python: interpreter of an environment with vLLM. flags: further options of the server.
+    python: interpreter of an environment with vLLM. flags: further options of the server. Raises
+    BackendUnreachableError if the server does not start.
     """
     port = free_port()
-    command = [python, "-m", "ragblend", "serve", str(Path(model).absolute()), "--store", str(home / "kv")]
+    interpreter = str(Path(shutil.which(python) or python).absolute())  # the server runs in `home`
+    command = [interpreter, "-m", "ragblend", "serve", str(Path(model).absolute()), "--store", str(home / "kv")]
     command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
     command += ["--kv-cache-memory-bytes", str(1 << 30), "--served-model-name", "model", *flags]
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     environment = {"PYTHONPATH": str(Path.cwd()), **os.environ, **own}
-    with (home / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
+    server = ServerProcess(command, f"http://127.0.0.1:{port}", home, environment)
+    server.start()
     try:
-        end_s = time.monotonic() + START_S
-        while not _is_healthy(url):
-            if process.poll() is not None or time.monotonic() > end_s:
-                raise RagblendError(f"the server did not start: {(home / 'log').read_text()[-2000:]}")
-            time.sleep(0.5)
-        yield url
+        server.wait()
+        yield server.url
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+        server.stop()
 
 
 def ingest(url: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from typing import Any
 import typer
 
 from benchmarks.soak.clients import DISCONNECT_SHARE, STREAM_SHARE, Client, RequestGate
-from benchmarks.soak.deployment import MEMORY_GIB, Redis, Replica, flags_of, write_keys
+from benchmarks.soak.deployment import MEMORY_GIB, Replica, SoakRedis, flags_of, write_keys
 from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
 from benchmarks.soak.memory import Growth, Sample, Sampler, growth
 from benchmarks.soak.work import TENANTS, Text, Work, compute_references
@@ -98,7 +98,7 @@ class Soak:
         """
         config = self.config
         write_keys(home / "keys.json", TENANTS)
-        self._redis = redis = Redis(home)
+        self._redis = redis = SoakRedis(home)
         stack.callback(redis.kill)
         redis.start()
         flags, memory = flags_of(redis.url, home / "keys.json"), str(MEMORY_GIB)
