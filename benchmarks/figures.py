@@ -8,7 +8,6 @@
 
 # No `from __future__ import annotations`: `typer_parameters_of` reads FigureConfig's annotations when this file runs.
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
@@ -19,6 +18,7 @@ import typer
 from typer import Option
 
 from benchmarks.baselines import BASELINES, Baseline, ask_baseline
+from benchmarks.results import write_result
 from ragblend.cli.lab.bench import config_from, typer_parameters_of
 from ragblend.cli.options import PlotOption
 from ragblend.cli.printing import print_line, progress_bars
@@ -99,7 +99,7 @@ def bench_figure(config: FigureConfig, plot: Path | None, out: Path | None, echo
     facts |= {"command": "benchmarks.figures", "figure": 12}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(facts, indent=1) + "\n")
+        write_result(facts, out)
     return facts
 
 

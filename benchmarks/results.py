@@ -29,6 +29,13 @@ def write_result(result: Mapping[str, Any], out: Path | None, device: torch.devi
         out.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def write_both(result: Mapping[str, Any], out: Path | None) -> None:
+    """Write `result` as JSON to stdout, and to the file `out` if it is given."""
+    if out is not None:
+        write_result(result, out)
+    write_result(result, None)
+
+
 def split_counts(text: str) -> list[int]:
     """Return the whole numbers in a comma-separated option. Raises UsageError for other texts."""
     numbers = split_numbers(text)
