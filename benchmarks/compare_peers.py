@@ -26,13 +26,14 @@ import torch
 
 from benchmarks.results import write_result
 from ragblend.corpus.embedders import load_embedder
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.load import load_engine
-from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.bench.common.workloads import with_own_store
 from ragblend.lab.quality.data import SYSTEM, build_prompt, find_similar_texts, load_cases, stored_chunks
-from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, timed_prefill
+from ragblend.lab.quality.measures import FULL, REUSE, Configuration, timed_prefill
 from ragblend.prompt.types import Prompt, as_chunk
 
 CONFIGURATIONS = (
@@ -42,7 +43,6 @@ CONFIGURATIONS = (
     Configuration("blend", "ask", 0.05, context="similar"),
 )
 TIMES_ASKED = 3  # each topic
-STORE_BYTES = 4 << 30
 EMBEDDER = "hashing"  # similarity by common words; the comparison does not depend on the quality of retrieval
 
 
@@ -91,10 +91,7 @@ def measure_ragblend(
         timed: dict[Configuration, tuple[torch.Tensor, float, float]] = {}
         engines: dict[str, TransformersEngine] = {}
         for context in dict.fromkeys(each.context for each in CONFIGURATIONS):
-            engines[context] = engine = TransformersEngine(
-                base.layers, base.renderer, MemoryStore(STORE_BYTES), name=base.name, fingerprint=base.fingerprint,
-                system=SYSTEM, on_miss="inline", check=False, context=context,
-            )  # fmt: skip
+            engines[context] = engine = with_own_store(base, system=SYSTEM, context=context)
             for chunk in stored_chunks(prompt, context, similar):
                 engine.precompute(chunk)
         for each in (FULL, *CONFIGURATIONS):
@@ -103,12 +100,12 @@ def measure_ragblend(
             start_s, start_cpu_s = perf_counter(), process_time()
             prefilled, _ = timed_prefill(engine, request, each)
             took_s, took_cpu_s = perf_counter() - start_s, process_time() - start_cpu_s
-            timed[each] = prefilled.logits.double().log_softmax(-1), took_s, took_cpu_s
+            timed[each] = prefilled.logits, took_s, took_cpu_s
         full, wall_s, cpu_s = timed.pop(FULL)
         full_s.append(cpu_s)
         for each, (mine, mine_s, mine_cpu_s) in timed.items():
             seen[each].append(
-                (kl(full, mine), wall_s / mine_s, cpu_s / mine_cpu_s, bool(full.argmax() == mine.argmax()))
+                (first_token_kl(full, mine), wall_s / mine_s, cpu_s / mine_cpu_s, bool(full.argmax() == mine.argmax()))
             )
     return [
         {

@@ -28,13 +28,13 @@ from ragblend.errors import UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Benchmark, Echo
+from ragblend.lab.bench.common.workloads import with_own_store
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, token_log_probs
 from ragblend.lab.quality.study import (
     QualityRecord,
     answer_in_full,
-    engine_for,
     run_quality,
     table_lines,
 )
@@ -80,7 +80,7 @@ def measure_baselines(
     base: TransformersEngine, prompt: Prompt, case: QaCase, names: Sequence[Baseline], answer_tokens: int
 ) -> dict[Configuration, QualityRecord]:
     """Measure one prompt by each baseline. Their ratio is 1, because they prefill all of their prompts' tokens."""
-    engine = engine_for(base, case, "none")
+    engine = with_own_store(base, system=case.system, context="none")
     expected = answer_in_full(engine, prompt, case, answer_tokens)
     records = {}
     for name in names:

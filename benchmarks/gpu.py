@@ -45,7 +45,13 @@ from ragblend.engine.transformers.model import find_device
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import TtftConfig
 from ragblend.lab.bench.common.shapes import SHAPES, find_dtype
-from ragblend.lab.bench.common.workloads import engine_for, make_engine, make_prompts, random_model
+from ragblend.lab.bench.common.workloads import (
+    NO_LIMIT_BYTES,
+    engine_for,
+    make_engine,
+    make_prompts,
+    random_model,
+)
 from ragblend.lab.bench.ttft import run_ttft
 from ragblend.options import Mode
 from ragblend.prompt.types import Chunk, Prompt
@@ -57,7 +63,6 @@ RATIOS = {"ask": 0.05, "cacheblend": 0.15}
 """Each rule at its default ratio."""
 CPU_PATIENCE = 20
 """Factor of each part's time limit on a CPU, where the times do not matter."""
-_NO_LIMIT_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class Sizes:
         """Open an engine with the chunks of `count` prompts of about `tokens` tokens in memory."""
         lengths = (tokens // self.chunk_tokens, self.chunk_tokens, self.question_tokens)
         chunks, prompts = make_prompts(*lengths, count, SHAPES[self.shape].vocab_size)
-        store = MemoryStore(_NO_LIMIT_BYTES)
+        store = MemoryStore(NO_LIMIT_BYTES)
         with engine_for(self.shape, store, find_dtype(self.dtype), device=self.device) as engine:
             for _ in engine.precompute_all(chunks):
                 pass
@@ -136,7 +141,7 @@ def _exactness_of(family: str, dtype: str, device: str) -> dict[str, Any]:
 
 def _stored(model: Any, family: str, chunks: Sequence[Chunk]) -> TransformersEngine:
     """Return an engine with `chunks` in memory. It has passed the exactness check of every loaded model."""
-    engine = make_engine(model, MemoryStore(_NO_LIMIT_BYTES), family, family)
+    engine = make_engine(model, MemoryStore(NO_LIMIT_BYTES), family, family)
     for chunk in chunks:
         engine.precompute(chunk)
     return engine

@@ -34,10 +34,10 @@ from benchmarks.results import write_result
 from benchmarks.stock_clients import TEMPLATE, Questions, ingest, served
 from ragblend import Prompt, load_engine
 from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.report import Mode
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
-from ragblend.lab.quality.measures import kl
 from ragblend.precompute import precompute_documents
 
 EMBEDDER = HashingEmbedder()
@@ -115,14 +115,14 @@ def measure_closeness(
                     logprobs[mode] = prefilled.logits.double().log_softmax(-1)
                     hits = max(hits, prefilled.report.num_chunk_hits)
             record[side] = {
-                "kl": kl(logprobs["full"], logprobs["blend"]),
+                "kl": first_token_kl(logprobs["full"], logprobs["blend"]),
                 "is_first_token_equal": int(logprobs["full"].argmax()) == int(logprobs["blend"].argmax()),
                 "hits": hits,
             }
             record[f"{side}_full"] = logprobs["full"]
         # Difference of the two engines without reuse, in nats.
         full, other = record.pop("local_full"), record.pop("served_full")
-        record["full_kl"] = kl(full, other)
+        record["full_kl"] = first_token_kl(full, other)
         found.append(record)
         print(len(found), record, flush=True)
     return found
