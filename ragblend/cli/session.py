@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def settings_from(arguments: dict[str, Any]) -> Settings:
     """Return settings from a command's arguments, the environment, ragblend.toml, and what the store remembers."""
     quiet_libraries()
-    found = load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
+    found = load_settings(arguments)
     if found.model is not None and found.system is not None:
         return found
     from ragblend.engine.load import find_store_model, load_store_defaults
