@@ -13,18 +13,18 @@ ratio 1.0 the answers are compared with those of mode `full`. Read `converse` fi
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import httpx
+import typer
 
-from benchmarks.results import write_result
+from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
 from benchmarks.stock_clients import ingest, served
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
@@ -169,33 +169,29 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [median(column) for column in zip(*rows, strict=True)]
 
 
-def main() -> None:
+def main(
+    model: ModelOption,
+    server_python: ServerPython,
+    count: Annotated[int, typer.Option("--conversations", help="Conversations of each kind.")] = 5,
+    num_chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of a turn that brings chunks.")] = 2,
+    out: OutOption = None,
+) -> None:
     """Serve, ingest, converse, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
-    parser.add_argument("--conversations", type=int, default=5, help="Conversations of each kind. Default: 5.")
-    parser.add_argument("--num-chunks", type=int, default=2, help="Chunks of a turn that brings chunks. Default: 2.")
-    parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
-    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
-    given = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        served(given.server_python, given.model, Path(folder)) as url,
-    ):
-        found = measure(url, given.model, given.conversations, given.num_chunks)
+    with tempfile.TemporaryDirectory() as folder, served(server_python, model, Path(folder)) as url:
+        found = measure(url, model, count, num_chunks)
     kinds = summary(found)
     print(json.dumps(kinds, indent=1))
     facts = {
         "command": "benchmarks.conversations",
-        "model": Path(given.model).name,
-        "conversations_of_each_kind": given.conversations,
-        "num_chunks": given.num_chunks,
+        "model": Path(model).name,
+        "conversations_of_each_kind": count,
+        "num_chunks": num_chunks,
         "answer_tokens": ANSWER_TOKENS,
         "kinds": kinds,
         "conversations": found,
     }
-    write_result(facts, given.out)
+    write_result(facts, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

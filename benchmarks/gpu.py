@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import batch_decode, hardware_model
-from benchmarks.results import split_counts, write_result
+from benchmarks.results import OutOption, split_counts, write_result
 from ragblend.cli.options import split_names
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
@@ -459,7 +459,7 @@ def main(
     device: Annotated[str, typer.Option(help="Device: auto, cuda, cuda:1, or cpu for tiny shapes.")] = "auto",
     parts: Annotated[str, typer.Option(help="Parts to run, comma-separated. Default: all.")] = ",".join(PARTS),
     tokens: Annotated[str | None, typer.Option(help="Tokens of the prompts, comma-separated.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file of the result. Default: stdout.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Run the parts, print a table and write the result."""
     quiet_libraries()

@@ -13,7 +13,6 @@ Read `compare` first.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -23,13 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import torch
+import typer
 
 from benchmarks.ports import free_port
-from benchmarks.results import write_result
+from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
 from benchmarks.servers import ServerProcess
 from ragblend import Prompt, load_engine
 from ragblend.chunker import split
@@ -198,38 +198,37 @@ def compare(url: str, model: str, store: Path, questions: Questions) -> list[dic
     return found
 
 
-def main() -> None:
+def main(
+    model: ModelOption,
+    server_python: ServerPython,
+    num_questions: Annotated[int, typer.Option("--questions", help="Number of MuSiQue questions.")] = 50,
+    num_chunks: Annotated[int, typer.Option("--num-chunks", help="Passages per question.")] = 6,
+    out: OutOption = None,
+) -> None:
     """Ingest passages into a server, compare the clients' answers with the local engine's, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
-    parser.add_argument("--questions", type=int, default=50, help="Number of MuSiQue questions. Default: 50.")
-    parser.add_argument("--num-chunks", type=int, default=6, help="Passages per question. Default: 6.")
-    parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
-    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
-    given = parser.parse_args()
     torch.set_num_threads(1)
-    questions = Questions(given.model, given.questions, given.num_chunks)
+    questions = Questions(model, num_questions, num_chunks)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        with served(given.server_python, given.model, home) as url:
+        with served(server_python, model, home) as url:
             counts = ingest(url, questions.documents)
             print(counts, flush=True)
             shutil.copytree(home / "kv", home / "copy")
-            found = compare(url, given.model, home / "copy", questions)
+            found = compare(url, model, home / "copy", questions)
     equal = {name: sum(record[name]["is_equal"] for record in found) for name in CLIENTS}
     facts = {
         "command": "benchmarks.stock_clients",
-        "model": Path(given.model).name,
+        "model": Path(model).name,
         "num_questions": len(found),
-        "num_chunks": given.num_chunks,
+        "num_chunks": num_chunks,
         "ingested": counts,
         "equal": equal,
         "equal_of_all": f"{sum(equal.values())} of {len(found) * len(CLIENTS)}",
         "questions": found,
     }
     print(json.dumps({name: facts[name] for name in ("equal", "equal_of_all")}))
-    write_result(facts, given.out)
+    write_result(facts, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
