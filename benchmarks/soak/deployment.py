@@ -49,7 +49,7 @@ def key_of(tenant: str) -> str:
 
 
 class SoakRedis(Redis):
-    """The Redis of a run. It counts its starts, so that the memory of each process is a series of its own."""
+    """The Redis of a run. It counts its starts, so that each process has a separate series of memory samples."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home, REDIS_OPTIONS)

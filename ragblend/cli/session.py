@@ -117,17 +117,8 @@ def opening_title(settings: Settings) -> str:
 
 def _engine_options(settings: Settings) -> dict[str, Any]:
     """Return the engine's options, except model and store."""
-    return {
-        "backend": settings.backend,
-        "dtype": settings.dtype,
-        "device": settings.device,
-        "system": settings.system,
-        "namespace": settings.namespace,
-        "shadow": settings.shadow,
-        "context": settings.context,
-        "trust_remote_code": settings.trust_remote_code,
-        **settings.tiers,
-    }
+    names = ("backend", "dtype", "device", "system", "namespace", "shadow", "context", "trust_remote_code")
+    return {**{name: getattr(settings, name) for name in names}, **settings.tiers}
 
 
 @contextmanager
