@@ -25,14 +25,9 @@ import httpx
 import typer
 
 from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
-from benchmarks.stock_clients import ingest, served
-from ragblend.chunker import split
-from ragblend.corpus.documents import Document
-from ragblend.engine.transformers.model import load_tokenizer
+from benchmarks.stock_clients import Questions, ingest, served
 from ragblend.engine.vllm.client import sse_events
-from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.data import SYSTEM, load_cases
-from ragblend.prompt.render import Renderer
+from ragblend.lab.quality.data import SYSTEM
 
 NUM_TURNS = 6
 KINDS = {"same": (0,), "new": tuple(range(NUM_TURNS)), "mixed": (0, 2, 4)}
@@ -63,16 +58,12 @@ class Turn(NamedTuple):
 
 def conversations(model: str, kind: str, count: int, num_chunks: int) -> Iterator[list[Turn]]:
     """Yield `count` conversations of `NUM_TURNS` turns, which have different questions and passages."""
-    config = QualityConfig(model=model, data="musique", part="all", num_questions=count * NUM_TURNS)
-    count_tokens = Renderer(load_tokenizer(model)[0]).count_tokens
-    cases = load_cases(config)
+    asked = Questions(model, count * NUM_TURNS, num_chunks).asked
     for number in range(count):
-        turns = []
-        for turn, case in enumerate(cases[number * NUM_TURNS : (number + 1) * NUM_TURNS]):
-            passages = case.passages[: num_chunks if turn in KINDS[kind] else 0]
-            texts = (split(Document(text), count_tokens, config.chunk_tokens)[0].text for text in passages)
-            turns.append(Turn(tuple(texts), case.question))
-        yield turns
+        yield [
+            Turn(tuple(chunks) if turn in KINDS[kind] else (), question)
+            for turn, (chunks, question) in enumerate(asked[number * NUM_TURNS : (number + 1) * NUM_TURNS])
+        ]
 
 
 def converse(url: str, turns: list[Turn], params: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -109,10 +109,9 @@ class Questions:
         self.asked = [
             (
                 [split(Document(text), tokens, config.chunk_tokens)[0].text for text in case.passages[:num_chunks]],
-                question,
+                case.question,
             )
             for case in load_cases(config)
-            for question in (case.question,)
         ]
 
     @property
