@@ -19,7 +19,7 @@ from typing import Any
 
 import typer
 
-from benchmarks.results import split_counts, write_result
+from benchmarks.results import split_counts, write_both
 from ragblend.cli.options import split_names
 from ragblend.cli.printing import print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
@@ -177,9 +177,7 @@ def main(
     }
     for line in (*hardware_lines(facts["hardware"]), "", *format_table(COLUMNS, facts["runs"])):
         print_notice(line)
-    if out is not None:
-        write_result(facts, out)
-    write_result(facts, None)
+    write_both(facts, out)
 
 
 if __name__ == "__main__":

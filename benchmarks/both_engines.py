@@ -10,17 +10,18 @@ under the same keys.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from benchmarks.results import write_result
+from benchmarks.results import ModelOption, write_result
 from ragblend import load_engine
+from ragblend.cli.options import split_numbers
 from ragblend.corpus.embedders import default_embedder
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
@@ -79,24 +80,21 @@ def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dic
     return found
 
 
-def main() -> None:
+def main(
+    model: ModelOption,
+    data: Annotated[str, typer.Option("--data", help="Data set.")] = "musique",
+    split: Annotated[str, typer.Option("--split", help="Part of the data set.")] = "all",
+    questions: Annotated[int, typer.Option("--questions", help="Number of questions.")] = 50,
+    ratios: Annotated[str, typer.Option("--ratios", help="Recompute ratios, comma-separated.")] = "0.05,0.15",
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: none.")] = None,
+) -> None:
     """Compare the engines, print the totals, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
-    parser.add_argument("--data", default="musique", help="Data set. Default: musique.")
-    parser.add_argument("--split", default="all", help="Part of the data set. Default: all.")
-    parser.add_argument("--questions", type=int, default=50, help="Number of questions. Default: 50.")
-    parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[0.05, 0.15], help="Recompute ratios. Default: 0.05 0.15."
-    )
-    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: none.")
-    given = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that `watch_selections` can patch it
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     torch.set_num_threads(1)
-    config = QualityConfig(model=given.model, data=given.data, part=given.split, num_questions=given.questions)
+    config = QualityConfig(model=model, data=data, part=split, num_questions=questions)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        found = compare(config, given.ratios, Path(folder) / "kv")
+        found = compare(config, split_numbers(ratios), Path(folder) / "kv")
     num_selected = sum(each["num_selected"] for each in found)
     facts = {
         "config": config.as_dict(),
@@ -107,9 +105,9 @@ def main() -> None:
         "prompts": found,
     }
     print({name: facts[name] for name in ("num_prompts", "same_selection", "shared_tokens", "same_answer")})
-    if given.out is not None:
-        write_result(facts, given.out)
+    if out is not None:
+        write_result(facts, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -13,26 +13,28 @@ in separate environments.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter, process_time
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from benchmarks.results import write_result
+from benchmarks.results import ModelOption, write_result
 from ragblend.corpus.embedders import load_embedder
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.load import load_engine
-from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.bench.common.workloads import with_own_store
 from ragblend.lab.quality.data import SYSTEM, build_prompt, find_similar_texts, load_cases, stored_chunks
-from ragblend.lab.quality.measures import FULL, REUSE, Configuration, kl, timed_prefill
+from ragblend.lab.quality.measures import FULL, REUSE, Configuration, timed_prefill
 from ragblend.prompt.types import Prompt, as_chunk
 
 CONFIGURATIONS = (
@@ -42,7 +44,6 @@ CONFIGURATIONS = (
     Configuration("blend", "ask", 0.05, context="similar"),
 )
 TIMES_ASKED = 3  # each topic
-STORE_BYTES = 4 << 30
 EMBEDDER = "hashing"  # similarity by common words; the comparison does not depend on the quality of retrieval
 
 
@@ -91,10 +92,7 @@ def measure_ragblend(
         timed: dict[Configuration, tuple[torch.Tensor, float, float]] = {}
         engines: dict[str, TransformersEngine] = {}
         for context in dict.fromkeys(each.context for each in CONFIGURATIONS):
-            engines[context] = engine = TransformersEngine(
-                base.layers, base.renderer, MemoryStore(STORE_BYTES), name=base.name, fingerprint=base.fingerprint,
-                system=SYSTEM, on_miss="inline", check=False, context=context,
-            )  # fmt: skip
+            engines[context] = engine = with_own_store(base, system=SYSTEM, context=context)
             for chunk in stored_chunks(prompt, context, similar):
                 engine.precompute(chunk)
         for each in (FULL, *CONFIGURATIONS):
@@ -103,12 +101,12 @@ def measure_ragblend(
             start_s, start_cpu_s = perf_counter(), process_time()
             prefilled, _ = timed_prefill(engine, request, each)
             took_s, took_cpu_s = perf_counter() - start_s, process_time() - start_cpu_s
-            timed[each] = prefilled.logits.double().log_softmax(-1), took_s, took_cpu_s
+            timed[each] = prefilled.logits, took_s, took_cpu_s
         full, wall_s, cpu_s = timed.pop(FULL)
         full_s.append(cpu_s)
         for each, (mine, mine_s, mine_cpu_s) in timed.items():
             seen[each].append(
-                (kl(full, mine), wall_s / mine_s, cpu_s / mine_cpu_s, bool(full.argmax() == mine.argmax()))
+                (first_token_kl(full, mine), wall_s / mine_s, cpu_s / mine_cpu_s, bool(full.argmax() == mine.argmax()))
             )
     return [
         {
@@ -125,36 +123,35 @@ def measure_ragblend(
 
 
 @torch.inference_mode()
-def main() -> None:
+def main(
+    model: ModelOption,
+    place: Annotated[Path, typer.Option("--prompts", help="JSON file to write the prompts to.")],
+    data: Annotated[str, typer.Option("--data", help="Data set.")] = "musique",
+    questions: Annotated[int, typer.Option("--questions", help="Number of questions in `moved`.")] = 10,
+    num_topics: Annotated[int, typer.Option("--topics", help="Number of questions in `topics`.")] = 2,
+    passages: Annotated[int, typer.Option("--passages", help="Passages per prompt of `topics`.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of a chunk, at most.")] = 256,
+    threads: Annotated[int, typer.Option("--threads", help="Compute threads.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file of ragblend's figures. Default: none.")] = None,
+) -> None:
     """Write the prompts, measure ragblend on them, print, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
-    parser.add_argument("--data", default="musique", help="Data set. Default: musique.")
-    parser.add_argument("--questions", type=int, default=10, help="Number of questions in `moved`. Default: 10.")
-    parser.add_argument("--topics", type=int, default=2, help="Number of questions in `topics`. Default: 2.")
-    parser.add_argument("--passages", type=int, default=6, help="Passages per prompt of `topics`. Default: 6.")
-    parser.add_argument("--chunk-tokens", type=int, default=256, help="Tokens of a chunk, at most. Default: 256.")
-    parser.add_argument("--threads", type=int, default=1, help="Compute threads. Default: 1.")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSON file to write the prompts to.")
-    parser.add_argument("--out", type=Path, help="JSON file of ragblend's figures. Default: none.")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    common = {"model": given.model, "data": given.data, "part": "reported", "chunk_tokens": given.chunk_tokens}
-    config = QualityConfig(**common, num_questions=given.questions, modes=("full",), rules=(), threads=given.threads)
-    wide = QualityConfig(
-        **common, num_questions=given.topics, modes=("full",), rules=(), threads=given.threads, num_chunks=10
-    )
-    with load_engine(given.model, dtype="float32", on_miss="inline") as base:
+    torch.set_num_threads(threads)
+    config = QualityConfig(
+        model=model, data=data, part="reported", chunk_tokens=chunk_tokens, num_questions=questions, modes=("full",),
+        rules=(), threads=threads,
+    )  # fmt: skip
+    wide = replace(config, num_questions=num_topics, num_chunks=10)
+    with load_engine(model, dtype="float32", on_miss="inline") as base:
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(EMBEDDER)
         cases = load_cases(config)
         similar = find_similar_texts(cases, base, embedder, config)
         moved = [build_prompt(case, base, embedder, config) for case in cases]
         asked = topics(
-            [(case.question, build_prompt(case, base, embedder, wide)) for case in cases[: given.topics]],
-            given.passages,
+            [(case.question, build_prompt(case, base, embedder, wide)) for case in cases[:num_topics]],
+            passages,
         )
-        given.prompts.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         kept = {
             "system": SYSTEM,
             "moved": [
@@ -163,7 +160,7 @@ def main() -> None:
             ],
             "topics": [prompt_facts(base, *each) for each in asked],
         }
-        given.prompts.write_text(json.dumps(kept) + "\n")
+        place.write_text(json.dumps(kept) + "\n")
         runs = measure_ragblend(base, moved, similar)
         card = hardware_card()
     for run in runs:
@@ -171,9 +168,9 @@ def main() -> None:
             f"{run['mode']:<7}{run['rule']:<12}{run['context']:<9}{run['ratio']:>5.2f}"
             f"{run['first_token_kl']:>8.3f} nats {run['speedup_cpu']:>6.1f}x"
         )
-    if given.out is not None:
-        write_result({"command": "compare_peers", "embedder": EMBEDDER, "hardware": card, "runs": runs}, given.out)
+    if out is not None:
+        write_result({"command": "compare_peers", "embedder": EMBEDDER, "hardware": card, "runs": runs}, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -13,26 +13,21 @@ ratio 1.0 the answers are compared with those of mode `full`. Read `converse` fi
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import httpx
+import typer
 
-from benchmarks.results import write_result
-from benchmarks.stock_clients import ingest, served
-from ragblend.chunker import split
-from ragblend.corpus.documents import Document
-from ragblend.engine.transformers.model import load_tokenizer
+from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
+from benchmarks.stock_clients import Questions, ingest, served
 from ragblend.engine.vllm.client import sse_events
-from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.data import SYSTEM, load_cases
-from ragblend.prompt.render import Renderer
+from ragblend.lab.quality.data import SYSTEM
 
 NUM_TURNS = 6
 KINDS = {"same": (0,), "new": tuple(range(NUM_TURNS)), "mixed": (0, 2, 4)}
@@ -63,16 +58,12 @@ class Turn(NamedTuple):
 
 def conversations(model: str, kind: str, count: int, num_chunks: int) -> Iterator[list[Turn]]:
     """Yield `count` conversations of `NUM_TURNS` turns, which have different questions and passages."""
-    config = QualityConfig(model=model, data="musique", part="all", num_questions=count * NUM_TURNS)
-    count_tokens = Renderer(load_tokenizer(model)[0]).count_tokens
-    cases = load_cases(config)
+    asked = Questions(model, count * NUM_TURNS, num_chunks).asked
     for number in range(count):
-        turns = []
-        for turn, case in enumerate(cases[number * NUM_TURNS : (number + 1) * NUM_TURNS]):
-            passages = case.passages[: num_chunks if turn in KINDS[kind] else 0]
-            texts = (split(Document(text), count_tokens, config.chunk_tokens)[0].text for text in passages)
-            turns.append(Turn(tuple(texts), case.question))
-        yield turns
+        yield [
+            Turn(tuple(chunks) if turn in KINDS[kind] else (), question)
+            for turn, (chunks, question) in enumerate(asked[number * NUM_TURNS : (number + 1) * NUM_TURNS])
+        ]
 
 
 def converse(url: str, turns: list[Turn], params: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -169,33 +160,29 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [median(column) for column in zip(*rows, strict=True)]
 
 
-def main() -> None:
+def main(
+    model: ModelOption,
+    server_python: ServerPython,
+    count: Annotated[int, typer.Option("--conversations", help="Conversations of each kind.")] = 5,
+    num_chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks of a turn that brings chunks.")] = 2,
+    out: OutOption = None,
+) -> None:
     """Serve, ingest, converse, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
-    parser.add_argument("--conversations", type=int, default=5, help="Conversations of each kind. Default: 5.")
-    parser.add_argument("--num-chunks", type=int, default=2, help="Chunks of a turn that brings chunks. Default: 2.")
-    parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
-    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
-    given = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        served(given.server_python, given.model, Path(folder)) as url,
-    ):
-        found = measure(url, given.model, given.conversations, given.num_chunks)
+    with tempfile.TemporaryDirectory() as folder, served(server_python, model, Path(folder)) as url:
+        found = measure(url, model, count, num_chunks)
     kinds = summary(found)
     print(json.dumps(kinds, indent=1))
     facts = {
         "command": "benchmarks.conversations",
-        "model": Path(given.model).name,
-        "conversations_of_each_kind": given.conversations,
-        "num_chunks": given.num_chunks,
+        "model": Path(model).name,
+        "conversations_of_each_kind": count,
+        "num_chunks": num_chunks,
         "answer_tokens": ANSWER_TOKENS,
         "kinds": kinds,
         "conversations": found,
     }
-    write_result(facts, given.out)
+    write_result(facts, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

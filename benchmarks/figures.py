@@ -8,7 +8,6 @@
 
 # No `from __future__ import annotations`: `typer_parameters_of` reads FigureConfig's annotations when this file runs.
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
@@ -19,6 +18,7 @@ import typer
 from typer import Option
 
 from benchmarks.baselines import BASELINES, Baseline, ask_baseline
+from benchmarks.results import write_result
 from ragblend.cli.lab.bench import config_from, typer_parameters_of
 from ragblend.cli.options import PlotOption
 from ragblend.cli.printing import print_line, progress_bars
@@ -28,13 +28,13 @@ from ragblend.errors import UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Benchmark, Echo
+from ragblend.lab.bench.common.workloads import with_own_store
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, token_log_probs
 from ragblend.lab.quality.study import (
     QualityRecord,
     answer_in_full,
-    engine_for,
     run_quality,
     table_lines,
 )
@@ -80,7 +80,7 @@ def measure_baselines(
     base: TransformersEngine, prompt: Prompt, case: QaCase, names: Sequence[Baseline], answer_tokens: int
 ) -> dict[Configuration, QualityRecord]:
     """Measure one prompt by each baseline. Their ratio is 1, because they prefill all of their prompts' tokens."""
-    engine = engine_for(base, case, "none")
+    engine = with_own_store(base, system=case.system, context="none")
     expected = answer_in_full(engine, prompt, case, answer_tokens)
     records = {}
     for name in names:
@@ -99,7 +99,7 @@ def bench_figure(config: FigureConfig, plot: Path | None, out: Path | None, echo
     facts |= {"command": "benchmarks.figures", "figure": 12}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(facts, indent=1) + "\n")
+        write_result(facts, out)
     return facts
 
 

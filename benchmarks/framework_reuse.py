@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -60,7 +59,7 @@ from llama_index.core.schema import MetadataMode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.results import write_result
+from benchmarks.results import OutOption, write_result
 from ragblend.chains import create_blend_chain
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
@@ -488,7 +487,7 @@ def main(
         "models/smollm2"
     ),
     questions: Annotated[int, typer.Option("--questions", help="Number of MuSiQue questions.")] = 10,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: stdout.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Measure every construct, print a table, and write the result as JSON."""
     quiet_libraries()

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import batch_decode, hardware_model
-from benchmarks.results import split_counts, write_result
+from benchmarks.results import OutOption, split_counts, write_result
 from ragblend.cli.options import split_names
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
@@ -45,7 +45,13 @@ from ragblend.engine.transformers.model import find_device
 from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import TtftConfig
 from ragblend.lab.bench.common.shapes import SHAPES, find_dtype
-from ragblend.lab.bench.common.workloads import engine_for, make_engine, make_prompts, random_model
+from ragblend.lab.bench.common.workloads import (
+    NO_LIMIT_BYTES,
+    engine_for,
+    make_engine,
+    make_prompts,
+    random_model,
+)
 from ragblend.lab.bench.ttft import run_ttft
 from ragblend.options import Mode
 from ragblend.prompt.types import Chunk, Prompt
@@ -57,7 +63,6 @@ RATIOS = {"ask": 0.05, "cacheblend": 0.15}
 """Each rule at its default ratio."""
 CPU_PATIENCE = 20
 """Factor of each part's time limit on a CPU, where the times do not matter."""
-_NO_LIMIT_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class Sizes:
         """Open an engine with the chunks of `count` prompts of about `tokens` tokens in memory."""
         lengths = (tokens // self.chunk_tokens, self.chunk_tokens, self.question_tokens)
         chunks, prompts = make_prompts(*lengths, count, SHAPES[self.shape].vocab_size)
-        store = MemoryStore(_NO_LIMIT_BYTES)
+        store = MemoryStore(NO_LIMIT_BYTES)
         with engine_for(self.shape, store, find_dtype(self.dtype), device=self.device) as engine:
             for _ in engine.precompute_all(chunks):
                 pass
@@ -136,7 +141,7 @@ def _exactness_of(family: str, dtype: str, device: str) -> dict[str, Any]:
 
 def _stored(model: Any, family: str, chunks: Sequence[Chunk]) -> TransformersEngine:
     """Return an engine with `chunks` in memory. It has passed the exactness check of every loaded model."""
-    engine = make_engine(model, MemoryStore(_NO_LIMIT_BYTES), family, family)
+    engine = make_engine(model, MemoryStore(NO_LIMIT_BYTES), family, family)
     for chunk in chunks:
         engine.precompute(chunk)
     return engine
@@ -454,7 +459,7 @@ def main(
     device: Annotated[str, typer.Option(help="Device: auto, cuda, cuda:1, or cpu for tiny shapes.")] = "auto",
     parts: Annotated[str, typer.Option(help="Parts to run, comma-separated. Default: all.")] = ",".join(PARTS),
     tokens: Annotated[str | None, typer.Option(help="Tokens of the prompts, comma-separated.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file of the result. Default: stdout.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Run the parts, print a table and write the result."""
     quiet_libraries()

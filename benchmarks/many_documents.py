@@ -27,7 +27,7 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from benchmarks.results import write_result
+from benchmarks.results import OutOption, write_result
 from ragblend import ChatBlend, Prompt
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentKey
@@ -37,7 +37,7 @@ from ragblend.engine.store.keys import key_from_header
 from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.shapes import DecoderShape
-from ragblend.lab.bench.common.workloads import random_model, synthetic_tokenizer
+from ragblend.lab.bench.common.workloads import save_checkpoint
 from ragblend.vectorstores import BlendVectorStore
 
 COUNTS = (1_000, 10_000, 100_000, 1_000_000)
@@ -52,22 +52,13 @@ def text_of(number: int) -> str:
     return " ".join(map(str, Random(number).choices(range(SHAPE.vocab_size), k=TOKENS)))
 
 
-def save_model(folder: Path) -> None:
-    """Write a random model of SHAPE and its tokenizer to `folder`."""
-    model = random_model(SHAPE, torch.float32, 0)
-    for config in (model.config, model.generation_config):
-        config.eos_token_id = config.bos_token_id = None
-    model.save_pretrained(folder)
-    synthetic_tokenizer(SHAPE.vocab_size).save_pretrained(folder)
-
-
 class ManyDocuments:
     """A store with documents 0 to `count`, and the operations that are timed."""
 
     def __init__(self, folder: Path) -> None:
         self.count = 0
         self._folder, self._model = folder / "store", folder / "model"
-        save_model(self._model)
+        save_checkpoint(SHAPE, self._model)
         self.llm = ChatBlend(model=str(self._model), store=str(self._folder), max_tokens=1)
         engine = self.llm.engine
         assert isinstance(engine, TransformersEngine)
@@ -150,7 +141,7 @@ def _seconds(step: Callable[[int], object], at: int) -> float:
 def main(
     counts: Annotated[list[int], typer.Option("--count", min=100, help="Documents; repeat for more.")] = list(COUNTS),  # noqa: B006
     home: Annotated[Path | None, typer.Option("--dir", help="Folder for a temporary folder with the store.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: stdout.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Measure each step at each number of documents."""
     torch.set_num_threads(1)

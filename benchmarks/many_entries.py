@@ -24,7 +24,7 @@ import torch
 import typer
 
 from benchmarks.results import write_result
-from benchmarks.soak.deployment import WITHOUT_PERSISTENCE, Redis
+from benchmarks.servers import Redis
 from ragblend.cli.printing import print_notice
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.keys import chunk_key
@@ -141,7 +141,7 @@ class Place:
 @contextmanager
 def redis_server(home: Path) -> Iterator[str]:
     """Run a Redis or Valkey without persistence; yield its URL."""
-    server = Redis(home, WITHOUT_PERSISTENCE)
+    server = Redis(home)
     server.start()
     try:
         yield server.url

@@ -24,7 +24,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from benchmarks.results import write_result
+from benchmarks.results import OutOption, write_result
 from ragblend.catalog.known_chunks import find_runs_of
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
@@ -249,7 +249,7 @@ def recall(
     tokenizer: Annotated[
         list[str], typer.Option("--tokenizer", help="Folder, tekken.json or .model file; repeat for more.")
     ],
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Measure the share of the stored chunks' tokens that is matched in prompts of many templates."""
     quiet_libraries()
@@ -269,7 +269,7 @@ def recall(
 def index(
     chunks: Annotated[list[int], typer.Option("--chunks", help="Number of chunks in the index.")],
     repeats: Annotated[int, typer.Option("--repeats", help="Number of runs; the result is their median.")] = 9,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Time the index at several sizes, and on prompts that are hard to match."""
     sizes = {}

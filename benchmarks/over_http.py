@@ -15,7 +15,6 @@ the server is started with `--max-logprobs -1`, and its log-probabilities come t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -24,19 +23,20 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter, process_time
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import torch
+import typer
 from torch import Tensor
 
-from benchmarks.results import write_result
+from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
 from benchmarks.stock_clients import TEMPLATE, Questions, ingest, served
 from ragblend import Prompt, load_engine
 from ragblend.corpus.embedders import HashingEmbedder
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
-from ragblend.lab.quality.measures import kl
 from ragblend.options import Mode
 from ragblend.precompute import precompute_documents
 
@@ -115,14 +115,14 @@ def measure_closeness(
                     logprobs[mode] = prefilled.logits.double().log_softmax(-1)
                     hits = max(hits, prefilled.report.num_chunk_hits)
             record[side] = {
-                "kl": kl(logprobs["full"], logprobs["blend"]),
+                "kl": first_token_kl(logprobs["full"], logprobs["blend"]),
                 "is_first_token_equal": int(logprobs["full"].argmax()) == int(logprobs["blend"].argmax()),
                 "hits": hits,
             }
             record[f"{side}_full"] = logprobs["full"]
         # Difference of the two engines without reuse, in nats.
         full, other = record.pop("local_full"), record.pop("served_full")
-        record["full_kl"] = kl(full, other)
+        record["full_kl"] = first_token_kl(full, other)
         found.append(record)
         print(len(found), record, flush=True)
     return found
@@ -151,37 +151,36 @@ def _ask_server(url: str, text: str, mode: Mode, vocab_size: int) -> tuple[Tenso
     return logprobs.log_softmax(-1), answer["kv_transfer_params"]["ragblend"]
 
 
-def main() -> None:
+def main(
+    model: ModelOption,
+    server_python: ServerPython,
+    num_questions: Annotated[int, typer.Option("--questions", help="Number of MuSiQue questions.")] = 40,
+    num_chunks: Annotated[int, typer.Option("--num-chunks", help="Passages per question.")] = 3,
+    num_together: Annotated[int, typer.Option("--num-together", help="Documents per turn of a side.")] = 4,
+    out: OutOption = None,
+) -> None:
     """Measure ingestion and closeness of a server and of the local engine, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
-    parser.add_argument("--questions", type=int, default=40, help="Number of MuSiQue questions. Default: 40.")
-    parser.add_argument("--num-chunks", type=int, default=3, help="Passages per question. Default: 3.")
-    parser.add_argument("--num-together", type=int, default=4, help="Documents per turn of a side. Default: 4.")
-    parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
-    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
-    given = parser.parse_args()
     torch.set_num_threads(1)
-    questions = Questions(given.model, given.questions, given.num_chunks)
+    questions = Questions(model, num_questions, num_chunks)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         with (
-            served(given.server_python, given.model, home, "--max-logprobs", "-1") as url,
-            load_engine(given.model, home / "local", dtype="float32", on_miss="inline") as engine,
+            served(server_python, model, home, "--max-logprobs", "-1") as url,
+            load_engine(model, home / "local", dtype="float32", on_miss="inline") as engine,
         ):
             assert isinstance(engine, TransformersEngine)
             warm, *documents = questions.documents
             measure_ingestion(url, engine, [warm], 1)
-            ingestion = measure_ingestion(url, engine, documents, given.num_together)
-            asked = measure_closeness(url, engine, questions, given.questions)
+            ingestion = measure_ingestion(url, engine, documents, num_together)
+            asked = measure_closeness(url, engine, questions, num_questions)
     seconds = {side: sum(record[f"{side}_s"] for record in ingestion) for side in ("served", "local")}
     cpu_s = {side: sum(record[f"{side}_cpu_s"] for record in ingestion) for side in ("served", "local")}
     mean_kl = {side: mean(record[side]["kl"] for record in asked) for side in ("served", "local")}
     facts = {
         "command": "benchmarks.over_http",
-        "model": Path(given.model).name,
+        "model": Path(model).name,
         "num_questions": len(asked),
-        "num_chunks": given.num_chunks,
+        "num_chunks": num_chunks,
         "ingestion_s": seconds,
         "ingestion_ratio": seconds["served"] / seconds["local"],
         "ingestion_median_ratio": median(record["served_s"] / record["local_s"] for record in ingestion),
@@ -194,8 +193,8 @@ def main() -> None:
         "questions": asked,
     }
     print(json.dumps({name: value for name, value in facts.items() if name not in ("ingestion", "questions")}))
-    write_result(facts, given.out)
+    write_result(facts, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from torch import Tensor
 
-from benchmarks.results import write_result
+from benchmarks.results import ModelOption, OutOption, write_result
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.fusion.plan import first_token_kl
@@ -78,10 +78,10 @@ def _answer(engine: TransformersEngine, prompt: Prompt, mode: Mode) -> tuple[Gen
 
 
 def main(
-    model: Annotated[str, typer.Option("--model", help="A folder or a Hugging Face id.")],
+    model: ModelOption,
     questions: Annotated[int, typer.Option("--questions", help="Number of entries, each asked once.")] = 300,
     threads: Annotated[int | None, typer.Option("--threads", help="Compute threads.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Compare questions that a stored chunk quotes with questions that none does."""
     quiet_libraries()

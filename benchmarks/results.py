@@ -1,13 +1,14 @@
-"""Helpers of the benchmarks: parse lists of numbers, and write results as JSON."""
+"""Helpers of the benchmarks: common options, lists of numbers, and results as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from ragblend.cli.options import split_numbers
 from ragblend.cli.printing import print_json
@@ -15,6 +16,12 @@ from ragblend.errors import UsageError
 from ragblend.lab.bench.common.hardware import hardware_card
 
 SCHEMA_VERSION = 1
+
+ModelOption = Annotated[str, typer.Option("--model", help="A folder or a Hugging Face id.")]
+ServerPython = Annotated[
+    str, typer.Option("--server-python", help="Interpreter of an environment with vLLM and ragblend.")
+]
+OutOption = Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: stdout.")]
 
 
 def write_result(result: Mapping[str, Any], out: Path | None, device: torch.device | str = "cpu") -> None:
@@ -27,6 +34,13 @@ def write_result(result: Mapping[str, Any], out: Path | None, device: torch.devi
         print_json(body)
     else:
         out.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_both(result: Mapping[str, Any], out: Path | None) -> None:
+    """Write `result` as JSON to stdout, and to the file `out` if it is given."""
+    if out is not None:
+        write_result(result, out)
+    write_result(result, None)
 
 
 def split_counts(text: str) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from torch import Tensor
 
-from benchmarks.results import write_result
+from benchmarks.results import ModelOption, OutOption, write_result
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.fusion.plan import first_token_kl
@@ -137,10 +137,10 @@ def _summary(study: str, variant: str, rows: Sequence[tuple[float, bool, float]]
 
 
 def main(
-    model: Annotated[str, typer.Option("--model", help="A folder or a Hugging Face id.")],
+    model: ModelOption,
     questions: Annotated[int, typer.Option("--questions", help="Questions per data set, at most.")] = 30,
     threads: Annotated[int | None, typer.Option("--threads", help="Compute threads.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Run all studies, print a line per variant, and write the result as JSON."""
     quiet_libraries()

@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import typer
 
-from benchmarks.results import write_result
+from benchmarks.results import write_both
 from benchmarks.stock_clients import Questions, ingest, served
 from ragblend.cli.printing import print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
@@ -313,13 +313,6 @@ def main(
             f"{run.beside:<11} median {run.median_s:.4f} s, p99 {run.p99_s:.4f} s, longest {run.max_s:.3f} s",
         )
     write_both(facts, out)
-
-
-def write_both(facts: dict[str, Any], out: Path | None) -> None:
-    """Write the facts to stdout, and to `out` where it is given."""
-    if out is not None:
-        write_result(facts, out)
-    write_result(facts, None)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,24 @@ Read `compare` first.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import torch
+import typer
 
 from benchmarks.ports import free_port
-from benchmarks.results import write_result
+from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
+from benchmarks.servers import ServerProcess
 from ragblend import Prompt, load_engine
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
@@ -41,7 +40,6 @@ from ragblend.lab.quality.data import SYSTEM, load_cases
 
 ANSWER_TOKENS = 16
 TEMPLATE = "{context}\n\n" + SYSTEM + "\n\n{question}"
-START_S, STOP_S = 600.0, 60.0
 Ask = Callable[[str, str], str]
 """Function from a context and a question to the answer."""
 
@@ -111,10 +109,9 @@ class Questions:
         self.asked = [
             (
                 [split(Document(text), tokens, config.chunk_tokens)[0].text for text in case.passages[:num_chunks]],
-                question,
+                case.question,
             )
             for case in load_cases(config)
-            for question in (case.question,)
         ]
 
     @property
@@ -125,40 +122,25 @@ class Questions:
 
 @contextmanager
 def served(python: str, model: str, home: Path, *flags: str) -> Iterator[str]:
-    """Run `ragblend serve` over an empty store in `home`/kv. Yield its URL. Raises RagblendError if it does not start.
+    """Run `ragblend serve` over an empty store in `home`/kv. Yield its URL.
 
-    python: interpreter of an environment with vLLM. flags: further options of the server.
+    python: interpreter of an environment with vLLM. flags: further options of the server. Raises
+    BackendUnreachableError if the server does not start.
     """
     port = free_port()
-    command = [python, "-m", "ragblend", "serve", str(Path(model).absolute()), "--store", str(home / "kv")]
+    interpreter = str(Path(shutil.which(python) or python).absolute())  # the server runs in `home`
+    command = [interpreter, "-m", "ragblend", "serve", str(Path(model).absolute()), "--store", str(home / "kv")]
     command += ["--port", str(port), "--dtype", "float32", "--max-model-len", "4096", "--enforce-eager"]
     command += ["--kv-cache-memory-bytes", str(1 << 30), "--served-model-name", "model", *flags]
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     environment = {"PYTHONPATH": str(Path.cwd()), **os.environ, **own}
-    with (home / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
+    server = ServerProcess(command, f"http://127.0.0.1:{port}", home, environment)
+    server.start()
     try:
-        end_s = time.monotonic() + START_S
-        while not _is_healthy(url):
-            if process.poll() is not None or time.monotonic() > end_s:
-                raise RagblendError(f"the server did not start: {(home / 'log').read_text()[-2000:]}")
-            time.sleep(0.5)
-        yield url
+        server.wait()
+        yield server.url
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+        server.stop()
 
 
 def ingest(url: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -215,38 +197,37 @@ def compare(url: str, model: str, store: Path, questions: Questions) -> list[dic
     return found
 
 
-def main() -> None:
+def main(
+    model: ModelOption,
+    server_python: ServerPython,
+    num_questions: Annotated[int, typer.Option("--questions", help="Number of MuSiQue questions.")] = 50,
+    num_chunks: Annotated[int, typer.Option("--num-chunks", help="Passages per question.")] = 6,
+    out: OutOption = None,
+) -> None:
     """Ingest passages into a server, compare the clients' answers with the local engine's, and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="A folder or a Hugging Face id.")
-    parser.add_argument("--questions", type=int, default=50, help="Number of MuSiQue questions. Default: 50.")
-    parser.add_argument("--num-chunks", type=int, default=6, help="Passages per question. Default: 6.")
-    parser.add_argument("--server-python", required=True, help="Interpreter of an environment with vLLM and ragblend.")
-    parser.add_argument("--out", type=Path, help="JSON file of the result. Default: stdout.")
-    given = parser.parse_args()
     torch.set_num_threads(1)
-    questions = Questions(given.model, given.questions, given.num_chunks)
+    questions = Questions(model, num_questions, num_chunks)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        with served(given.server_python, given.model, home) as url:
+        with served(server_python, model, home) as url:
             counts = ingest(url, questions.documents)
             print(counts, flush=True)
             shutil.copytree(home / "kv", home / "copy")
-            found = compare(url, given.model, home / "copy", questions)
+            found = compare(url, model, home / "copy", questions)
     equal = {name: sum(record[name]["is_equal"] for record in found) for name in CLIENTS}
     facts = {
         "command": "benchmarks.stock_clients",
-        "model": Path(given.model).name,
+        "model": Path(model).name,
         "num_questions": len(found),
-        "num_chunks": given.num_chunks,
+        "num_chunks": num_chunks,
         "ingested": counts,
         "equal": equal,
         "equal_of_all": f"{sum(equal.values())} of {len(found) * len(CLIENTS)}",
         "questions": found,
     }
     print(json.dumps({name: facts[name] for name in ("equal", "equal_of_all")}))
-    write_result(facts, given.out)
+    write_result(facts, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import jsonschema
 import typer
 
-from benchmarks.results import write_result
+from benchmarks.results import OutOption, write_result
 from ragblend import Prompt, load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.decoding import Sampler
@@ -173,7 +173,7 @@ def main(
     model: Annotated[list[str], typer.Option(help="Model, folder or 'demo'; repeat for more.")],
     answers: Annotated[int, typer.Option(min=1, help="Number of answers per model.")] = 200,
     compared: Annotated[int, typer.Option(min=1, help="Number of answers whose cost is measured.")] = 20,
-    out: Annotated[Path | None, typer.Option(help="JSON file of the result. Default: stdout.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Measure each model. Print the hardware card and a table to stderr, and write the result as JSON."""
     card = hardware_card()

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.results import write_result
+from benchmarks.results import OutOption, write_result
 from benchmarks.soak.memory import Growth, Sample, growth, rss_bytes
 from ragblend import ChatBlend
 from ragblend.cli.printing import print_line
@@ -145,7 +145,7 @@ def main(
     mode: Annotated[Mode, typer.Option(help="Mode of every request.")] = "blend",
     backend: Annotated[str, typer.Option(help="'transformers' or 'vllm'.")] = "transformers",
     kv_tokens: Annotated[int, typer.Option(help="Tokens of vLLM's KV cache; 0 leaves the size to vLLM.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Measure memory, then send requests by threads. Exit code 1 if a request failed or had another answer."""
     quiet_libraries()

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-NUM_RESAMPLES = 1000  # of the bootstrap
-
 
 def wilson_interval(share: float, num: int) -> tuple[float, float]:
     """Return (low, high) of Wilson's 95 % interval of a share of `num` cases.
@@ -24,9 +22,7 @@ def wilson_interval(share: float, num: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def mean_interval(
-    values: Sequence[float] | NDArray[np.float64], num_resamples: int = NUM_RESAMPLES
-) -> tuple[float, float]:
+def mean_interval(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
     """Return (low, high) of the 95 % bootstrap interval of the mean. Equal `values` give equal intervals at every call.
 
     >>> mean_interval([2.0, 2.0, 2.0])
@@ -38,5 +34,5 @@ def mean_interval(
     if len(values) == 1:  # of which scipy says nothing
         return float(values[0]), float(values[0])
     data = (np.asarray(values, dtype=float),)
-    interval = bootstrap(data, np.mean, n_resamples=num_resamples, batch=1000, method="percentile", rng=0)
+    interval = bootstrap(data, np.mean, n_resamples=1000, method="percentile", rng=0)
     return float(interval.confidence_interval.low), float(interval.confidence_interval.high)

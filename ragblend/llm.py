@@ -39,6 +39,7 @@ try:
 
     from ragblend.langchain.model import LangChainModel, PromptWithRoles, keep_roles, message_and_chunks, token_usage
     from ragblend.langchain.model import PromptOverflowError as PromptOverflowError
+    from ragblend.langchain.tools import bind_structured_output, describe_tools, tool_chunks, tool_fields
 except ImportError as error:
     raise ImportError("ragblend.llm needs LangChain: pip install 'ragblend[langchain]'") from error
 
@@ -106,11 +107,9 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         allows several only with "auto". `strict`: True makes every parameter required, as in OpenAI's API. The
         arguments of calls follow the tool's schema in any case.
         """
-        from ragblend.langchain.tools import bind_tools
-
-        return bind_tools(
-            self, tools, strict, tool_choice=tool_choice, parallel_tool_calls=parallel_tool_calls, **kwargs
-        )
+        options = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, **kwargs}
+        given = {name: value for name, value in options.items() if value is not None}
+        return self.bind(tools=describe_tools(tools, strict), **given)
 
     def with_structured_output(
         self,
@@ -130,8 +129,6 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         each result is {"raw": AIMessage, "parsed": ..., "parsing_error": ...}, and a parser's error is not raised.
         Raises UsageError for another `method`, and if `schema` is None with a `method` other than "json_mode".
         """
-        from ragblend.langchain.tools import bind_structured_output
-
         return bind_structured_output(self, schema, method=method, include_raw=include_raw, strict=strict, **kwargs)
 
     def _request(self, prompt: Sequence[BaseMessage], stop: list[str] | None, **call: Any) -> Request:
@@ -182,17 +179,13 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
 
     def _generation(self, request: Request, result: Generation) -> ChatGeneration:
         fields: dict[str, Any] = {"content": result.text}
-        if request.options.tools and may_return_calls(request.options):
-            from ragblend.langchain.tools import tool_fields
-
+        if may_return_calls(request.options):
             fields = tool_fields(result.text, self.engine.renderer.call_format_in_text)
         message = AIMessage(**fields, usage_metadata=token_usage(result), response_metadata=self._facts(result))
         return ChatGeneration(message=message)
 
     def _chunks(self, request: Request, pieces: Iterator[str]) -> Iterator[ChatGenerationChunk]:
-        if request.options.tools and may_return_calls(request.options):
-            from ragblend.langchain.tools import tool_chunks
-
+        if may_return_calls(request.options):
             messages = tool_chunks(CallReader(self.engine.renderer.call_format_in_text), pieces)
         else:
             messages = (AIMessageChunk(content=piece) for piece in pieces)

@@ -5,13 +5,9 @@ If a server is not installed, the test is skipped, and the reason has the comman
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import shutil
-import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,12 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-import httpx
 import pytest
 
 from benchmarks.ports import free_port
-
-REDIS_BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
+from benchmarks.servers import Redis, ServerProcess
+from ragblend.errors import NotFoundError
 
 
 def wait_until(claim: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -35,39 +30,16 @@ def wait_until(claim: Callable[[], bool], timeout_s: float, what: str) -> None:
         time.sleep(0.01)
 
 
-class RedisServer:
+class RedisServer(Redis):
     """A redis-server process without persistence. After `kill` (SIGKILL), `start` starts it again without entries."""
 
     def __init__(self, directory: Path) -> None:
-        if REDIS_BINARY is None:
-            pytest.skip("no redis-server or valkey-server; install one: apt-get install redis-server")
         pytest.importorskip("redis", reason="redis-py is not installed: pip install 'ragblend[redis]'")
-        self.port = free_port()
-        self.cluster_port = 0  # port for the other nodes of a cluster
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._directory = directory
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *options: str) -> None:
-        assert REDIS_BINARY is not None
-        arguments = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        command = [REDIS_BINARY, *arguments, "--dir", str(self._directory), *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        wait_until(self._answers, 10, "redis-server has started")
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-    def _answers(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(16).startswith(b"+PONG")
-        except OSError:
-            return False
+            super().__init__(directory)
+        except NotFoundError as error:
+            pytest.skip(str(error))
+        self.cluster_port = 0  # port for the other nodes of a cluster
 
 
 def running_redis(directory: Path, *options: str) -> Iterator[RedisServer]:
@@ -146,46 +118,12 @@ class RedisNodes:
 _NUM_SLOTS = 16384  # of every Redis Cluster
 
 
-class HttpServer:
-    """An HTTP server and its child processes, with one log. The constructor starts it; `wait` until it is healthy."""
+class HttpServer(ServerProcess):
+    """A ServerProcess that the constructor starts; `wait` until it is healthy."""
 
     def __init__(self, command: Sequence[str], url: str, home: Path, environment: Mapping[str, str]) -> None:
-        self.url = url
-        self._log = home / "log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, cwd=home, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def wait(self, timeout_s: float = 500.0) -> None:
-        """Wait until the server is healthy. Fails with the log if it ends, or after `timeout_s` seconds."""
-        end_s = time.monotonic() + timeout_s
-        while time.monotonic() < end_s:
-            assert self._process.poll() is None, self.log()
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            time.sleep(0.5)
-        raise AssertionError(self.log())
-
-    def log(self) -> str:
-        """Return the end of the log."""
-        return self._log.read_text(errors="replace")[-4000:]
-
-    def kill(self) -> None:
-        """Send SIGKILL to all processes of the server, and wait for their end."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def stop(self) -> None:
-        """Send SIGINT to all processes of the server. Kill them if they run longer than a minute."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGINT)
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        super().__init__(command, url, home, environment)
+        self.start()
 
 
 class LoopbackServer:

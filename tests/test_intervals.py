@@ -28,10 +28,9 @@ def test_the_bootstrap_interval_shrinks_with_more_values():
     assert many == pytest.approx((0.5 - 1.96 * 0.5 / 1000**0.5, 0.5 + 1.96 * 0.5 / 1000**0.5), abs=0.01)
 
 
-@pytest.mark.parametrize("num_resamples", [1000, 2500, 10_000])
-def test_the_bootstrap_interval_is_scipys_and_repeats(num_resamples):
+def test_the_bootstrap_interval_is_scipys_and_repeats():
     values = np.random.default_rng(7).gamma(2.0, size=80)
-    found = mean_interval(values, num_resamples)
-    assert found == mean_interval(list(values), num_resamples)
-    expected = bootstrap((values,), np.mean, n_resamples=num_resamples, method="percentile", rng=1).confidence_interval
+    found = mean_interval(values)
+    assert found == mean_interval(list(values))
+    expected = bootstrap((values,), np.mean, method="percentile", rng=1).confidence_interval
     assert found == pytest.approx(expected, abs=0.03)

@@ -169,13 +169,6 @@ def test_turns_stay_as_they_are_and_tools_documents_are_named():
     assert prompt_sent(SystemMessage("a"), *said, system="S").messages[0].content == "a"
 
 
-def test_content_blocks_with_a_chunk_id_name_chunks():
-    block = {"type": "text", "text": A, "extras": {"chunk_id": "1", "source": "a.txt"}}
-    prompt = prompt_sent(HumanMessage([block, {"type": "text", "text": "Q"}]))
-    assert prompt.messages == (Message("user", f"{A}\n\nQ"),)
-    assert [(chunk.text, chunk.source) for chunk in prompt.chunks] == [(A, "a.txt")]
-
-
 def test_settings_reach_the_engine_and_calls_override_them():
     chat, engine = scripted(permits=99, temperature=0.5, max_tokens=7, stop=["x"], mode="reuse", rule="random", seed=1)
     chat.invoke("Q")

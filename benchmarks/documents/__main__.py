@@ -25,7 +25,7 @@ from benchmarks.documents.questions import ask_questions
 from benchmarks.documents.reading import KindResult, measure_kind
 from benchmarks.documents.references import missing_tools
 from benchmarks.documents.reingest import measure_edits
-from benchmarks.results import write_result
+from benchmarks.results import OutOption, write_result
 from ragblend.cli.printing import print_notice
 
 PARTS = ("words", "questions", "edits")
@@ -39,7 +39,7 @@ def main(
         list[str] | None, typer.Option("--part", help="words, questions or edits; repeat for more. Default: all.")
     ] = None,
     cache: Annotated[Path, typer.Option(help="Folder of the downloaded packages.")] = Path("build/documents"),
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file of the result. Default: stdout.")] = None,
+    out: OutOption = None,
 ) -> None:
     """Download the files, measure each part, and print the results that exceed a limit."""
     parts = parts or list(PARTS)

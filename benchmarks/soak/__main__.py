@@ -17,7 +17,6 @@ The growth of memory is reported, but does not fail the run. Read `measure` firs
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 import time
@@ -30,19 +29,19 @@ from typing import Any
 
 import typer
 
+from benchmarks.results import write_both
 from benchmarks.soak.clients import DISCONNECT_SHARE, STREAM_SHARE, Client, RequestGate
-from benchmarks.soak.deployment import MEMORY_GIB, Redis, Replica, flags_of, write_keys
+from benchmarks.soak.deployment import MEMORY_GIB, Replica, SoakRedis, flags_of, write_keys
 from benchmarks.soak.ledger import Ledger, Stored, Sum, sums
 from benchmarks.soak.memory import Growth, Sample, Sampler, growth
 from benchmarks.soak.work import TENANTS, Text, Work, compute_references
-from ragblend.cli.printing import print_json, print_notice
+from ragblend.cli.printing import print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import UsageError
 from ragblend.lab.bench.ttft_vllm import vllm_hardware_card
 
-SCHEMA_VERSION = 1
 MIN_REQUESTS = 50
 NUM_RECENT_TEXTS = 50  # new chunks that prompts are drawn from: the last ones that were ingested
 PROBLEM_KINDS = (
@@ -98,7 +97,7 @@ class Soak:
         """
         config = self.config
         write_keys(home / "keys.json", TENANTS)
-        self._redis = redis = Redis(home)
+        self._redis = redis = SoakRedis(home)
         stack.callback(redis.kill)
         redis.start()
         flags, memory = flags_of(redis.url, home / "keys.json"), str(MEMORY_GIB)
@@ -236,7 +235,6 @@ class Soak:
             if run.end_s is not None and (run.read_s or run.start_s) < each.start_s < run.end_s
         ]
         return {
-            "schema_version": SCHEMA_VERSION,
             "command": "benchmarks.soak",
             "hardware": vllm_hardware_card(),
             "config": {
@@ -313,9 +311,7 @@ def main(
     facts = measure(config, print_notice)
     for line in table(facts):
         print_notice(line)
-    if out is not None:
-        out.write_text(json.dumps(facts, indent=1) + "\n")
-    print_json(facts)
+    write_both(facts, out)
     if facts["problems"]:
         raise typer.Exit(1)
 

@@ -8,10 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,10 +19,10 @@ from typing import Any
 import httpx
 
 from benchmarks.ports import free_port
+from benchmarks.servers import WITHOUT_PERSISTENCE, Redis, ServerProcess
 from benchmarks.soak.memory import rss_bytes
 from benchmarks.soak.work import TENANTS, Text
 from ragblend.catalog.registry import ChunkRegistry
-from ragblend.errors import BackendUnreachableError, NotFoundError
 from ragblend.files.store_folder import CATALOG_FILE
 
 ADMIN_KEY = "soak-key-of-the-admin"
@@ -34,9 +30,7 @@ ON_CPU = ("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16", "
 PAGED_KV_BYTES = 8 << 20
 """Size of the KV cache, about seven prompts, so that requests wait for blocks as they would with long prompts."""
 MEMORY_GIB = 0.01  # about thirty chunks, so that the memory tier evicts throughout the run
-WITHOUT_PERSISTENCE = ("--save", "", "--appendonly", "no")
 REDIS_OPTIONS = (*WITHOUT_PERSISTENCE, "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
-START_S, STOP_S = 600.0, 60.0
 READING_BODY = {"model": "demo", "prompt": [1, 7], "max_tokens": 2, "ignore_eos": True}
 """Request that is sent before counters are read, because the engine updates its counters in the next step."""
 OF_READING = {"finished_length": 1, "generation_tokens_total": 2}
@@ -54,47 +48,21 @@ def key_of(tenant: str) -> str:
     return f"soak-key-of-{tenant}"
 
 
-class Redis:
-    """A redis-server process with `options`. Without persistence its entries are lost when it is killed."""
+class SoakRedis(Redis):
+    """The Redis of a run. It counts its starts, so that each process has a separate series of memory samples."""
 
-    def __init__(self, home: Path, options: Sequence[str] = REDIS_OPTIONS) -> None:
-        found = shutil.which("redis-server") or shutil.which("valkey-server")
-        if found is None:
-            raise NotFoundError("redis-server is not installed; run: apt-get install redis-server")
-        self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._command = [found, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(home), *options]
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, home: Path) -> None:
+        super().__init__(home, REDIS_OPTIONS)
         self.num_starts = 0
 
-    def start(self) -> None:
-        """Start the process and wait until it answers. Raises BackendUnreachableError after STOP_S seconds."""
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, start_new_session=True)
+    def start(self, *options: str) -> None:
+        """Start the process, and wait until it answers."""
+        super().start(*options)
         self.num_starts += 1
-        end_s = time.monotonic() + STOP_S
-        while not self._answers():
-            if time.monotonic() > end_s:
-                raise BackendUnreachableError(f"redis-server did not start within {STOP_S:g} s")
-            time.sleep(0.05)
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                connection.sendall(b"PING\r\n")
-                return connection.recv(16).startswith(b"+PONG")
-        except OSError:
-            return False
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process, if it runs, and wait for its end."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
 
     def rss_bytes(self) -> dict[str, int]:
         """Return {process name: resident bytes}; empty if the process does not run."""
-        process = self._process
+        process = self.process
         rss = rss_bytes(process.pid) if process is not None else None
         return {} if rss is None else {f"redis {self.num_starts}": rss}
 
@@ -110,47 +78,28 @@ class ReplicaRun:
     counters: dict[str, float] = field(default_factory=dict)  # values at `read_s`
 
 
-class Replica:
-    """One `ragblend serve` with its own store, and the processes it starts. `runs` has an element per start."""
+class Replica(ServerProcess):
+    """One `ragblend serve demo` with its own store, and the processes it starts. `runs` has an element per start."""
 
-    def __init__(
-        self, name: str, home: Path, threads: int, flags: Sequence[str], model: str = "demo", **environment: str
-    ) -> None:
-        self.name, self.home, self.port = name, home, free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, name: str, home: Path, threads: int, flags: Sequence[str], **environment: str) -> None:
+        self.name, self.store = name, home / "kv"
         self.runs: list[ReplicaRun] = []
         home.mkdir()
-        self.store = home / "kv"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._command = [sys.executable, "-m", "ragblend", "serve", model, "--store", str(self.store)]
-        self._command += ["--port", str(self.port), *flags]
+        port = free_port()
+        command = [sys.executable, "-m", "ragblend", "serve", "demo", "--store", str(self.store)]
         left_out = ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_API_KEY", "RAGBLEND_API_KEY")
-        self._environment = {name: value for name, value in os.environ.items() if name not in left_out} | {
+        passed_on = {name: value for name, value in os.environ.items() if name not in left_out} | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
             **environment,
         }
+        super().__init__([*command, "--port", str(port), *flags], f"http://127.0.0.1:{port}", home, passed_on)
 
     def start(self) -> None:
         """Start the server over its store, and add an element to `runs`. Does not wait until it is healthy."""
-        with (self.home / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, cwd=self.home, env=self._environment, stdout=log, stderr=log, start_new_session=True
-            )
+        super().start()
         self.runs.append(ReplicaRun(f"{self.name} {len(self.runs) + 1}", time.monotonic()))
-
-    def wait(self) -> None:
-        """Wait until the server is healthy. Raises BackendUnreachableError if it ends, or after START_S seconds."""
-        assert self._process is not None
-        end_s = time.monotonic() + START_S
-        while time.monotonic() < end_s and self._process.poll() is None:
-            with suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            time.sleep(0.5)
-        log = (self.home / "log").read_text(errors="replace")[-2000:]
-        raise BackendUnreachableError(f"{self.name} did not start; its log ends with:\n{log}")
 
     def read_counters(self) -> None:
         """Store the values of `/metrics` in the current run. No request may be in progress."""
@@ -173,23 +122,8 @@ class Replica:
     def kill(self) -> None:
         """Send SIGKILL to all processes of the replica, if it runs, and wait for their end."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
             self.runs[-1].end_s = time.monotonic()
-            self._process.wait()
-            self._process = None
-
-    def stop(self) -> None:
-        """Send SIGINT to all processes of the replica. Kill them if they run longer than STOP_S seconds."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGINT)
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._process = None
+        super().kill()
 
     def pids(self) -> list[int]:
         """Return the ids of the replica's processes; empty if it does not run."""

@@ -37,8 +37,7 @@ from ragblend.cli.printing import (
     progress_bars,
 )
 from ragblend.cli.session import limit_torch_to_one_thread, make_terminal_handler, quiet_libraries
-from ragblend.cli.store import gc, pin, push, stats, unpin, verify
-from ragblend.cli.trust import init_key, sign
+from ragblend.cli.store import gc, init_key, pin, push, sign, stats, unpin, verify
 from ragblend.config import Settings, arguments_to_flags
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path

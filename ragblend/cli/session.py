@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def settings_from(arguments: dict[str, Any]) -> Settings:
     """Return settings from a command's arguments, the environment, ragblend.toml, and what the store remembers."""
     quiet_libraries()
-    found = load_settings({name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__})
+    found = load_settings(arguments)
     if found.model is not None and found.system is not None:
         return found
     from ragblend.engine.load import find_store_model, load_store_defaults
@@ -117,17 +117,8 @@ def opening_title(settings: Settings) -> str:
 
 def _engine_options(settings: Settings) -> dict[str, Any]:
     """Return the engine's options, except model and store."""
-    return {
-        "backend": settings.backend,
-        "dtype": settings.dtype,
-        "device": settings.device,
-        "system": settings.system,
-        "namespace": settings.namespace,
-        "shadow": settings.shadow,
-        "context": settings.context,
-        "trust_remote_code": settings.trust_remote_code,
-        **settings.tiers,
-    }
+    names = ("backend", "dtype", "device", "system", "namespace", "shadow", "context", "trust_remote_code")
+    return {**{name: getattr(settings, name) for name in names}, **settings.tiers}
 
 
 @contextmanager

@@ -1,8 +1,12 @@
-"""`ragblend push | pin | unpin | stats | verify | gc`: maintain a store. Results on stdout, progress on stderr."""
+"""`ragblend push | pin | unpin | stats | verify | gc | init-key | sign`: maintain a store.
+
+Results on stdout, progress on stderr.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -12,9 +16,8 @@ from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
 from ragblend.cli.printing import join_names, limit_line, plural, print_result, progress_bars, remote_line
 from ragblend.cli.session import open_document_engine, open_engine, open_settings_index, remote_facts
 from ragblend.config import Settings, arguments_to_flags
-from ragblend.errors import NotFoundError
-
-EXIT_FULL, EXIT_CORRUPT, EXIT_UNREACHABLE = 1, 4, 5
+from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, StoreFullError
+from ragblend.files.places import expand_user_path
 
 
 @with_settings("store remote")
@@ -25,9 +28,8 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
     from ragblend.operations.maintenance import push_store
 
     tier = open_remote(settings.remote or "", timeout_s=settings.remote_timeout_s)
-    with progress_bars() as progress:
+    with closing(tier), progress_bars() as progress:
         report = push_store(settings.store, tier, progress, kv_dir=settings.kv_dir)
-    tier.close()
     text = (
         f"{plural(report.num_sent, 'chunk')} sent, {report.num_known} were there, {report.num_damaged} damaged here, "
         f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
@@ -35,7 +37,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
     )
     print_result(asdict(report), text, json_)
     if report.num_dropped:
-        raise typer.Exit(EXIT_FULL if report.is_full else EXIT_UNREACHABLE)
+        raise typer.Exit(StoreFullError.exit_code if report.is_full else BackendUnreachableError.exit_code)
 
 
 @with_settings("model store", unflagged="device dtype namespace system trust_remote_code")
@@ -98,10 +100,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "store": settings.store,
         "num_documents": len(sources),
         "num_chunks": num_chunks,
-        "embedder": manifest.embedder if manifest is not None else None,
-        "tokenizer": manifest.tokenizer if manifest is not None else None,
-        "chunk_size": manifest.chunk_size if manifest is not None else None,
-        "chunker": manifest.chunker if manifest is not None else None,
+        **{name: getattr(manifest, name, None) for name in ("embedder", "tokenizer", "chunk_size", "chunker")},
         "collections": collections,
         "num_stored_chunks": len(entries),
         "num_stored_tokens": num_tokens,
@@ -192,7 +191,7 @@ def verify(
         lines.append("Damaged entries are never used for an answer. Drop and recompute them: ragblend verify --repair")
     print_result(report.as_dict(), "\n".join(lines), json_)
     if report.unrepaired or (report.has_problems and not repair):
-        raise typer.Exit(EXIT_CORRUPT)
+        raise typer.Exit(CorruptError.exit_code)
 
 
 @with_settings("store")
@@ -218,3 +217,62 @@ def gc(
         gone = "would go" if dry_run else "gone"
         text += f"; {plural(len(result.texts), 'registered text')} and {plural(len(result.pins), 'pin')} {gone}"
     print_result({**result._asdict(), "dry_run": dry_run}, text, json_)
+
+
+def init_key(
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--key-file", metavar="FILE", help="File to write the key to. Default: the file that all commands read."
+        ),
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Make a key that signs stored KV. New KV is signed; KV without a signature of the key is not used."""
+    from ragblend.engine.store.signing import KEY_VARIABLE, key_path, write_key
+
+    path = (key_path() if out is None else expand_user_path(out, "--key-file")).absolute()
+    key = write_key(path)
+    lines = [
+        f"{path} holds a new key ({key.id}); only you can read the file",
+        *([f"point to it: export RAGBLEND_STORE_KEY_FILE={path}"] if path != key_path() else []),
+        "sign the entries of your stores, if you trust their writers: ragblend sign --store DIR",
+        f"other machines that share a store need the same key: that file, or {KEY_VARIABLE} set to its contents",
+    ]
+    print_result({"path": str(path), "id": key.id}, "\n".join(lines), json_)
+
+
+@with_settings("store")
+def sign(
+    settings: Settings,
+    signed_with: Annotated[
+        str | None,
+        typer.Option(
+            "--old-key-file", metavar="FILE", help="File of an older key. Only entries signed with it are signed again."
+        ),
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
+    """Sign a store's entries with the key of `ragblend init-key`.
+
+    Without --old-key-file every intact entry is signed. Do so only if you trust everyone who could write to the store.
+    """
+    from ragblend.engine.store.signing import find_process_key, read_key
+    from ragblend.operations.signing import sign_store
+
+    key = find_process_key()
+    if key is None:
+        raise NotFoundError("there is no store key to sign with; make one: ragblend init-key")
+    old = read_key(expand_user_path(signed_with, "--old-key-file")) if signed_with is not None else None
+    with progress_bars() as progress:
+        report = sign_store(settings.store, key, signed_with=old, progress=progress, kv_dir=settings.kv_dir)
+    lines = [
+        f"{settings.store}: {report['num_signed']} entries and {report['num_notes']} notes signed, "
+        f"{report['num_known']} were (key {key.id})",
+        *(f"  {name}: {reason}" for name, reason in report["refused_keys"].items()),
+    ]
+    if report["refused"]:
+        lines.append(f"{report['refused']} refused; drop and recompute them: ragblend verify --repair")
+    print_result(report, "\n".join(lines), json_)
+    if report["refused"]:
+        raise typer.Exit(CorruptError.exit_code)

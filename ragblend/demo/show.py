@@ -81,11 +81,11 @@ def _open_index(path: Path, engine: TransformersEngine) -> ChunkIndex:
         return open_engine_index(path, engine, EMBEDDER, chunk_size=CHUNK_TOKENS)
 
 
-def prepare_demo(directory: Path = DEMO_DIRECTORY, progress: Progress | None = None) -> dict[str, Any]:
-    """Ingest the sample corpus in `directory`. Return `store` and the retrieval options for commands that query it."""
-    with open_demo(directory, progress):
+def prepare_demo(progress: Progress | None = None) -> dict[str, Any]:
+    """Ingest the sample corpus in DEMO_DIRECTORY. Return `store` and the retrieval options for commands."""
+    with open_demo(DEMO_DIRECTORY, progress):
         pass
-    return {"store": str(directory), **RETRIEVAL}
+    return {"store": str(DEMO_DIRECTORY), **RETRIEVAL}
 
 
 def run_demo(
@@ -223,9 +223,9 @@ def _name(source: dict[str, Any]) -> str:
     return Path(source["source"]).name
 
 
-def _shorten(text: str, limit: int = 100) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    return line if len(line) <= 100 else line[:97] + "..."
 
 
 # -- questions

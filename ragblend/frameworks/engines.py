@@ -22,26 +22,22 @@ _CLOSE_AT_EXIT: WeakSet[Any] = WeakSet()
 def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
     """Return the engine of `load_engine(model, store, **options)`; equal arguments give the same engine.
 
-    An engine is shared while it is still in use. If `store` is an object and not a path, the engine is not shared.
+    An engine is shared while it is still in use. If `store` is an object and not a path, the engine is not shared. The
+    caller passes the engine to `close_at_exit`.
     """
     from ragblend.engine.load import load_engine
 
     loading = {name: options.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in options}
     options |= ModelOptions.from_keywords(**loading).non_defaults
 
-    def load() -> Engine:
-        loaded: Engine = load_engine(model, store, **options)
-        close_at_exit(loaded)
-        return loaded
-
     if store is not None and not isinstance(store, str | Path):
-        return load()
+        return load_engine(model, store, **options)
     given = sorted((name, value) for name, value in options.items() if value is not None)
     key = (model, absolute_store(store), repr(given))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
         if engine is None or not getattr(engine, "is_usable", True):
-            engine = _ENGINES[key] = load()
+            engine = _ENGINES[key] = load_engine(model, store, **options)
         return engine
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from ragblend import __version__
-from ragblend.files.output import write_output
 from ragblend.lab.explain import ExplainedSegment, ExplainedToken, Explanation
 
 OPEN_TOKENS = 1500  # prompts up to this length show all chunks unfolded
@@ -61,11 +60,6 @@ def _render(template: str, **facts: Any) -> str:
     )
     environment.filters.update(percent=_percent, duration=_duration, count=_count)
     return environment.get_template(template).render(facts)
-
-
-def write_html(explanation: Explanation, path: Path) -> None:
-    """Write the page to `path`."""
-    write_output(path, render_html(explanation).encode(), "--html")
 
 
 def deviation_scale(explanation: Explanation) -> float:

@@ -28,7 +28,6 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import drop_page_cache, machine_facts
@@ -38,6 +37,7 @@ from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.lab.bench.common.workloads import with_own_store
 from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
@@ -162,17 +162,8 @@ def _measure_times(
 
 
 def _with_own_store(engine: TransformersEngine) -> TransformersEngine:
-    """Return an engine that shares the model of another, but has its own memory store."""
-    return TransformersEngine(
-        engine.layers,
-        engine.renderer,
-        MemoryStore(1 << 50),
-        name=engine.name,
-        fingerprint=f"profile-{secrets.token_hex(8)}",  # unique, so that it is never confused with a model's
-        system=engine.system,
-        on_miss="inline",
-        check=False,
-    )
+    # The fingerprint is unique, so that measured chunks are never confused with a model's.
+    return with_own_store(engine, system=engine.system, fingerprint=f"profile-{secrets.token_hex(8)}")
 
 
 def _measure_prefill_s(

@@ -27,6 +27,7 @@ from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
 from ragblend.frameworks.content import is_media, text_and_chunks
 from ragblend.frameworks.model import MAY_HOLD_SECRETS, BlendModel, MessageAndChunks, Request, redact_setting
+from ragblend.langchain.tools import describe_tools
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk, Message, ToolCall
 from ragblend.redaction import redact_url
@@ -72,8 +73,6 @@ class LangChainModel(BlendModel):
 
         If the template rejects the messages (an answer alone, for example), the tokens of their texts are counted.
         """
-        from ragblend.langchain.tools import describe_tools
-
         try:
             request = self._prepare(map(message_and_chunks, messages), tools=describe_tools(tools or ()))
             return len(self.engine.renderer.render(request.prompt))

@@ -29,24 +29,12 @@ from ragblend.prompt.tools import CallFormat, CallReader
 METHODS = ("json_schema", "function_calling", "json_mode")
 
 
-def bind_tools(
-    chat: BaseChatModel,
-    tools: Sequence[Mapping[str, Any] | type | Callable[..., Any] | BaseTool],
-    strict: bool | None = None,
-    **options: Any,
-) -> Runnable[Any, Any]:
-    """Return `chat` with tools in OpenAI's form. With `strict`, the schemas of the tools forbid additional properties
-    and require every parameter.
-    """
-    return chat.bind(
-        tools=describe_tools(tools, strict), **{name: value for name, value in options.items() if value is not None}
-    )
-
-
 def describe_tools(
     tools: Sequence[Mapping[str, Any] | type | Callable[..., Any] | BaseTool], strict: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's form. `strict`: as in `bind_tools`."""
+    """Return tools in OpenAI's form. With `strict`, the schemas of the tools forbid additional properties and require
+    every parameter.
+    """
     return [convert_to_openai_tool(tool, strict=strict) for tool in tools]
 
 
@@ -75,7 +63,7 @@ def bind_structured_output(
         if is_class and not strict:
             tool["function"]["parameters"] = json_schema(schema)
         shown |= {"tool_choice": name, "parallel_tool_calls": False}
-        llm = bind_tools(chat, [tool, *(tools or ())], strict=None, **shown, **options)
+        llm = chat.bind_tools([tool, *(tools or ())], **shown, **options)
         parser = (
             PydanticToolsParser(tools=[schema], first_tool_only=True)
             if is_class
@@ -86,7 +74,7 @@ def bind_structured_output(
         if method == "json_schema":
             wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": json_schema(schema, strict)}}
         bound = {"response_format": wanted, **shown, **options}
-        llm = bind_tools(chat, tools, strict, **bound) if tools else chat.bind(**bound)
+        llm = chat.bind_tools(tools, strict=strict, **bound) if tools else chat.bind(**bound)
         parser = _PydanticAnswer(pydantic_object=schema) if is_class else _JsonAnswer()
     if not include_raw:
         return llm | parser
@@ -96,7 +84,7 @@ def bind_structured_output(
 
 
 def json_schema(schema: Any, strict: bool | None = None) -> dict[str, Any]:
-    """Return the JSON schema of a Pydantic class, TypedDict, function or dict. `strict`: as in `bind_tools`."""
+    """Return the JSON schema of a Pydantic class, TypedDict, function or dict. `strict`: as in `describe_tools`."""
     if isinstance(schema, type) and issubclass(schema, BaseModel) and not strict:
         return schema.model_json_schema()  # with its $defs: a schema may refer to itself
     if isinstance(schema, Mapping) and not {"function", "name"} & set(schema) and not strict:

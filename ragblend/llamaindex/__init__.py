@@ -1,9 +1,9 @@
 """LlamaIndex: the LLM, the query engine, the synthesizer and the ingestion over one ragblend engine."""
 
+from ragblend.llamaindex.llm import BlendLLM  # before `query`: its ImportError names the extra
 from ragblend.llamaindex.query import (
     BlendIndexRetriever,
     BlendIngestion,
-    BlendLLM,
     BlendQueryEngine,
     BlendSynthesizer,
     delete_ref_doc,

@@ -225,7 +225,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         return _one_answer(self._prepare(prompt, raw=self.raw, **call))
 
     def _chat_response(self, request: Request, result: Generation) -> ChatResponse:
-        if request.options.tools and may_return_calls(request.options):
+        if may_return_calls(request.options):
             blocks = _blocks(result.text, self.engine.renderer.call_format_in_text)
             # LlamaIndex' programs check this field for calls before they read them.
             more = {"tool_calls": [block.model_dump() for block in blocks if isinstance(block, ToolCallBlock)]}
@@ -237,7 +237,7 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         return _as_chat(_completion(self, result))
 
     def _stream_chat(self, request: Request) -> Generator[ChatResponse]:
-        if not (request.options.tools and may_return_calls(request.options)):
+        if not may_return_calls(request.options):
             yield from map(_as_chat, self._stream_response(request))
             return
         form, stream, shown = self.engine.renderer.call_format_in_text, self._open(request), ""

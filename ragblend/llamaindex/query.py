@@ -14,6 +14,34 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Seque
 from pathlib import Path
 from typing import Any, Literal
 
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    CitableBlock,
+    MessageRole,
+    TextBlock,
+)
+from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts.mixin import PromptDictType
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import (
+    BaseNode,
+    MetadataMode,
+    NodeRelationship,
+    NodeWithScore,
+    QueryBundle,
+    QueryType,
+    RelatedNodeInfo,
+    TextNode,
+    TransformComponent,
+)
+from llama_index.core.types import RESPONSE_TEXT_TYPE
 from pydantic import Field
 
 from ragblend.errors import UsageError
@@ -22,47 +50,6 @@ from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.llamaindex.llm import BlendLLM
 from ragblend.precompute import precompute_documents
-
-try:
-    from llama_index.core.base.base_retriever import BaseRetriever
-    from llama_index.core.base.llms.types import (
-        ChatMessage,
-        ChatResponse,
-        ChatResponseAsyncGen,
-        CitableBlock,
-        MessageRole,
-        TextBlock,
-    )
-    from llama_index.core.base.response.schema import RESPONSE_TYPE
-    from llama_index.core.callbacks import CallbackManager
-    from llama_index.core.indices.base import BaseIndex
-    from llama_index.core.postprocessor.types import BaseNodePostprocessor
-    from llama_index.core.prompts.mixin import PromptDictType
-    from llama_index.core.query_engine import RetrieverQueryEngine
-    from llama_index.core.response_synthesizers import BaseSynthesizer
-    from llama_index.core.schema import (
-        BaseNode,
-        MetadataMode,
-        NodeRelationship,
-        NodeWithScore,
-        QueryBundle,
-        QueryType,
-        RelatedNodeInfo,
-        TextNode,
-        TransformComponent,
-    )
-    from llama_index.core.types import RESPONSE_TEXT_TYPE
-except ImportError as error:
-    raise ImportError("ragblend.llamaindex needs LlamaIndex: pip install 'ragblend[llamaindex]'") from error
-
-__all__ = [
-    "BlendIndexRetriever",
-    "BlendIngestion",
-    "BlendLLM",
-    "BlendQueryEngine",
-    "BlendSynthesizer",
-    "delete_ref_doc",
-]
 
 # --- answering from nodes ---------------------------------------------------------------------------------------------
 

@@ -9,12 +9,7 @@ import pytest
 from tiny_prompts import CHUNKS
 
 from ragblend.lab.explain import explain
-from ragblend.lab.explain_page import (
-    deviation_scale,
-    explanation_lines,
-    render_html,
-    write_html,
-)
+from ragblend.lab.explain_page import deviation_scale, explanation_lines, render_html
 from ragblend.prompt.types import Chunk, Prompt
 
 EVIL = "</p><script>alert('1')</script> & \"quoted\" <b onclick=x>$\\frac{1}$ {{ 7 * 7 }}"
@@ -146,9 +141,7 @@ def test_the_deviation_scale_is_a_round_number_that_nearly_all_tokens_stay_below
     assert deviation_scale(replace(explanation, segments=())) == 0.05
 
 
-def test_the_page_is_written_and_the_terminal_gets_a_line_per_part(explanation, tmp_path):
-    write_html(explanation, tmp_path / "new" / "page.html")
-    assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == render_html(explanation)
+def test_the_terminal_gets_a_line_per_part(explanation):
     lines = explanation_lines(explanation)
     assert lines[0].endswith(explanation.answer)
     assert sum("not in the store" in line for line in lines) == 1

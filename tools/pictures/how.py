@@ -7,7 +7,6 @@ The first two are sketches. The third shows measurements of SmolLM2-135M in `dat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from tools.pictures.idea import CLOSENESS, INKS, ROOT, TIMES, Ink
+from tools.pictures.idea import INKS, ROOT, Ink, measurements
 
 NUM_LAYERS = 8  # in the sketch
 CHUNKS = (("prefix", 4), ("chunk 7", 14), ("chunk 2", 12), ("chunk 9", 14), ("question", 6))
@@ -71,9 +70,7 @@ def tokens(axes: Axes, ink: Ink) -> None:
 
 def measured() -> list[tuple[str, float, float]]:
     """Return (label, seconds to the first token, its KL from full prefill) per method, at 5 % recomputed."""
-    times = {(run["mode"], run["rule"]): run["ttft_s"] for run in json.loads(TIMES.read_text())["runs"]}
-    runs = [run for run in json.loads(CLOSENESS.read_text())["runs"] if run["kind"] == "all"]
-    kl = {(run["mode"], run["rule"], run["ratio"], run["context"]): run["first_token_kl"] for run in runs}
+    times, kl = measurements()
     full, reuse = ("full", "none"), ("reuse", "none")
     ask, cacheblend = ("blend", "ask"), ("blend", "cacheblend")
     return [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 
@@ -53,24 +53,20 @@ def places() -> dict[str, list[float]]:
     return found
 
 
+def measurements() -> tuple[dict[tuple[str, str], float], dict[tuple[str, str, float, str], float]]:
+    """Return {(mode, rule): seconds to the first token}, and {(mode, rule, ratio, context): KL from full prefill}."""
+    times = {(run["mode"], run["rule"]): run["ttft_s"] for run in json.loads(TIMES.read_text())["runs"]}
+    runs = [run for run in json.loads(CLOSENESS.read_text())["runs"] if run["kind"] == "all"]
+    return times, {(run["mode"], run["rule"], run["ratio"], run["context"]): run["first_token_kl"] for run in runs}
+
+
 def measured() -> dict[str, tuple[float, float]]:
     """Return {row: (seconds to the first token, its KL from full prefill)}."""
-    times = {(run["mode"], run["rule"]): run["ttft_s"] for run in json.loads(TIMES.read_text())["runs"]}
-    runs: list[dict[str, Any]] = json.loads(CLOSENESS.read_text())["runs"]
-
-    def kl(mode: str, rule: str, ratio: float, context: str) -> float:
-        wanted = (mode, rule, ratio, context, "all")
-        (found,) = (
-            run["first_token_kl"]
-            for run in runs
-            if (run["mode"], run["rule"], run["ratio"], run["context"], run["kind"]) == wanted
-        )
-        return float(found)
-
+    times, kl = measurements()
     return {
         "full prefill": (times["full", "none"], 0.0),
-        "full reuse": (times["reuse", "none"], kl("reuse", "none", 0.0, "none")),
-        "ragblend": (times["blend", "ask"], kl("blend", "ask", 0.05, "similar")),
+        "full reuse": (times["reuse", "none"], kl["reuse", "none", 0.0, "none"]),
+        "ragblend": (times["blend", "ask"], kl["blend", "ask", 0.05, "similar"]),
     }
 
 

@@ -65,10 +65,9 @@ def calibrate(
         )
     settings = replace(settings, backend="transformers")  # vLLM also uses the calibration
     from ragblend.lab import calibrate as fitting
-    from ragblend.lab.plots import check_plot
+    from ragblend.lab.plots import check_plot, plot_calibration
 
     place = check_plot(plot)
-
     fitting.check_target(target, num_questions)
     grid: dict[str, Any] = {}
     if rules is not None:
@@ -93,8 +92,6 @@ def calibrate(
         )
     facts = calibration_facts(found, engine.name, questions)
     if place is not None:
-        from ragblend.lab.plots import plot_calibration
-
         plot_calibration(facts, place)
         print_notice(f"plot in {place}")
     print_result(facts, "\n".join(calibration_lines(found)), json_)

@@ -14,7 +14,7 @@ from ragblend.cli.printing import print_json, print_line, print_notice, source_f
 from ragblend.cli.session import open_engine, open_searched_index, opening_title, retrieve
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.files.output import check_output_path
+from ragblend.files.output import check_output_path, write_output
 from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def explain(
         raise UsageError("give either a QUESTION or --prompt FILE, the prompt that an application sent")
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.lab.explain import explain as explain_prompt
-    from ragblend.lab.explain_page import explanation_lines, write_html
+    from ragblend.lab.explain_page import explanation_lines, render_html
     from ragblend.lab.near_texts import LEAST_SHARE, NUM_WORDS
     from ragblend.lab.prompt_file import read_prompt
 
@@ -71,7 +71,7 @@ def explain(
         asked, hits = (sent, []) if sent is not None else _retrieved_prompt(engine, question or "", settings)
         explanation = explain_prompt(engine, asked, **replace(settings, mode="blend", temperature=0.0).generation)
     if page is not None:
-        write_html(explanation, page)
+        write_output(page, render_html(explanation).encode(), "--html")
         print_notice(f"{page} written")
     if json_:
         facts = {**asdict(explanation), "sources": [source_facts(hit) for hit in hits]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,17 +55,14 @@ def profile(
 
     effort = ProfileConfig(chunks, chunk_tokens, repeats)
     tier = open_remote(settings.remote, timeout_s=settings.remote_timeout_s) if settings.remote else None
-    try:
-        with (
-            progress_bars() as progress,
-            _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine,
-        ):
-            root = Path(settings.store)
-            found = measure_machine(engine, effort, directory=root, remote=tier, on_progress=progress)
-            path = write_profile(root, found)
-    finally:
-        if tier is not None:
-            tier.close()
+    with (
+        closing(tier) if tier is not None else nullcontext(),
+        progress_bars() as progress,
+        _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine,
+    ):
+        root = Path(settings.store)
+        found = measure_machine(engine, effort, directory=root, remote=tier, on_progress=progress)
+        path = write_profile(root, found)
     print_result(found.as_dict(), "\n".join([*profile_lines(found), f"kept in {path}"]), json_)
 
 

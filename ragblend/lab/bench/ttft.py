@@ -25,6 +25,7 @@ from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, re
 from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
+    NO_LIMIT_BYTES,
     engine_for,
     make_engine,
     make_prompts,
@@ -38,9 +39,6 @@ from ragblend.lab.plots import plot_ttft
 from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Prompt
-
-_NO_LIMIT_BYTES = 1 << 50  # the memory tier holds everything that the benchmark precomputes
-
 
 TtftSample = tuple[BlendReport, float, int]
 """One timed request: its report; the CPU seconds of all threads, which are the elapsed time on a machine without other
@@ -65,13 +63,13 @@ def run_ttft(config: TtftConfig, on_progress: Progress = ignore_progress) -> Fac
 def _open_engine(config: TtftConfig) -> Iterator[TransformersEngine | VllmEngine]:
     """Yield the engine over the measured tier alone, because a memory tier in front of a disk would hide it."""
     if config.backend == "vllm":
-        memory_gib = 0.0 if config.tier == "disk" else _NO_LIMIT_BYTES / GIB
+        memory_gib = 0.0 if config.tier == "disk" else NO_LIMIT_BYTES / GIB
         with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as served:
             yield served
         return
     with open_directory() as directory:
         in_memory = config.tier == "memory"
-        store: KVStore = MemoryStore(_NO_LIMIT_BYTES) if in_memory else open_store(directory, memory_gib=0)
+        store: KVStore = MemoryStore(NO_LIMIT_BYTES) if in_memory else open_store(directory, memory_gib=0)
         if config.model is not None:
             loaded = load_model(config.model, ModelOptions(config.dtype, config.device))
             engine = make_engine(loaded.model, store, loaded.name, loaded.fingerprint)

@@ -58,7 +58,7 @@ def open_vllm(
     with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
         if shape is not None:
             path = Path(directory) / shape
-            save_checkpoint(shape, path, dtype)
+            save_checkpoint(find_shape(shape), path, dtype)
             checkpoint = find_checkpoint(str(path), ModelOptions(dtype=config.dtype))._replace(name=shape)
             vocab_size = find_shape(shape).vocab_size
         else:

@@ -129,16 +129,6 @@ def score_fidelity(found: Tensor, full: Tensor) -> tuple[float, float]:
     return float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean())
 
 
-def kl(log_p: Tensor, log_q: Tensor) -> float:
-    """Return KL(p || q) in nats of two log-probabilities [V], at least 0 in spite of rounding.
-
-    >>> halves, quarters = Tensor([0.5, 0.5]).log(), Tensor([0.25, 0.75]).log()
-    >>> round(kl(halves, quarters), 4), kl(halves, halves)
-    (0.1438, 0.0)
-    """
-    return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))
-
-
 def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
     """Return the mean loss of `token_ids` [A], in nats per token, under log-probabilities [A, vocabulary]."""
     return -float(log_probs[torch.arange(len(token_ids)), torch.tensor(token_ids)].mean())

@@ -23,16 +23,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragblend.corpus.embedders import default_embedder, load_embedder
+from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine
-from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, result_facts
+from ragblend.lab.bench.common.workloads import with_own_store
 from ragblend.lab.plots import plot_quality
 from ragblend.lab.quality.data import QaCase, build_prompt, find_similar_texts, load_cases, stored_chunks
 from ragblend.lab.quality.measures import (
@@ -47,7 +48,6 @@ from ragblend.lab.quality.measures import (
     contains_answer,
     exact_match,
     generate_answer,
-    kl,
     loss,
     rouge_l,
     score_fidelity,
@@ -65,7 +65,6 @@ PAPER_RULES = ("cacheblend", "cacheblend_k")
 """Rules that a run is also compared with at its own ratio and context policy: CacheBlend's and LMCache's."""
 
 MIN_SHOWN = 5  # questions of a kind from which the table has a block for it
-_STORE_BYTES = 1 << 33  # one prompt's chunks
 
 
 class QualityRecord(NamedTuple):
@@ -156,12 +155,12 @@ def measure_prompt(
 
     stored: the chunk variants in the store, by context policy.
     """
-    engine = engine_for(base, case, "none")
+    engine = with_own_store(base, system=case.system, context="none")
     expected = answer_in_full(engine, prompt, case, answer_tokens)
     request, full = expected.request, expected.full
     records = {FULL: expected.record(engine, full, expected.reading, request.prompt)}
     for context, chunks in stored.items():
-        engine = engine_for(base, case, context)
+        engine = with_own_store(base, system=case.system, context=context)
         for chunk in chunks:
             engine.precompute(chunk)
         for each in chosen:
@@ -193,7 +192,7 @@ class FullPrefillReference(NamedTuple):
             for measure in (answer_f1, exact_match, contains_answer, rouge_l)
         )
         return QualityRecord(
-            kl(self.full.log_probs, answer.log_probs),
+            first_token_kl(self.full.log_probs, answer.log_probs),
             answer_kl,
             agreement,
             _gold_loss(engine, answer, prompt, self.gold_ids),
@@ -224,24 +223,6 @@ def answer_in_full(
 
 def _gold_loss(engine: TransformersEngine, found: Answer, asked: MatchedPrompt, gold_ids: Sequence[int]) -> float:
     return loss(token_log_probs(engine, asked, found.fused, gold_ids), gold_ids)
-
-
-def engine_for(base: TransformersEngine, case: QaCase, context: ContextPolicy) -> TransformersEngine:
-    """Return an engine with `base`'s model, the case's system text, and an empty store in memory.
-
-    context: the context policy of the store.
-    """
-    return TransformersEngine(
-        base.layers,
-        base.renderer,
-        MemoryStore(_STORE_BYTES),
-        name=base.name,
-        fingerprint=base.fingerprint,
-        system=case.system,
-        on_miss="inline",
-        check=False,
-        context=context,
-    )
 
 
 # -- means

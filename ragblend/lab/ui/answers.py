@@ -22,7 +22,7 @@ from ragblend.engine.transformers.checkpoints import DEMO
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError, RagblendError
 from ragblend.index import ChunkIndex, SearchHit
-from ragblend.lab.explain import Comparison
+from ragblend.lab.explain import STATES, Comparison
 from ragblend.lab.explain_page import render_tokens
 from ragblend.lab.ui.job_queue import JobCancelled, UiJob
 from ragblend.lab.ui.uploads import display_name, document_names, list_supported_suffixes
@@ -160,7 +160,7 @@ class QuestionRun:
         """
         if self._compared is not None:
             explanation = self._compared.explanation()
-            counts = {state: explanation.count(state) for state in ("exact", "computed", "reused", "recomputed")}
+            counts = {state: explanation.count(state) for state in STATES}
             job.emit("tokens", html=render_tokens(explanation), counts=counts)
 
     def _stream(self, mode: Mode, ratio: float | None) -> Stream:

@@ -18,6 +18,7 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.load import load_engine
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.workloads import with_own_store
 from ragblend.lab.plots import QUALITY_PANELS, plot_panel
 from ragblend.lab.quality.data import (
     SUMMARIZE,
@@ -35,19 +36,11 @@ from ragblend.lab.quality.measures import (
     contains_answer,
     exact_match,
     generate_answer,
-    kl,
     loss,
     rouge_l,
 )
 from ragblend.lab.quality.study import Configuration as Asked
-from ragblend.lab.quality.study import (
-    QualityRecord,
-    engine_for,
-    run_label,
-    run_quality,
-    summarize,
-    table_lines,
-)
+from ragblend.lab.quality.study import QualityRecord, run_label, run_quality, summarize, table_lines
 
 QUESTIONS = Path(__file__).parents[3] / "data" / "questions"
 RUN_KEYS = {
@@ -177,17 +170,6 @@ def test_the_loss_is_the_cross_entropy_of_the_answer():
     assert loss(logits.log_softmax(-1), ids) == pytest.approx(float(expected))
 
 
-def test_kl_is_torchs_and_zero_of_a_distribution_with_itself():
-    p, q = (torch.randn(50, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
-    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
-    expected = torch.distributions.kl_divergence(
-        torch.distributions.Categorical(logits=p), torch.distributions.Categorical(logits=q)
-    )
-    assert kl(log_p, log_q) == pytest.approx(float(expected))
-    assert kl(log_p, log_q) != pytest.approx(kl(log_q, log_p))
-    assert kl(log_p, log_p) == 0.0
-
-
 def test_f1_counts_words_and_rouge_their_order():
     assert [answer_f1(*pair) for pair in (("blue", "not stated"), ("b d", "d b"))] == [0.0, 1.0]
     assert answer_f1("d b b", "b b c") == pytest.approx(2 / 3)
@@ -199,7 +181,7 @@ def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_doe
     config = QualityConfig(num_questions=4)
     for case in demo_cases(config):
         prompt = build_prompt(case, engine, HashingEmbedder(), config)
-        stored = engine_for(engine, case, "none")
+        stored = with_own_store(engine, system=case.system, context="none")
         for chunk in prompt.chunks:
             stored.precompute(chunk)
         request = stored.request(prompt, mode="full", max_tokens=16)

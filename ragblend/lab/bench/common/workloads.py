@@ -21,6 +21,7 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import find_device
@@ -33,6 +34,7 @@ from ragblend.prompt.types import Chunk, Prompt
 # Weights are drawn once per block and repeated: drawing 8 billion numbers takes minutes and changes no timing.
 _BLOCK_VALUES = 1 << 22
 _WEIGHT_STD = 0.02
+NO_LIMIT_BYTES = 1 << 50  # capacity of a memory tier that holds everything
 
 
 def model_config(shape: DecoderShape) -> Any:
@@ -94,8 +96,11 @@ def random_model(
     return model.eval()
 
 
-def number_tokenizer(vocab_size: int) -> Any:
-    """Return a transformers tokenizer for which the word "17" is token 17. Words other than token ids are token 0."""
+def synthetic_tokenizer(vocab_size: int) -> Any:
+    """Return a transformers tokenizer for which the word "17" is token 17. Words other than token ids are token 0.
+
+    Its chat template begins every prompt with the same PREFIX_TOKENS tokens.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -103,30 +108,22 @@ def number_tokenizer(vocab_size: int) -> Any:
 
     words = Tokenizer(WordLevel({str(index): index for index in range(vocab_size)}, unk_token="0"))  # noqa: S106 (a token of text)
     words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words)
-
-
-def synthetic_tokenizer(vocab_size: int, prefix_tokens: int = PREFIX_TOKENS) -> Any:
-    """Return a tokenizer whose words are numbers. Its chat template begins every prompt with the same `prefix_tokens`
-    tokens.
-    """
-    prefix = " ".join(str(index % vocab_size) for index in range(1, prefix_tokens + 1))
-    tokenizer = number_tokenizer(vocab_size)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    prefix = " ".join(str(index % vocab_size) for index in range(1, PREFIX_TOKENS + 1))
     tokenizer.chat_template = f"{prefix} {{% for message in messages %}}{{{{ message.content }}}} {{% endfor %}}"
     return tokenizer
 
 
-def save_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-    """Write `random_model` of the shape `name` and its tokenizer to `path`, for engines that load models themselves.
+def save_checkpoint(shape: DecoderShape, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write `random_model` of the shape and its tokenizer to `path`, for engines that load models themselves.
 
     The model has no end token, so answers have the requested length.
     """
-    shape = find_shape(name)
-    model = random_model(shape, dtype, seed)
+    model = random_model(shape, dtype)
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.bos_token_id = None
     model.save_pretrained(path)
-    number_tokenizer(shape.vocab_size).save_pretrained(path)
+    synthetic_tokenizer(shape.vocab_size).save_pretrained(path)
 
 
 def make_prompts(
@@ -178,6 +175,19 @@ def make_engine(model: Any, store: KVStore, name: str, fingerprint: str) -> Tran
     renderer = Renderer(synthetic_tokenizer(layers.config.vocab_size))
     # "inline", so that no background work disturbs the timing.
     return TransformersEngine(layers, renderer, store, name=name, fingerprint=fingerprint, on_miss="inline")
+
+
+def with_own_store(base: TransformersEngine, **options: Any) -> TransformersEngine:
+    """Return an engine with the model of `base`, and with an empty store in memory. It does no background work.
+
+    options: arguments of TransformersEngine. By default, the fingerprint is that of `base`.
+    """
+    return TransformersEngine(
+        base.layers,
+        base.renderer,
+        MemoryStore(NO_LIMIT_BYTES),
+        **{"name": base.name, "fingerprint": base.fingerprint, "on_miss": "inline", "check": False, **options},
+    )
 
 
 def vocab_size(engine: LocalEngine) -> int:

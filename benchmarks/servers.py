@@ -1,0 +1,115 @@
+"""Servers that a benchmark or a test runs as processes of this machine: HTTP servers, and Redis.
+
+Each can be killed (SIGKILL) and started again at the same address.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from benchmarks.ports import free_port
+from ragblend.errors import BackendUnreachableError, NotFoundError
+
+START_S, STOP_S = 600.0, 60.0
+WITHOUT_PERSISTENCE = ("--save", "", "--appendonly", "no")
+
+
+class ServerProcess:
+    """An HTTP server and its child processes. They write to one log, `home`/log, which all starts share.
+
+    `command`: the command line of the server, which listens at `url`. It runs in the folder `home`.
+    """
+
+    def __init__(self, command: Sequence[str], url: str, home: Path, environment: Mapping[str, str]) -> None:
+        self.url, self.home = url, home
+        self._command, self._environment = command, environment
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server. Does not wait until it is healthy."""
+        with (self.home / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=self.home, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self, timeout_s: float = START_S) -> None:
+        """Wait until the server is healthy. Raises BackendUnreachableError if it ends, or after `timeout_s` seconds."""
+        assert self._process is not None
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s and self._process.poll() is None:
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.5)
+        log = (self.home / "log").read_text(errors="replace")[-4000:]
+        raise BackendUnreachableError(f"the server at {self.url} did not start; its log ends with:\n{log}")
+
+    def kill(self) -> None:
+        """Send SIGKILL to all processes of the server, if it runs, and wait for their end."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """Send SIGINT to all processes of the server. Kill them if they run longer than STOP_S seconds."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._process = None
+
+
+class Redis:
+    """A redis-server process with `options`. Without persistence its entries are lost when it is killed."""
+
+    def __init__(self, home: Path, options: Sequence[str] = WITHOUT_PERSISTENCE) -> None:
+        found = shutil.which("redis-server") or shutil.which("valkey-server")
+        if found is None:
+            raise NotFoundError("no redis-server or valkey-server; install one: apt-get install redis-server")
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._command = [found, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(home), *options]
+
+    def start(self, *options: str) -> None:
+        """Start the process, with more `options`, and wait until it answers.
+
+        Raises BackendUnreachableError after STOP_S seconds.
+        """
+        self.process = subprocess.Popen([*self._command, *options], stdout=subprocess.DEVNULL, start_new_session=True)
+        end_s = time.monotonic() + STOP_S
+        while not self._answers():
+            if time.monotonic() > end_s:
+                raise BackendUnreachableError(f"redis-server did not start within {STOP_S:g} s")
+            time.sleep(0.01)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, if it runs, and wait for its end."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
