@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-import zlib
 from collections.abc import Callable
 from email.message import EmailMessage
+from typing import Any
 
 from office_files import make_docx, make_epub, make_odf, make_pptx, make_xlsx, shape, word_paragraph
+from pdf_files import lines, make_pdf
 
 XHTML = "http://www.w3.org/1999/xhtml"
 SENTENCES = "".join(f"Paragraph {number}: the lease ends in May and rent is due monthly.\n\n" for number in range(40))
@@ -29,47 +30,22 @@ def html() -> bytes:
     return f"<html><head><title>Pump</title></head><body><h1>Pump</h1><table>{rows}</table><p>{SENTENCES}</p>".encode()
 
 
-def pdf(*extra: bytes, catalog: bytes = b"", kids: bytes = b"3 0 R 5 0 R 7 0 R") -> bytes:
-    """Return a PDF of three pages of text. extra: objects, numbered from 9. catalog: entries of its catalog."""
-    objects = [
-        b"<</Type/Catalog/Pages 2 0 R%s>>" % catalog,
-        b"<</Type/Pages/Count %d/Kids[%s]>>" % (kids.count(b"R"), kids),
-    ]
-    for page in range(3):
-        lines = "".join(f"0 -14 Td (Page {page} line {line}: rent is due monthly) Tj " for line in range(20))
-        content = f"BT /F1 12 Tf 20 380 Td {lines}ET".encode()
-        objects.append(
-            b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 400]/Contents %d 0 R/Resources<</Font<</F1 "
-            b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>>>>>>>" % (4 + 2 * page)
-        )
-        objects.append(b"<</Length %d>>stream\n%s\nendstream" % (len(content), content))
-    out, offsets = b"%PDF-1.4\n", []
-    objects += extra
-    for number, body in enumerate(objects, start=1):
-        offsets.append(len(out))
-        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    size = len(objects) + 1
-    trailer = b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (size, len(out))
-    return out + b"xref\n0 %d\n0000000000 65535 f \n%s%s" % (size, table, trailer)
-
-
-def packed_stream(size_mib: int) -> bytes:
-    """Return a compressed content stream with `size_mib` of repeated text operators."""
-    data = zlib.compress(b"BT /F1 12 Tf 20 380 Td " + b"(a) Tj " * (size_mib * (1 << 20) // 7) + b"ET")
-    return b"<</Filter/FlateDecode/Length %d>>stream\n%s\nendstream" % (len(data), data)
+def pdf(**others: Any) -> bytes:
+    """Return a PDF of three pages of text. others: further arguments of `make_pdf`."""
+    texts = ([f"Page {page} line {line}: rent is due monthly" for line in range(20)] for page in range(3))
+    return make_pdf(*(lines(*text) for text in texts), **others)
 
 
 def docx(body: str = "") -> bytes:
     return make_docx(body or "".join(map(word_paragraph, SENTENCES.split("\n\n"))))
 
 
-def xlsx(far_row: str = "") -> bytes:
+def xlsx() -> bytes:
     rows = "".join(
         f'<row r="{row}"><c r="A{row}" t="inlineStr"><is><t>bolt {row}</t></is></c><c r="B{row}"><v>{row}</v></c></row>'
         for row in range(1, 50)
     )
-    return make_xlsx({"Bolts": rows + far_row})
+    return make_xlsx({"Bolts": rows})
 
 
 def opendocument(kind: str, body: str = "") -> bytes:
@@ -84,9 +60,9 @@ def opendocument(kind: str, body: str = "") -> bytes:
     return make_odf(body or bodies[kind], kind)
 
 
-def epub(chapter: str = "", num_readings: int = 1) -> bytes:
+def epub(num_readings: int = 1) -> bytes:
     """Return a book of one chapter, which its spine lists `num_readings` times."""
-    return make_epub({"c": chapter or f"<h1>Lease</h1><p>{SENTENCES}</p>"}, '<itemref idref="c"/>' * num_readings)
+    return make_epub({"c": f"<h1>Lease</h1><p>{SENTENCES}</p>"}, '<itemref idref="c"/>' * num_readings)
 
 
 def mail() -> bytes:
