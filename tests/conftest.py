@@ -51,9 +51,9 @@ SLOW = (
     "faults/test_planted_entries.py", "faults/test_request_bounds.py",
     "ingestion/test_ray_workers.py",
     "integration/test_chat_tools.py", "integration/test_corpus_follows_folder.py", "integration/test_drift.py",
-    "integration/test_langchain_standard.py", "integration/test_own_databases.py", "integration/test_real_documents.py",
-    "integration/test_real_notebooks.py",
-    "test_limits.py", "test_long_documents.py", "test_notebooks.py",
+    "integration/test_langchain_standard.py", "integration/test_notebooks.py", "integration/test_own_databases.py",
+    "integration/test_real_documents.py",
+    "test_limits.py", "test_long_documents.py",
     "engine/beside_vllm/test_vllm_contract.py", "engine/store/test_remote_bounds.py",
     "engine/transformers/test_quantised.py",
 )  # fmt: skip
