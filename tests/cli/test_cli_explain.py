@@ -113,13 +113,6 @@ def test_a_rewritten_chunk_is_named_with_its_document_and_the_difference(run, so
     assert f"not reused: {source['source']}, 100% of whose words are in the prompt\n  differs in letter case: " in out
 
 
-def test_a_chunk_of_another_namespace_is_named_with_both_namespaces(run, source, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAGBLEND_NAMESPACE", "acme")
-    out = explain_prompt(run, tmp_path, f"{source['text']}\n\n{QUESTION}")
-    assert f"not reused: {source['source']}, 100%" in out
-    assert "the same text, stored for namespace '', not 'acme'" in out
-
-
 def test_a_prompt_from_stdin_without_a_stored_text_says_so(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is the capital of Norway?")))
     code, out, _ = run("explain", "--prompt", "-", "--max-tokens", "2", *PLACE)
