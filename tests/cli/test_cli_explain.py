@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import PLACE, CommandRunner, ingest_sample
+from commands import PLACE, CommandRunner
 
 QUESTION = "What role does James Bell have?"
 
@@ -20,18 +20,6 @@ TOP = {
 }  # fmt: skip
 SEGMENT = {"kind", "start", "tokens", "chunk", "read_s"}
 TOKEN = {"id", "text", "state", "deviation", "remaining", "attention"}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A directory with an ingested corpus."""
-    return ingest_sample(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture
-def run(home, monkeypatch, capsys):
-    monkeypatch.chdir(home)
-    return CommandRunner(capsys)
 
 
 def test_json_has_every_token_and_the_figures_of_ask(run):
