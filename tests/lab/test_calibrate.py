@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import run_command
+from commands import CommandRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
@@ -283,15 +283,10 @@ def changed_home(home, tmp_path):
 
 @pytest.fixture
 def run(changed_home, monkeypatch, capsys):
-    """Run a command in `changed_home`: exit code, stdout, stderr."""
+    """Runs commands in `changed_home`, on its store."""
     monkeypatch.chdir(changed_home)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = run_command(*arguments, "--store", "kv")
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    monkeypatch.setenv("RAGBLEND_STORE", "kv")
+    return CommandRunner(capsys)
 
 
 FAST = ("--num-questions", "10", "--target", "0.7", "--rules", "auto", "--ratios", "0.1")
