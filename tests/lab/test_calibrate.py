@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import CommandRunner
+from commands import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
@@ -280,10 +280,15 @@ def changed_home(home, tmp_path):
 
 @pytest.fixture
 def run(changed_home, monkeypatch, capsys):
-    """Runs commands in `changed_home`, on its store."""
+    """Run a command in `changed_home`: exit code, stdout, stderr."""
     monkeypatch.chdir(changed_home)
-    monkeypatch.setenv("RAGBLEND_STORE", "kv")
-    return CommandRunner(capsys)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = run_command(*arguments, "--store", "kv")
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
 
 
 FAST = ("--num-questions", "10", "--target", "0.7", "--rules", "auto", "--ratios", "0.1")
