@@ -51,9 +51,9 @@ SLOW = (
     "faults/test_planted_entries.py", "faults/test_request_bounds.py",
     "ingestion/test_ray_workers.py",
     "integration/test_chat_tools.py", "integration/test_corpus_follows_folder.py", "integration/test_drift.py",
-    "integration/test_langchain_standard.py", "integration/test_own_databases.py", "integration/test_real_documents.py",
-    "integration/test_real_notebooks.py",
-    "test_limits.py", "test_long_documents.py", "test_notebooks.py",
+    "integration/test_langchain_standard.py", "integration/test_notebooks.py", "integration/test_own_databases.py",
+    "integration/test_real_documents.py",
+    "test_limits.py", "test_long_documents.py",
     "engine/beside_vllm/test_vllm_contract.py", "engine/store/test_remote_bounds.py",
     "engine/transformers/test_quantised.py",
 )  # fmt: skip
@@ -158,20 +158,20 @@ def make_tokenizer():
         )
         tokenizer.train_from_iterator([text] * 4, trainer)
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token="<pad>",
-            bos_token="<s>",
-            eos_token="</s>",
-            additional_special_tokens=["<doc>", "<q>", "<a>", *specials],
-            clean_up_tokenization_spaces=False,
-        )
+        fast = _as_fast(tokenizer, chat_template, additional_special_tokens=["<doc>", "<q>", "<a>", *specials])
         fast.add_tokens(list(added))
-        fast.chat_template = chat_template
         assert len(fast) <= VOCABULARY
         return fast
 
     return build
+
+
+def _as_fast(tokenizer: Tokenizer, chat_template: str | None, **tokens: Any) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of transformers with the usual control tokens and `tokens`."""
+    usual = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **usual, **tokens)
+    fast.chat_template = chat_template
+    return fast
 
 
 @pytest.fixture(scope="session")
@@ -190,16 +190,7 @@ def make_spaced_tokenizer():
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            pad_token="<pad>",
-            bos_token="<s>",
-            eos_token="</s>",
-            unk_token="<unk>",
-            additional_special_tokens=list(specials),
-            clean_up_tokenization_spaces=False,
-        )
-        fast.chat_template = chat_template
+        fast = _as_fast(tokenizer, chat_template, unk_token="<unk>", additional_special_tokens=list(specials))
         assert len(fast) <= VOCABULARY
         return fast
 

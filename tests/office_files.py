@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from urllib.parse import quote
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 DRAWING = "http://schemas.openxmlformats.org/drawingml/2006/main"
@@ -117,12 +118,13 @@ def make_xlsx(sheets: dict[str, str], styles: str = "", shared: list[str] | None
 
 def make_epub(chapters: dict[str, str], spine: str, extra: dict[str, str] | None = None, items: str = "") -> bytes:
     """Return a book. chapters: {name: XHTML of the body}. spine: XML of the spine's entries. items: of the manifest."""
-    manifest = "".join(f'<item id="{name}" href="{name}.xhtml"/>' for name in chapters)
+    manifest = "".join(f'<item id="{name}" href="{quote(name)}.xhtml"/>' for name in chapters)
     return make_zip(
         {
-            "META-INF/container.xml": '<container><rootfiles><rootfile full-path="O/c.opf"/></rootfiles></container>',
-            "O/c.opf": '<package xmlns:dc="http://purl.org/dc/elements/1.1/"><metadata><dc:title>Ducks</dc:title>'
-            "<dc:creator>Ann</dc:creator></metadata>"
+            "META-INF/container.xml": '<container xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles>'
+            '<rootfile full-path="O/c.opf"/></rootfiles></container>',
+            "O/c.opf": '<package xmlns="http://www.idpf.org/2007/opf" xmlns:dc="http://purl.org/dc/elements/1.1/">'
+            "<metadata><dc:title>Ducks</dc:title><dc:creator>Ann</dc:creator></metadata>"
             f"<manifest>{manifest}{items}</manifest><spine>{spine}</spine></package>",
             **{f"O/{name}.xhtml": f"<html><body>{page}</body></html>" for name, page in chapters.items()},
             **(extra or {}),

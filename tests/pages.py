@@ -12,15 +12,11 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
 SMOLLM2 = ROOT / "models" / "smollm2"
-REAL_MODEL = pytest.param(
-    str(SMOLLM2),
-    marks=[
-        pytest.mark.real_model,
-        pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="no real model: make real-model"),
-    ],
-    id="smollm2",
-)
-MODELS = [pytest.param("demo", id="demo"), REAL_MODEL]
+NEEDS_SMOLLM2 = [
+    pytest.mark.real_model,
+    pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="no real model: make real-model"),
+]
+MODELS = [pytest.param("demo", id="demo"), pytest.param(str(SMOLLM2), marks=NEEDS_SMOLLM2, id="smollm2")]
 """Models that replace those in the pages' programs: the embedded model, and SmolLM2 for `make test-real`."""
 SHOWN = ("*.md", "docs/*.md", "benchmarks/RESULTS.md", "data/*/README.md")
 PAGES = {

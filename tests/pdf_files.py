@@ -28,12 +28,13 @@ def make_pdf(
     catalog: str = "",
     font: str = HELVETICA,
     password: str | None = None,
+    kids: str = "",
 ) -> bytes:
     """Return a PDF. pages: the content stream of each page of 300 by 400 points.
 
     annotations: dictionaries of page 1; widgets are form fields. bookmarks: (title, page from 0). catalog: entries of
     the catalog, such as page labels. password: encrypts with 40-bit RC4; "": encrypted, but opens without a password;
-    None: not encrypted.
+    None: not encrypted. kids: references of the page tree, instead of one to each page.
     """
     objects: dict[int, bytes] = {}
 
@@ -60,7 +61,8 @@ def make_pdf(
     if any("/Widget" in each for each in annotations):
         catalog += f"/AcroForm<</Fields[{_references(annotation_ids)}]/DA(/F1 12 Tf)>>"
     objects[1] = f"<</Type/Catalog/Pages 2 0 R{catalog}>>".encode("latin-1")
-    objects[2] = f"<</Type/Pages/Count {len(pages)}/Kids[{_references(page_ids)}]>>".encode()
+    kids = kids or _references(page_ids)
+    objects[2] = f"<</Type/Pages/Count {kids.count('R')}/Kids[{kids}]>>".encode()
     trailer = f"/Info {add(f'<</Title({title})>>')} 0 R" if title else ""
     return write_objects(objects, trailer) if password is None else _encrypt(objects, trailer, password)
 

@@ -3,8 +3,8 @@
 from benchmarks.conversations import KINDS, NUM_TURNS, WAYS, summary
 
 
-def held(kind, number, way, ttft_s, answer="yes"):
-    turns = [{"ttft_s": ttft_s, "answer": answer} for _ in range(NUM_TURNS)]
+def held(kind, number, way, ttft_s):
+    turns = [{"ttft_s": ttft_s, "answer": "yes"} for _ in range(NUM_TURNS)]
     return {"kind": kind, "conversation": number, "way": way, "turns": turns}
 
 

@@ -62,7 +62,7 @@ def test_menus_are_no_words_of_the_page_but_an_articles_header_is():
 
 @pytest.mark.parametrize("kind", ["html", "csv", "ipynb", "json", "pptx", "xlsx", "odp", "ods", "txt"])
 def test_a_reference_finds_the_words_of_each_kind(kind, tmp_path):
-    (tmp_path / f"file.{kind}").write_bytes(WHOLE[kind]())
+    (tmp_path / f"file.{kind}").write_bytes(WHOLE[kind])
     texts = reference_texts(tmp_path / f"file.{kind}")
     assert any({"rent", "bolt", "ouagadougou"}.intersection(count_words(text)) for text in texts.values())
 
@@ -82,7 +82,7 @@ def test_a_kind_is_read_in_a_child_and_failures_are_told_from_files_without_text
 
 
 def test_what_is_over_a_bar_is_named(tmp_path):
-    found = measure_kind("html", [chosen(tmp_path, "whole.html", WHOLE["html"](), "html")])
+    found = measure_kind("html", [chosen(tmp_path, "whole.html", WHOLE["html"], "html")])
     within = replace(found, cpu_s_per_mb=0.15)
     assert (within.missing_mean, within.over_bars()) == (0.0, [])
     assert replace(within, missing_mean=1.6).over_bars() == [
@@ -174,7 +174,7 @@ def test_an_edit_costs_the_chunks_it_changes_and_a_touch_costs_none(tmp_path):
 
 
 def test_kinds_without_a_file_are_left_out(tmp_path):
-    found = measure_edits([chosen(tmp_path, "rows.csv", WHOLE["csv"]() * 20, "table")])
+    found = measure_edits([chosen(tmp_path, "rows.csv", WHOLE["csv"] * 20, "table")])
     assert {each["kind"] for each in found} == {"table"}
     assert [each["edit"] for each in found] == [edit.name for edit in EDITS if edit.kind == "table"]
 
@@ -187,7 +187,7 @@ def test_the_command_writes_what_it_found(tmp_path, monkeypatch):
     folder = tmp_path / "cache" / "manual"
     folder.mkdir(parents=True)
     for name in ("html", "txt", "csv"):
-        (folder / f"file.{name}").write_bytes(WHOLE[name]() * 2)
+        (folder / f"file.{name}").write_bytes(WHOLE[name] * 2)
     monkeypatch.setattr(command, "PACKAGES", (package,))
     monkeypatch.setattr(command, "ask_questions", lambda files: {"asked": len(files)})
     out = tmp_path / "found.json"

@@ -150,7 +150,7 @@ def test_the_first_token_waits_for_all_that_runs_before_it():
     asked, ask = scripted(["one", " ", "three", "Ada"])
     last = map_reduce(ask, ["a", "b", "c"], case, TOKENS)
     assert (last.answer.text, last.answer.ttft_s) == ("Ada", 3 * 3.0 + 1.0)
-    assert asked[-1] == (("one", "three"), "Who?")  # of a chunk that nothing is said of, nothing is asked
+    assert asked[-1] == (("one", "three"), "Who?")  # the answer about the second chunk is blank
     asked, ask = scripted(["Bob", "Ada", "Eve"])
     last = map_rerank(ask, ["a", "b", "c"], case, TOKENS, lambda each: -len(asked) + (each.answer.text == "Ada"))
     assert (last.answer.text, last.answer.ttft_s) == ("Ada", 3 * 3.0)  # decoding, too: only then it is known
@@ -201,7 +201,7 @@ def test_every_mode_and_baseline_has_a_line_over_the_time_to_first_token(result)
         exact = set() if panel[1] == "answer_kl" else {"full", "prefix"}
         if any(run[panel[1]] is not None for run in runs):  # ROUGE-L needs its package
             assert set(axes.get_legend_handles_labels()[1]) == {"reuse", "cacheblend", *exact, *BASELINES}
-        fast, slow = Figure().subplots(1, 2)  # times far apart are told apart only so
+        fast, slow = Figure().subplots(1, 2)  # a logarithmic axis, if times are far apart
         plot_panel(fast, panel, [{**run, "ttft_s": 1.0} for run in runs])
         plot_panel(slow, panel, [{**run, "ttft_s": 30.0 if run["mode"] in BASELINES else 1.0} for run in runs])
         assert (fast.get_xscale(), slow.get_xscale()) == ("linear", "log")

@@ -1,4 +1,4 @@
-"""`benchmarks.soak` sees what it is there to see: wrong answers, foreign and lost chunks, counters, leaks."""
+"""The judge of `benchmarks.soak`: it finds wrong answers, hits of other namespaces, lost chunks and wrong counters."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def report(*hits: int, mode: Any = "blend", **more: Any) -> BlendReport:
 
 def attempt(*hits: int, tokens: tuple[int, ...] = BLENDED, mode: Any = "blend", **more: Any) -> Attempt:
     values = {"ratio": None, "is_fresh": False, "end_s": 20.0, "outcome": "complete", **more}
-    told = values.pop("report", report(*hits, mode=mode))
+    found = values.pop("report", report(*hits, mode=mode))
     start_s = values.pop("start_s", 10.0)
     return Attempt(
-        "replica-0", "acme", mode, question=QUESTION, start_s=start_s, token_ids=list(tokens), report=told, **values
+        "replica-0", "acme", mode, question=QUESTION, start_s=start_s, token_ids=list(tokens), report=found, **values
     )
 
 
@@ -104,7 +104,7 @@ def kinds(found: Attempt, chunks: Stored = FIRST) -> list[str]:
         (attempt(0, report=report(0, refused_reason="no")), FIRST, ["refused"]),
         (attempt(0, report=replace(report(0), num_chunk_hits=2)), FIRST, ["wrong_reports"]),
         (attempt(0, tokens=FULL, mode="full"), FIRST, ["wrong_reports"]),
-        # What came before a client hung up is the beginning of a right answer.
+        # Tokens that arrive before a client disconnects are the beginning of a right answer.
         *(
             (attempt(tokens=tokens, outcome="left", report=None), FIRST, problems)
             for tokens, problems in [

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CommandRunner
 from transformers import AutoConfig
 
 from ragblend.demo import WEIGHTS
@@ -31,20 +30,17 @@ def write_lines(name: str, values: Iterable[Any]) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def home(tmp_path, monkeypatch):
+    """A folder with two logs."""
     monkeypatch.chdir(tmp_path)
     write_lines("a.jsonl", map(request, range(60)))
     write_lines("b.jsonl", map(request, range(60, 90)))
     return tmp_path
 
 
-@pytest.fixture
-def run(folder, capsys):
-    return CommandRunner(capsys)
-
-
-def test_logs_are_one_json_object(run):
-    facts = run.facts("analyze", "a.jsonl", "b.jsonl", "--model", str(WEIGHTS))
+def test_logs_are_one_json_object_and_a_picture(run):
+    facts = run.facts("analyze", "a.jsonl", "b.jsonl", "--model", str(WEIGHTS), "--plot", "out/analyze.png")
+    assert Path("out/analyze.png").read_bytes().startswith(b"\x89PNG")
     assert facts["schema_version"] == 2
     assert (facts["num_requests"], facts["tokens_are_estimated"]) == (90, False)
     assert sum(facts["shares"].values()) == pytest.approx(1)
@@ -92,11 +88,6 @@ def test_a_profile_gives_seconds(run):
     assert " s " in run("analyze", "a.jsonl", "--profile", "profile.json")[1]
 
 
-def test_a_picture_is_drawn(run):
-    assert run("analyze", "a.jsonl", "--plot", "out/analyze.png")[0] == 0
-    assert Path("out/analyze.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -136,7 +127,7 @@ def test_odd_requests_are_counted_like_any_other(run):
         assert sum(run.facts("analyze", "odd.jsonl", *arguments)["shares"].values()) == pytest.approx(1)
 
 
-def test_a_log_can_be_piped(folder):
+def test_a_log_can_be_piped():
     log = "".join(json.dumps(request(number)) + "\n" for number in range(20))
     ended = subprocess.run(
         [sys.executable, "-m", "ragblend", "analyze", "-", "--json"],

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commands import INGEST, PLACE, CommandRunner, ingest_sample
+from commands import INGEST, PLACE
 from langchain_core.documents import Document
 from servers import RedisServer, running_redis
 
@@ -31,24 +31,6 @@ from ragblend.precompute import precompute_documents
 
 MODES = ("full", "prefix", "reuse", "blend")
 SHORT = ("-k", "4", "--max-tokens", "8")
-
-
-@pytest.fixture(scope="module")
-def ingested(tmp_path_factory):
-    """A directory with an ingested corpus, to be copied."""
-    return ingest_sample(tmp_path_factory.mktemp("ingested"))
-
-
-@pytest.fixture
-def home(ingested, tmp_path):
-    """A copy of the directory with the ingested corpus."""
-    return Path(shutil.copytree(ingested, tmp_path / "home"))
-
-
-@pytest.fixture
-def run(home, monkeypatch, capsys):
-    monkeypatch.chdir(home)
-    return CommandRunner(capsys)
 
 
 @pytest.mark.parametrize("verbose", [False, True])

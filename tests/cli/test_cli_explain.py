@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import PLACE, CommandRunner, ingest_sample
+from commands import PLACE, CommandRunner
 
 QUESTION = "What role does James Bell have?"
 
@@ -20,18 +20,6 @@ TOP = {
 }  # fmt: skip
 SEGMENT = {"kind", "start", "tokens", "chunk", "read_s"}
 TOKEN = {"id", "text", "state", "deviation", "remaining", "attention"}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A directory with an ingested corpus."""
-    return ingest_sample(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture
-def run(home, monkeypatch, capsys):
-    monkeypatch.chdir(home)
-    return CommandRunner(capsys)
 
 
 def test_json_has_every_token_and_the_figures_of_ask(run):
@@ -111,13 +99,6 @@ def test_a_rewritten_chunk_is_named_with_its_document_and_the_difference(run, so
     out = explain_prompt(run, tmp_path, [{"role": "user", "content": f"{source['text'].upper()}\n\n{QUESTION}"}])
     assert "0/0 chunks from the store" in out
     assert f"not reused: {source['source']}, 100% of whose words are in the prompt\n  differs in letter case: " in out
-
-
-def test_a_chunk_of_another_namespace_is_named_with_both_namespaces(run, source, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAGBLEND_NAMESPACE", "acme")
-    out = explain_prompt(run, tmp_path, f"{source['text']}\n\n{QUESTION}")
-    assert f"not reused: {source['source']}, 100%" in out
-    assert "the same text, stored for namespace '', not 'acme'" in out
 
 
 def test_a_prompt_from_stdin_without_a_stored_text_says_so(run, monkeypatch):

@@ -13,7 +13,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from commands import CommandRunner
 
 from ragblend.cli import printing
 from ragblend.cli.lab.calibrate import _questions
@@ -33,9 +32,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    return CommandRunner(capsys)
+def home(tmp_path):
+    """An empty folder for commands."""
+    return tmp_path
 
 
 def python(*arguments: str, **environment: str) -> subprocess.Popen[str]:

@@ -43,8 +43,8 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-def chunk_of(text: str, document: Document = HANDBOOK) -> Chunk:
-    return Chunk(text, document.source, document.text.index(text), metadata=document.metadata)
+def chunk_of(text: str) -> Chunk:
+    return Chunk(text, HANDBOOK.source, TEXT.index(text), metadata=HANDBOOK.metadata)
 
 
 def facts_of(text: str) -> dict[str, Any]:

@@ -72,10 +72,6 @@ def test_a_code_block_larger_than_a_chunk_is_cut_at_its_blank_lines():
     assert "\n\n".join(chunks) == "```\n" + "\n\n".join(blocks) + "\n```"
 
 
-def test_a_fence_that_is_never_closed_is_text():
-    assert texts_of("```\na b cat. e f g h", 6) == ["```\na b cat.", "e f g h"]
-
-
 # --- tables ---
 
 ROWS = [f"Wood duck {n}. | Ponds and lakes. Swamps. | {n} eggs" for n in range(40)]

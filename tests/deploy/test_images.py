@@ -61,7 +61,7 @@ def test_no_image_runs_as_root_or_installs_when_it_starts():
     images = dict(zip(stages[::2], stages[1::2], strict=True))
     for name in ("gpu", "cpu", "router"):
         users = re.findall(r"^USER (\S+)$", images[name], re.MULTILINE)
-        assert users[-1].partition(":")[0].isdecimal(), name  # Kubernetes cannot tell a name from root's
+        assert users[-1].partition(":")[0].isdecimal(), name  # Kubernetes cannot check that a name is not root's
         assert users[-1].partition(":")[0] != "0", name
         assert "pip" not in images[name].partition("ENTRYPOINT")[2], name
     for name in ("gpu", "cpu"):

@@ -1,4 +1,4 @@
-"""Write `store` and `selections.json` here anew, where ids or the formats of files have changed on purpose.
+"""Replace `store` and `selections.json` in this folder, after an intended change of ids or file formats.
 
 python tests/golden/write.py
 """

@@ -2,8 +2,7 @@
 
 Every chain of LangChain and every response mode of LlamaIndex runs with nothing but the LLM replaced. Each call reads
 the ids that transformers makes of the messages which the framework sent, and at ratio 1.0 it answers as full prefill
-does. The table is printed, and its rows are those of data/results/drift.json. Run with RAGBLEND_UPDATE_RESULTS=1 to
-write them.
+does. The rows are those of data/results/drift.json. Run with RAGBLEND_UPDATE_RESULTS=1 to write them.
 """
 
 from __future__ import annotations
@@ -220,16 +219,10 @@ def tokenizer(chat_model_path):
 
 
 @pytest.fixture(scope="module")
-def table(request):
-    """The rows that the tests of this file add; printed when they are done, and saved when all ran and it is asked."""
+def table():
+    """The rows that the tests of this file add; saved when all ran and it is asked."""
     rows: list[Row] = []
     yield rows
-    lines = [f"{'framework':<12}{'chain':<36}{'llm':<11}{'calls':>6}{'given':>7}{'reused':>8}{'tokens':>8}"]
-    for row in rows:
-        counts = f"{row.calls:>6}{row.given:>7}{row.reused:>8}{row.token_share:>8.1%}"
-        lines.append(f"{row.framework:<12}{row.chain:<36}{row.llm:<11}{counts}  {row.note}".rstrip())
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("\n" + "\n".join(lines))
     if os.environ.get(UPDATE) == "1" and len(rows) == 2 * len(LANGCHAIN) + len(LLAMA) + 2:
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps({"schema_version": 2, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")
@@ -244,10 +237,6 @@ def check_published(row: Row) -> None:
     assert same == [row], f"{RESULTS.name} says otherwise; if this is meant, run with {UPDATE}=1 and look at the diff"
 
 
-def langchain_llm(kind: type[BlendModel], engine: Engine, **settings: Any) -> Any:
-    return kind(engine=engine, max_tokens=12, **settings)
-
-
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 @pytest.mark.parametrize("chain", list(LANGCHAIN))
 @pytest.mark.filterwarnings("ignore::langchain_core._api.deprecation.LangChainDeprecationWarning")
@@ -255,7 +244,7 @@ def test_langchain_reuses_every_chunk_when_only_the_llm_is_swapped(
     chain, kind, chat_engine, tokenizer, passages, calls, table
 ):
     retriever = FixedRetriever(texts=passages[:K])
-    llm = langchain_llm(kind, chat_engine)
+    llm = kind(engine=chat_engine, max_tokens=12)
     answer = LANGCHAIN[chain](llm, retriever)
     row = measured("langchain", chain, llm, calls, passages_sent(calls, passages))
     table.append(row)
@@ -265,7 +254,7 @@ def test_langchain_reuses_every_chunk_when_only_the_llm_is_swapped(
     assert answer == calls[-1][1].result.text
     check_calls(calls, chat_engine, tokenizer, ratio=None)
     calls.clear()
-    LANGCHAIN[chain](langchain_llm(kind, chat_engine, recompute_ratio=1.0), retriever)
+    LANGCHAIN[chain](kind(engine=chat_engine, max_tokens=12, recompute_ratio=1.0), retriever)
     check_calls(calls, chat_engine, tokenizer, ratio=1.0)
 
 

@@ -25,6 +25,7 @@ from langchain_tests.integration_tests import (
     VectorStoreIntegrationTests,
 )
 from langchain_tests.unit_tests import ChatModelUnitTests, EmbeddingsUnitTests
+from pages import NEEDS_SMOLLM2, SMOLLM2
 
 from ragblend import Chunk, open_index
 from ragblend.chains import BlendRetriever
@@ -87,7 +88,6 @@ class _Suite(ChatModelIntegrationTests):  # the name keeps pytest from collectin
         return ChatBlend
 
 
-SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
 WIT = pytest.mark.xfail(reason="asks the model to understand, and this one is random", strict=False)
 
 
@@ -131,10 +131,10 @@ class TestChatBlend(_Chat, ChatModelIntegrationTests):
         return message
 
 
-@pytest.mark.real_model
-@pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="no real model here: make real-model")
 class TestChatBlendUnderstands:
     """The suite's tests that need an understanding model, and that a model of 135 million weights passes."""
+
+    pytestmark = NEEDS_SMOLLM2
 
     @pytest.fixture(scope="class")
     def model(self) -> BaseChatModel:

@@ -1,7 +1,7 @@
 """Real input: MuSiQue passages (CC BY 4.0), ingested and asked.
 
-The embedded model cannot answer these questions; what is checked is that every chunk is a hit and that recomputing
-everything gives the text of full prefill.
+The model cannot answer these questions; what is checked is that every chunk is a hit and that recomputing everything
+gives the text of full prefill.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.transformers.checkpoints import find_model
@@ -20,39 +20,8 @@ MUSIQUE = Path(__file__).parents[2] / "data" / "questions" / "musique_100.json"
 CASES = json.loads(MUSIQUE.read_text())[:4]  # of 100; ten passages each
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory):
-    path = tmp_path_factory.mktemp("musique") / "musique.json"
-    path.write_text(json.dumps(CASES))
-    return path
-
-
-def check(engine, cases: Path, index_path: Path, chunk_size: int) -> None:
-    report = ingest(cases, engine, index_path, chunk_size=chunk_size, embedder="hashing")
-    assert report.num_documents == 10 * len(CASES)
-    with open_engine_index(index_path, engine, "hashing", create=False) as index:
-        assert report.num_new_kv == len(set(index.texts()))
-        for question in (case["question"] for case in CASES):
-            prompt = Prompt([hit.chunk for hit in index.search(question, 6)], question)
-            full = engine.generate(prompt, mode="full", max_tokens=12)
-            assert full.token_ids
-            for mode, ratio in (("prefix", None), ("reuse", None), ("blend", 0.15), ("blend", 1.0)):
-                answer = engine.generate(prompt, mode=mode, recompute_ratio=ratio, max_tokens=12)
-                if mode != "prefix":
-                    assert answer.report.num_chunk_hits == answer.report.num_chunks == 6
-                if mode == "prefix" or ratio == 1.0:
-                    assert (answer.token_ids, answer.text) == (full.token_ids, full.text)
-
-
-def test_the_embedded_model_hits_every_chunk_and_ratio_one_is_full_prefill(cases, tmp_path):
-    with load_engine("demo", tmp_path / "kv") as engine:
-        check(engine, cases, tmp_path / "index", chunk_size=96)
-
-
-def test_a_model_of_ordinary_context_takes_full_length_chunks(cases, tmp_path):
+def test_every_chunk_is_a_hit_and_ratio_one_is_full_prefill_with_chunks_of_full_length(tmp_path):
     """Random weights, 16,384 tokens of context, chunks of up to 512 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     demo = find_model("demo")
     config = LlamaConfig.from_pretrained(demo, max_position_embeddings=16_384, num_hidden_layers=3, dtype="float32")
     torch.manual_seed(0)
@@ -60,4 +29,18 @@ def test_a_model_of_ordinary_context_takes_full_length_chunks(cases, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "model" / name).write_bytes((demo / name).read_bytes())
     with load_engine(str(tmp_path / "model"), tmp_path / "kv") as engine:
-        check(engine, cases, tmp_path / "index", chunk_size=512)
+        (tmp_path / "musique.json").write_text(json.dumps(CASES))
+        report = ingest(tmp_path / "musique.json", engine, tmp_path / "index", chunk_size=512, embedder="hashing")
+        assert report.num_documents == 10 * len(CASES)
+        with open_engine_index(tmp_path / "index", engine, "hashing", create=False) as index:
+            assert report.num_new_kv == len(set(index.texts()))
+            for question in (case["question"] for case in CASES):
+                prompt = Prompt([hit.chunk for hit in index.search(question, 6)], question)
+                full = engine.generate(prompt, mode="full", max_tokens=12)
+                assert full.token_ids
+                for mode, ratio in (("prefix", None), ("reuse", None), ("blend", 0.15), ("blend", 1.0)):
+                    answer = engine.generate(prompt, mode=mode, recompute_ratio=ratio, max_tokens=12)
+                    if mode != "prefix":
+                        assert answer.report.num_chunk_hits == answer.report.num_chunks == 6
+                    if mode == "prefix" or ratio == 1.0:
+                        assert (answer.token_ids, answer.text) == (full.token_ids, full.text)

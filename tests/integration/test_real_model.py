@@ -4,9 +4,9 @@
 """
 
 import json
-from pathlib import Path
 
 import pytest
+from pages import NEEDS_SMOLLM2, SMOLLM2
 from typer.testing import CliRunner
 
 from ragblend import Prompt, load_engine
@@ -17,20 +17,16 @@ from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases, stored_c
 from ragblend.lab.quality.measures import Configuration
 from ragblend.lab.quality.study import measure_prompt, summarize
 
-MODEL = Path(__file__).parents[2] / "models" / "smollm2"
-GGUF = MODEL.with_suffix(".gguf")
-ASKED = QualityConfig(model=str(MODEL), data="musique", part="selection", num_questions=4)
+GGUF = SMOLLM2.with_suffix(".gguf")
+ASKED = QualityConfig(model=str(SMOLLM2), data="musique", part="selection", num_questions=4)
 REUSE = Configuration("reuse", "none", 0.0)
 
-pytestmark = [
-    pytest.mark.real_model,
-    pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="no real model here: make real-model"),
-]
+pytestmark = NEEDS_SMOLLM2
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with load_engine(str(MODEL), dtype="float32", system=SYSTEM, on_miss="inline") as loaded:
+    with load_engine(str(SMOLLM2), dtype="float32", system=SYSTEM, on_miss="inline") as loaded:
         yield loaded
 
 
@@ -106,7 +102,7 @@ def test_auto_is_the_rule_with_a_probe(engine, prompts):
 
 def test_bench_quality_judges_this_model_on_real_questions():
     sizes = "--data nq --split selection --num-questions 3 --chunk-tokens 100 --ratios 0.15 --rules auto,cacheblend"
-    words = ["bench", "quality", "--model", str(MODEL), *sizes.split(), "--embedder", "hashing", "--json"]
+    words = ["bench", "quality", "--model", str(SMOLLM2), *sizes.split(), "--embedder", "hashing", "--json"]
     ran = CliRunner().invoke(app, words)
     assert ran.exit_code == 0, ran.output
     facts = json.loads(ran.stdout.splitlines()[-1])

@@ -145,19 +145,6 @@ def test_characters_of_several_tokens_belong_to_the_last_one(renderer):
     assert renderer.token_texts([]) == []
 
 
-def test_full_prefill_answers_as_the_stock_model_does_and_blending_at_ratio_one_too(engine, stock_model):
-    prompt = Prompt.from_messages([("user", ["Content: ", CHUNKS[0], "\nwhat is that?"])])
-    explanation = explain(engine, prompt, recompute_ratio=1.0, max_tokens=6)
-    (chunk,) = (segment.chunk for segment in explanation.segments if segment.chunk is not None)
-    assert (chunk.hit, chunk.exact) == (True, False)
-    assert explanation.count("exact") + explanation.count("reused") == explanation.report.num_reused_tokens
-    assert max(token.remaining for token in explanation.tokens) < 1e-4
-    whole = engine.renderer.render(prompt)
-    with torch.no_grad():
-        answer = stock_model("llama").generate(torch.tensor([whole]), max_new_tokens=6, do_sample=False, num_beams=1)
-    assert explanation.full_answer == engine.renderer.decode(answer[0, len(whole) :].tolist()) == explanation.answer
-
-
 def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_each_answer(engine, monkeypatch):
     options: dict[str, Any] = {"rule": "ask", "max_tokens": 6}
     compared = Comparison(engine, PROMPT, recompute_ratio=0.3, **options)

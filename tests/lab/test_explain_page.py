@@ -13,6 +13,7 @@ from ragblend.lab.explain_page import deviation_scale, explanation_lines, render
 from ragblend.prompt.types import Chunk, Prompt
 
 EVIL = "</p><script>alert('1')</script> & \"quoted\" <b onclick=x>$\\frac{1}$ {{ 7 * 7 }}"
+EVIL_CHUNKS = [replace(CHUNKS[0], source="a<i>.md"), Chunk(EVIL, source="b&.md"), CHUNKS[2]]
 VOID = {"meta", "input", "rect", "link", "br", "img"}
 
 
@@ -59,17 +60,12 @@ class Page(HTMLParser):
             self.running += data
 
 
-@pytest.fixture(scope="module")
-def evil_chunks():
-    return [replace(CHUNKS[0], source="a<i>.md"), Chunk(EVIL, source="b&.md"), CHUNKS[2]]
-
-
 @pytest.fixture
-def explanation(tiny_engine, evil_chunks):
+def explanation(tiny_engine):
     engine = tiny_engine("llama")
-    for chunk in evil_chunks[:2]:
+    for chunk in EVIL_CHUNKS[:2]:
         engine.precompute(chunk)
-    return explain(engine, Prompt(evil_chunks, f"what? {EVIL}"), rule="ask", max_tokens=4)
+    return explain(engine, Prompt(EVIL_CHUNKS, f"what? {EVIL}"), rule="ask", max_tokens=4)
 
 
 def test_every_token_is_there_once_and_in_order(explanation):
@@ -114,10 +110,10 @@ def test_it_shows_states_figures_and_what_was_missed(explanation):
     assert "@media print" in html
 
 
-def test_without_attention_the_page_names_the_reason_and_offers_no_view_of_it(tiny_engine, evil_chunks):
+def test_without_attention_the_page_names_the_reason_and_offers_no_view_of_it(tiny_engine):
     engine = tiny_engine("llama")
-    engine.precompute(evil_chunks[0])
-    page = render_html(explain(engine, Prompt(evil_chunks, "what?"), rule="random", max_tokens=2))
+    engine.precompute(EVIL_CHUNKS[0])
+    page = render_html(explain(engine, Prompt(EVIL_CHUNKS, "what?"), rule="random", max_tokens=2))
     assert "does not probe the question" in page
     assert 'type="radio"' not in page
     assert "Where the question looked" not in page

@@ -5,15 +5,17 @@ A case is a whole file of a kind and one change to it, drawn from a seed that is
 
 from __future__ import annotations
 
+import io
 import random
 import resource
 import unicodedata
+import zipfile
 from collections.abc import Callable
 from time import process_time
 
 import pytest
-from document_files import WHOLE, bomb, docx, epub, opendocument, pdf, xlsx
-from office_files import make_zip
+from document_files import WHOLE, epub, pdf
+from office_files import make_docx, make_odf
 
 from ragblend.corpus.documents import read_documents
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
@@ -55,13 +57,22 @@ def insert(data: bytes, draw: random.Random) -> bytes:
 
 def other_kind(data: bytes, draw: random.Random) -> bytes:
     """Another kind's file under this kind's name."""
-    return WHOLE[draw.choice(sorted(WHOLE))]()
+    return WHOLE[draw.choice(sorted(WHOLE))]
 
 
 def join(data: bytes, draw: random.Random) -> bytes:
     """The beginning of this file and the end of one of another kind."""
-    other = WHOLE[draw.choice(sorted(WHOLE))]()
+    other = WHOLE[draw.choice(sorted(WHOLE))]
     return data[: draw.randrange(len(data))] + other[draw.randrange(len(other)) :]
+
+
+def bomb(data: bytes, name: str, size_mib: int) -> bytes:
+    """Return the zip archive `data` with a further member whose decompressed size is `size_mib`."""
+    buffer = io.BytesIO(data)
+    with zipfile.ZipFile(buffer, "a", zipfile.ZIP_DEFLATED) as archive, archive.open(name, "w") as member:
+        for _ in range(size_mib):
+            member.write(b"a" * (1 << 20))
+    return buffer.getvalue()
 
 
 CHANGES = (flip, truncate, cut_out, repeat, insert, other_kind, join)
@@ -102,12 +113,12 @@ def num_garbage(text: str) -> int:
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_the_whole_file_of_each_kind_is_read(kind):
-    assert any(word in read(kind, WHOLE[kind]()) for word in ("rent", "Ouagadougou", "bolt"))
+    assert any(word in read(kind, WHOLE[kind]) for word in ("rent", "Ouagadougou", "bolt"))
 
 
 @pytest.mark.parametrize(("kind", "change", "seed"), [marked(case) for case in CASES])
 def test_a_damaged_file_gives_a_text_or_a_named_error(kind, change, seed):
-    read(kind, change(WHOLE[kind](), random.Random(f"{kind} {change.__name__} {seed}")))
+    read(kind, change(WHOLE[kind], random.Random(f"{kind} {change.__name__} {seed}")))
 
 
 @pytest.mark.parametrize("kind", [*WHOLE, "doc", "xls", "log", "parquet"])
@@ -116,11 +127,7 @@ def test_random_bytes_are_no_text(kind):
 
 
 HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "html-nested-inline": ("html", lambda: b"<b><i>" * 50_000 + b"the end"),
-    "html-many-blocks": ("html", lambda: b"<p>a" * 200_000),
     "html-one-line": ("html", lambda: b"<p>" + b"word" * 400_000),
-    "html-unclosed-comment": ("html", lambda: b"<p>the end</p>" + b"<!--" * 200_000),
-    "html-entities": ("html", lambda: b"<p>" + b"&#x110000;&amp;&nosuch;" * 40_000),
     "xhtml-self-closed": ("xhtml", lambda: b'<?xml version="1.0"?><html><body>' + b"<a " * 300_000 + b"the end"),
     "txt-one-line": ("txt", lambda: b"word" * 500_000),
     "txt-blanks": ("txt", lambda: b" " * 1_000_000 + b"the end"),
@@ -132,29 +139,26 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "json-long-number": ("json", lambda: b'[{"text": "rent", "n": ' + b"9" * 100_000 + b"}]"),
     "jsonl-nested": ("jsonl", lambda: b'{"text": ' + b"[" * 100_000 + b"\n" + b'{"text": "rent"}\n'),
     "jsonl-one-line": ("jsonl", lambda: b'{"text": "' + b"word " * 300_000 + b'"}'),
-    "docx-bomb": ("docx", lambda: bomb(docx(), "word/footnotes.xml", 300)),
-    "xlsx-bomb": ("xlsx", lambda: bomb(xlsx(), "xl/sharedStrings.xml", 300)),
+    "docx-bomb": ("docx", lambda: bomb(WHOLE["docx"], "word/footnotes.xml", 300)),
+    "xlsx-bomb": ("xlsx", lambda: bomb(WHOLE["xlsx"], "xl/sharedStrings.xml", 300)),
     "docx-wide-cell": (
         "docx",
-        lambda: docx(
+        lambda: make_docx(
             '<w:tbl><w:tr><w:tc><w:tcPr><w:gridSpan w:val="2000000000"/></w:tcPr><w:p><w:r><w:t>rent</w:t></w:r></w:p>'
             "</w:tc></w:tr></w:tbl>"
         ),
     ),
-    "docx-empty-archive": ("docx", lambda: make_zip({})),
-    "odt-nested": ("odt", lambda: opendocument("text", "<text:p>" * 50_000 + "the end" + "</text:p>" * 50_000)),
-    "odt-spaces": ("odt", lambda: opendocument("text", '<text:p>a<text:s text:c="2000000000"/>b</text:p>')),
+    "odt-nested": ("odt", lambda: make_odf("<text:p>" * 50_000 + "the end" + "</text:p>" * 50_000)),
+    "odt-spaces": ("odt", lambda: make_odf('<text:p>a<text:s text:c="2000000000"/>b</text:p>')),
     "ods-repeated": (
         "ods",
-        lambda: opendocument(
-            "spreadsheet",
+        lambda: make_odf(
             '<table:table table:name="T"><table:table-row table:number-rows-repeated="1048576">'
             '<table:table-cell office:value-type="string" table:number-columns-repeated="16384"><text:p>a</text:p>'
             "</table:table-cell></table:table-row></table:table>",
+            "spreadsheet",
         ),
     ),
-    "epub-nested": ("epub", lambda: epub("<div>" * 100_000 + "the end")),
-    "epub-many-parts": ("epub", lambda: make_zip({f"part{at}": "a" for at in range(4_000)})),
     "epub-one-part-often": ("epub", lambda: epub(num_readings=100_000)),
     "rtf-nested": ("rtf", lambda: rb"{\rtf1 " + b"{" * 200_000 + b"the end"),
     "rtf-binary": ("rtf", lambda: rb"{\rtf1 the end \bin2000000000 " + b"a" * 1000 + b"}"),
@@ -166,21 +170,20 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "eml-headers": ("eml", lambda: b"Subject: the end\n" + b"X-A: b\n" * 100_000 + b"\ntext\n"),
     "eml-nested-messages": ("eml", lambda: b"Content-Type: message/rfc822\n\n" * 5_000 + b"Subject: a\n\nthe end\n"),
     "mbox-empty-messages": ("mbox", lambda: b"From a\n\n" * 20_000),
-    "pdf-page-loop": ("pdf", lambda: pdf().replace(b"Kids[3 0 R 5 0 R", b"Kids[2 0 R 2 0 R")),
-    "pdf-one-page-often": ("pdf", lambda: pdf(kids=b"3 0 R " * 20_000)),
+    "pdf-page-loop": ("pdf", lambda: pdf().replace(b"Kids[5 0 R 7 0 R", b"Kids[2 0 R 2 0 R")),
+    "pdf-one-page-often": ("pdf", lambda: pdf(kids="5 0 R " * 20_000)),
     "pdf-form-loop": (
         "pdf",
         lambda: pdf(
-            b"<</FT/Tx/T(a)/V(rent)/Kids[9 0 R 9 0 R]/Parent 9 0 R/Subtype/Widget/Rect[0 0 9 9]>>",
-            catalog=b"/AcroForm<</Fields[9 0 R 9 0 R]>>",
-        ).replace(b"/Contents 4 0 R", b"/Contents 4 0 R/Annots[9 0 R]"),
+            annotations=["<</FT/Tx/T(a)/V(rent)/Kids[4 0 R 4 0 R]/Parent 4 0 R/Subtype/Widget/Rect[0 0 9 9]>>"]
+        ),
     ),
     "pdf-nested": ("pdf", lambda: b"%PDF-1.4\n1 0 obj\n" + b"[" * 100_000 + b"\nendobj\ntrailer<</Root 1 0 R>>\n%%EOF"),
-    "zip-as-text": ("txt", docx),
+    "zip-as-text": ("txt", lambda: WHOLE["docx"]),
     "picture-as-html": ("html", lambda: b"\x89PNG\r\n\x1a\n" + random.Random(1).randbytes(50_000)),
 }  # fmt: skip
-"""Files made to take time, memory or the stack. Tests of each reader have more of them."""
-FAST_HOSTILE = ("txt-blanks", "rtf-nested", "pdf-page-loop")
+"""Files made to take time, memory or the stack. Tests of single readers have more of them."""
+FAST_HOSTILE = ("html-one-line", "json-nested-records", "docx-wide-cell", "pdf-page-loop", "txt-blanks")
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,8 @@ def read(data: bytes) -> ParsedRecord:
 
 def mail(subject: str, text: str) -> email.message.EmailMessage:
     message = email.message.EmailMessage(policy=email.policy.SMTP)
-    message["Subject"], message["From"], message["Date"] = (
-        subject,
-        "Ann <a@example.com>",
-        "Mon, 05 Jan 2026 10:00:00 +0100",
-    )
+    message["Subject"], message["From"], message["To"] = subject, "Ann <a@example.com>", "b@example.com"
+    message["Date"] = "Mon, 05 Jan 2026 10:00:00 +0100"
     message.set_content(text)
     return message
 
@@ -40,12 +37,13 @@ def test_header_body_and_attachments_are_read():
     message.add_attachment(b"%PDF", maintype="application", subtype="pdf", filename="Größe.pdf")
     message.add_attachment(b"x", maintype="image", subtype="png", filename="b.png")
     record = read(message.as_bytes())
-    header = "Subject: Käse für Öl\nFrom: Ann <a@example.com>\nDate: Mon, 05 Jan 2026 10:00:00 +0100"
+    header = "Subject: Käse für Öl\nFrom: Ann <a@example.com>\nTo: b@example.com\nDate: Mon, 05 Jan 2026 10:00:00 +0100"
     assert record.text == f"{header}\n\nLänge 3 m\n\nAttachments: Größe.pdf, b.png"
     assert record.marks == (Mark(0, "heading", "Käse für Öl", 1),)
     assert record.metadata == {
         "title": "Käse für Öl",
         "from": "Ann <a@example.com>",
+        "to": "b@example.com",
         "date": "2026-01-05T10:00:00+01:00",
     }
 
@@ -62,22 +60,23 @@ def test_forwarded_mails_are_read_with_their_header():
     message = mail("outer", "see below")
     message.add_attachment(mail("inner", "the rent is due"))
     record = read(message.as_bytes())
-    assert record.text.endswith("see below\n\nSubject: inner\nFrom: Ann <a@example.com>\n"
+    assert record.text.endswith("see below\n\nSubject: inner\nFrom: Ann <a@example.com>\nTo: b@example.com\n"
                                 "Date: Mon, 05 Jan 2026 10:00:00 +0100\n\nthe rent is due")  # fmt: skip
     assert [(mark.value, mark.level) for mark in record.marks] == [("outer", 1), ("inner", 2)]
 
 
 @pytest.mark.parametrize(
-    ("charset", "transfer", "body"),
+    ("kind", "charset", "transfer", "body"),
     [
-        ("iso-8859-15", "quoted-printable", b"5 =A4 f=FCr K=E4se"),
-        ("windows-1252", "8bit", b"5 \x80 f\xfcr K\xe4se"),
-        ("utf-8", "base64", b"NSDigqwgZsO8ciBLw6RzZQ=="),
-        ("no-such-charset", "8bit", "5 € für Käse".encode()),
+        ("plain", "iso-8859-15", "quoted-printable", b"5 =A4 f=FCr K=E4se"),
+        ("plain", "windows-1252", "8bit", b"5 \x80 f\xfcr K\xe4se"),
+        ("plain", "utf-8", "base64", b"NSDigqwgZsO8ciBLw6RzZQ=="),
+        ("plain", "no-such-charset", "8bit", "5 € für Käse".encode()),
+        ("html", "utf-8", "quoted-printable", b"<p>5 =E2=82=AC f=C3=BCr K=C3=A4se</p>"),
     ],
 )
-def test_bodies_are_decoded(charset, transfer, body):
-    head = f"Subject: x\nContent-Type: text/plain; charset={charset}\nContent-Transfer-Encoding: {transfer}\n\n"
+def test_bodies_are_decoded(kind, charset, transfer, body):
+    head = f"Subject: x\nContent-Type: text/{kind}; charset={charset}\nContent-Transfer-Encoding: {transfer}\n\n"
     assert read(head.encode() + body).text == "Subject: x\n\n5 € für Käse"
 
 

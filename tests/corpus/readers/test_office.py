@@ -230,11 +230,12 @@ def test_encrypted_opendocument_names_the_password():
 def test_chapters_come_in_reading_order_with_titles_from_the_contents():
     chapters = {
         "a": "<p>second</p>",
-        "b": "<header><h1>First</h1></header><aside>Footnote</aside>",
+        "z b": "<header><h1>First</h1></header><aside>Footnote</aside>",
         "ad": "<p>advert</p>",
         "toc": "<p>x</p>",
     }
-    spine = "".join(f'<itemref idref="{name}"/>' for name in "baa?") + '<itemref idref="ad" linear="no"/>'
+    order = ("z b", "a", "a", "?")
+    spine = "".join(f'<itemref idref="{name}"/>' for name in order) + '<itemref idref="ad" linear="no"/>'
     nav = '<html><nav><a href="a.xhtml#top">Chapter <i>Two</i></a></nav></html>'
     data = make_epub(chapters, spine, {"O/nav.xhtml": nav}, '<item id="nav" href="nav.xhtml" properties="nav"/>')
     record = only(read_epub(data))

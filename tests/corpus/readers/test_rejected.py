@@ -1,5 +1,7 @@
 """Files that are not read: each is named by what it is, with the command that helps."""
 
+import random
+
 import pytest
 
 from ragblend.corpus.documents import open_source, read_documents
@@ -26,6 +28,7 @@ def test_formats_that_can_be_converted_name_how(suffix):
         ("a", b"\x7fELF\0\0", "binary file"),
         ("a", b"PK\x03\x04\0\0[Content_Types].xml", "give it the ending"),
         ("a.dat", b"\0\1\2\3", "binary file"),
+        ("a.text", random.Random(3).randbytes(4000).replace(b"\0", b"\1"), "is not text in UTF-8 or in another"),
         ("a", OLE + b"\0" + "WordDocument".encode("utf-16-le"), "Word file of the format before 2007"),
         ("~$report.docx", b"\x05Ann\0", "lock file"),
         ("server.key", b"-----BEGIN PRIVATE KEY-----", "no Keynote presentation"),

@@ -42,6 +42,10 @@ DELIMITERS = {
     "commas of thousands": ("a;b\n" + "1,000,000;2,000,000\n" * 9, ";"),
     "decimal commas in tabs": ("a\tb\n" + "1,5\t2,5\n" * 9, "\t"),
     "commas of names": ("id;name\n1;Meier, Anna\n2;Huber, Jan\n3;Bo, Li\n", ";"),
+    "commas in names and values": (
+        "Name, Vorname;Ort, PLZ;Betrag, EUR\nMeier, Anna;Ulm, 89073;1.200,50\nHuber, Jan;Bonn, 53111;2.000,00\n",
+        ";",
+    ),
     "semicolons in quoted values": ('id,body\n1,"a; b; c"\n2,"d; e"\n3,f\n', ","),
     "commas in quoted values": ('a,b\n"1, 2","3, 4"\n"5, 6","7, 8"\n', ","),
     "commas then spaces": ("name, age, city\nAda, 36, London\nAlan, 41, Wilmslow\n", ","),

@@ -25,7 +25,6 @@ from ragblend.lab.bench.load import (
     LoadSample,
     ThrottledStore,
     make_cases,
-    run_load,
     summarize,
     table_lines,
 )
@@ -43,8 +42,14 @@ def profile() -> MachineProfile:
     return MachineProfile("m", {}, LAYERS, 10, ((100.0, 1.0),), bytes_per_s={"disk": 10_000.0})
 
 
-def test_every_case_runs_from_the_tier_it_names_and_the_store_outgrows_memory(tmp_path):
-    result = run_load(LoadConfig(**SMALL, store=tmp_path))
+def test_every_case_runs_from_the_tier_it_names_the_store_outgrows_memory_and_the_result_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    printed: list[str] = []
+    config = LoadConfig(**SMALL, store=tmp_path)
+    result = BENCHMARK.run(config, plot=tmp_path / "load.png", echo=printed.append)
+    assert result["command"] == "bench load"
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+    assert any("T_recompute" in line for line in printed)
     assert result["store_bytes"] > 3 * result["memory_bytes"]
     assert result["load_bytes"] == result["memory_bytes"] == 3 * 20 * 2 * LAYERS * 2 * 16 * 4
     assert [(run["source"], run["pipeline"]) for run in result["runs"] if run["ratio"] == 0.15] == [
@@ -147,12 +152,3 @@ def test_the_target_is_judged_by_medians_and_only_where_loading_should_hide():
     )
     assert [run["within_target"] for run in runs] == [True, None, None, False, None]
     assert [run["over_memory"] for run in runs] == pytest.approx([1.1, 1.0, 1.5, 1.2, 2.0])
-
-
-def test_a_plot_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    lines: list[str] = []
-    facts = BENCHMARK.run(LoadConfig(**{**SMALL, "repeats": 1}), plot=tmp_path / "load.png", echo=lines.append)
-    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
-    assert facts["command"] == "bench load"
-    assert any("T_recompute" in line for line in lines)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +26,6 @@ RUN_KEYS = {
     "mode", "rule", "ratio", "charged_budget", "charged_budget_32", "ttft_s", "ttft_min_s", "ttft_max_s", "load_s",
     "fuse_s", "probe_s", "select_s", "select_share", "speedup", "limit", "peak_rss_bytes",
 }  # fmt: skip
-
-
-def facts(plot: Path | None = None, echo: Callable[[str], None] = lambda line: None, **changes: Any) -> dict[str, Any]:
-    small = {**SMALL, "rules": ("cacheblend", "random"), "threads": 1, "repeats": 1, "num_prompts": 1}
-    return BENCHMARK.run(TtftConfig(**{**small, **changes}), plot=plot, echo=echo)
 
 
 @pytest.mark.parametrize("tier", ["memory", "disk"])
@@ -98,9 +91,11 @@ def test_blend_runs_once_per_rule_and_the_other_modes_once():
     assert cases[0].rule == "random"
 
 
-def test_the_json_object_has_the_documented_keys():
+def test_the_json_object_has_the_documented_keys_and_a_plot_is_written_from_it(tmp_path):
+    pytest.importorskip("matplotlib")
     lines: list[str] = []
-    found = facts(tier="disk", echo=lines.append)
+    small = {**SMALL, "rules": ("cacheblend", "random"), "threads": 1, "repeats": 1, "num_prompts": 1, "tier": "disk"}
+    found = BENCHMARK.run(TtftConfig(**small), plot=tmp_path / "new" / "ttft.png", echo=lines.append)
     assert json.loads(json.dumps(found)) == found
     assert (found["schema_version"], found["command"]) == (1, "bench ttft")
     assert {"cpu", "cores", "memory_gib", "gpu", "os", "python", "torch", "transformers", "ragblend", "threads"} <= set(
@@ -110,11 +105,6 @@ def test_the_json_object_has_the_documented_keys():
     assert all(set(run) >= RUN_KEYS for run in found["runs"])
     assert any(line.startswith("cpu") for line in lines)
     assert sum(line.startswith(("full", "prefix", "reuse", "blend")) for line in lines) == 5
-
-
-def test_a_plot_is_written_from_the_json_object(tmp_path):
-    pytest.importorskip("matplotlib")
-    found = facts(plot=tmp_path / "new" / "ttft.png")
     assert (tmp_path / "new" / "ttft.png").read_bytes().startswith(b"\x89PNG")
     plot_ttft(json.loads(json.dumps(found)), tmp_path / "again.png")
     assert (tmp_path / "again.png").stat().st_size > 0

@@ -1,6 +1,6 @@
 """Traffic of known shares: RAG over documents by Zipf's law, in sessions or one question at a time, and agents.
 
-`generate` yields OpenAI bodies and counts which tokens were sent before: in the same beginning, at another
+`Generated` yields OpenAI bodies and counts which tokens were sent before: in the same beginning, at another
 place, or never. It counts by segments (a system text, a chunk, a question), not by tokens or hashes, so that it is
 independent of the analysis that it judges.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -29,14 +29,11 @@ class Traffic:
     turns: int = 1  # questions of one session; the conversation is sent again with each
     chunks_per_turn: int = 4
     num_documents: int = 200
-    chunks_per_document: int = 5
     chunk_words: int = 120
-    zipf: float = 1.0  # how much more often the first document is asked for than the second, and so on
     edit_every: int = 0  # number of requests after which a chunk of a document is rewritten; 0: never
     system_words: int = 60
     question_words: int = 24
     answer_words: int = 60
-    seed: int = 0
 
 
 KINDS: dict[str, Traffic] = {
@@ -51,35 +48,63 @@ KINDS: dict[str, Traffic] = {
 fifth turn of an agent reads one chunk that others read, too."""
 
 
-@dataclass(slots=True)
-class Shares:
-    """Tokens of all prompts: in the prefix that was sent before, sent before at another place, and new."""
-
-    prefix: int = 0
-    elsewhere: int = 0
-    new: int = 0
-
-    def as_dict(self) -> dict[str, float]:
-        """As shares."""
-        total = max(1, self.prefix + self.elsewhere + self.new)
-        return {"prefix": self.prefix / total, "elsewhere": self.elsewhere / total, "new": self.new / total}
-
-
-@dataclass(slots=True)
 class Generated:
-    """Request bodies, made in order, and the true shares of those that were taken so far."""
+    """Request bodies of `traffic`, made in order. count: function that returns the number of tokens of a text.
 
-    traffic: Traffic
-    count: Count
-    truth: Shares = field(default_factory=Shares)
+    counts: tokens of the bodies taken so far that were in the prefix that was sent before (prefix), that were sent
+    before at another place (elsewhere), and that were new (new).
+    """
+
+    def __init__(self, traffic: Traffic, count: Count) -> None:
+        self.counts = {"prefix": 0, "elsewhere": 0, "new": 0}
+        self._traffic, self._count = traffic, count
+        self._tree: dict[str, Any] = {}  # beginnings of the prompts that were sent, by segments
+        self._sent: set[str] = set()  # their chunks
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        world, books = _World(self.traffic), _Books(self.count, self.truth)
-        for number, turns in enumerate(_conversations(self.traffic, world)):
-            books.enter([segment for turn in turns for segment in _segments(turn)])
-            if self.traffic.edit_every and (number + 1) % self.traffic.edit_every == 0:
+        world = _World(self._traffic)
+        for number, turns in enumerate(_conversations(self._traffic, world), start=1):
+            self._enter([segment for turn in turns for segment in _segments(turn)])
+            if self._traffic.edit_every and number % self._traffic.edit_every == 0:
                 world.edit()
             yield {"model": "generated", "messages": [_message(turn) for turn in turns]}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the counts as shares of all tokens."""
+        return {name: count / max(1, self.num_tokens) for name, count in self.counts.items()}
+
+    def _enter(self, prompt: list[tuple[str, bool]]) -> None:
+        """Count one prompt, then add it to what was sent."""
+        sizes = [self._count(text) for text, _ in prompt]
+        total = sum(sizes)
+        prefix = min(self._known(prompt, sizes), total - 1) // BLOCK * BLOCK
+        place = elsewhere = 0
+        for (text, _), size in zip(prompt, sizes, strict=True):
+            rest = place + size - max(place, prefix)
+            if text in self._sent and rest > 0 and (place >= prefix or rest >= BLOCK):
+                elsewhere += rest  # less than a block of what begins in the prefix is the rest of the prefix
+            place += size
+        self.counts["prefix"] += prefix
+        self.counts["elsewhere"] += elsewhere
+        self.counts["new"] += total - prefix - elsewhere
+        self._sent |= {text for text, is_chunk in prompt if is_chunk}
+        branch = self._tree
+        for text, _ in prompt:
+            branch = branch.setdefault(text, {})
+
+    def _known(self, prompt: list[tuple[str, bool]], sizes: list[int]) -> int:
+        """Return the number of tokens of the longest beginning that was sent before."""
+        branch, known = self._tree, 0
+        for (text, _), size in zip(prompt, sizes, strict=True):
+            if text not in branch:
+                break
+            branch, known = branch[text], known + size
+        return known
 
 
 Turn = tuple[str, tuple[tuple[str, bool], ...]]
@@ -90,10 +115,10 @@ class _World:
     """Documents that are asked for by Zipf's law, and a source of words."""
 
     def __init__(self, traffic: Traffic) -> None:
-        self.draw, self._traffic = random.Random(traffic.seed), traffic
-        count, size = traffic.num_documents, traffic.chunks_per_document
-        self._documents = [[self.words(traffic.chunk_words) for _ in range(size)] for _ in range(count)]
-        self._weights = list(accumulate(1 / (rank + 1) ** traffic.zipf for rank in range(count)))
+        self.draw, self._traffic = random.Random(0), traffic
+        count = traffic.num_documents
+        self._documents = [[self.words(traffic.chunk_words) for _ in range(5)] for _ in range(count)]
+        self._weights = list(accumulate(1 / (rank + 1) for rank in range(count)))
 
     def words(self, count: int) -> str:
         """That many words of two to four syllables."""
@@ -150,45 +175,3 @@ def _segments(turn: Turn) -> list[tuple[str, bool]]:
 def _message(turn: Turn) -> dict[str, Any]:
     role, texts = turn
     return {"role": role, "content": _JOINT.join(text for text, _ in texts)}
-
-
-class _Books:
-    """What was sent before: beginnings as a tree of segments, and chunks and other long segments by their text."""
-
-    def __init__(self, count: Count, truth: Shares) -> None:
-        self._count, self._truth = count, truth
-        self._tree: dict[str, Any] = {}
-        self._sent: set[str] = set()
-
-    def enter(self, prompt: list[tuple[str, bool]]) -> None:
-        """Count one prompt, then add it to what was sent."""
-        sizes = [self._count(text) for text, _ in prompt]
-        total = sum(sizes)
-        prefix = min(self._known(prompt, sizes), total - 1) // BLOCK * BLOCK
-        place = elsewhere = 0
-        for (text, _), size in zip(prompt, sizes, strict=True):
-            rest = place + size - max(place, prefix)
-            if text in self._sent and rest > 0 and (place >= prefix or rest >= BLOCK):
-                elsewhere += rest  # less than a block of what begins in the prefix is the rest of the prefix
-            place += size
-        self._truth.prefix += prefix
-        self._truth.elsewhere += elsewhere
-        self._truth.new += total - prefix - elsewhere
-        self._sent |= {text for text, is_chunk in prompt if is_chunk}
-        branch = self._tree
-        for text, _ in prompt:
-            branch = branch.setdefault(text, {})
-
-    def _known(self, prompt: list[tuple[str, bool]], sizes: list[int]) -> int:
-        """Tokens of the longest beginning that was sent before."""
-        branch, known = self._tree, 0
-        for (text, _), size in zip(prompt, sizes, strict=True):
-            if text not in branch:
-                break
-            branch, known = branch[text], known + size
-        return known
-
-
-def generate(traffic: Traffic, count: Count) -> Generated:
-    """The requests of `traffic`; `count` says how many tokens a text has, alone."""
-    return Generated(traffic, count)

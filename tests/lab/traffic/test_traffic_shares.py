@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generated_traffic import KINDS, Generated, generate
+from generated_traffic import KINDS, Generated
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
@@ -27,12 +27,12 @@ def write(path: Path, entries: Iterable[Any]) -> Path:
 
 
 def made(kind: str, tokenizer: Tokenizer, **changes: Any) -> Generated:
-    return generate(replace(KINDS[kind], **changes), lambda text: len(tokenizer.ids(text)))
+    return Generated(replace(KINDS[kind], **changes), lambda text: len(tokenizer.ids(text)))
 
 
 def assert_close(found: dict[str, Any], truth: Generated) -> None:
-    assert found["shares"] == pytest.approx(truth.truth.as_dict(), abs=POINT)
-    assert found["num_tokens"] == truth.truth.prefix + truth.truth.elsewhere + truth.truth.new
+    assert found["shares"] == pytest.approx(truth.shares, abs=POINT)
+    assert found["num_tokens"] == truth.num_tokens
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from pages import NEEDS_SMOLLM2, ROOT
 
 nbformat = pytest.importorskip("nbformat")
 for _name in ("jupytext", "nbclient"):
     pytest.importorskip(_name)
 
-NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = ROOT / "notebooks"
 SOURCES = sorted((NOTEBOOKS / "src").glob("*.py"))
 
 
@@ -64,8 +64,9 @@ def test_figures_of_closeness_are_shown_on_a_real_model(runner):
     assert [path.stem[:2] for path in SOURCES if runner.is_real(path)] == ["04", "06", "07"]
 
 
-def test_every_notebook_on_the_embedded_model_runs_top_to_bottom():
-    """tests/integration/test_real_notebooks.py runs the others."""
-    command = [sys.executable, str(NOTEBOOKS / "run.py"), "--check", "--part", "embedded"]
+@pytest.mark.parametrize("part", ["embedded", pytest.param("real", marks=NEEDS_SMOLLM2)])
+def test_every_notebook_runs_top_to_bottom(part, runner):
+    command = [sys.executable, str(NOTEBOOKS / "run.py"), "--check", "--part", part]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
+    assert len(done.stdout.splitlines()) == sum(runner.is_real(path) == (part == "real") for path in SOURCES)
