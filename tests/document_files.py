@@ -9,8 +9,17 @@ from typing import Any
 from office_files import make_docx, make_epub, make_odf, make_pptx, make_xlsx, shape, word_paragraph
 from pdf_files import lines, make_pdf
 
+from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
+
 SENTENCES = "".join(f"Paragraph {number}: the lease ends in May and rent is due monthly.\n\n" for number in range(40))
 PARAGRAPHS = SENTENCES.split("\n\n")
+
+
+def only(records: ParsedRecords) -> ParsedRecord:
+    """Return the record of a file that has one."""
+    (record,) = records
+    assert isinstance(record, ParsedRecord)
+    return record
 
 
 def pdf(**others: Any) -> bytes:
