@@ -347,7 +347,7 @@ class BlendModel(BaseModel):
         An engine in this process decodes them together with the answers of other threads, see `engine.loop`. Raises the
         first error after the other answers have ended.
         """
-        single = [self._split_answers(request) for request in requests]
+        single = [self._split_answers(request) if request.options.n else [request] for request in requests]
         streams = [[self._open(request) for request in several] for several in single]
         run_to_end = getattr(self.engine, "run_to_end", None)
         if run_to_end is None:
