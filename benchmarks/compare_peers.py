@@ -32,7 +32,7 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
-from ragblend.lab.bench.common.workloads import with_own_store
+from ragblend.lab.engines import with_own_store
 from ragblend.lab.quality.data import SYSTEM, build_prompt, find_similar_texts, load_cases, stored_chunks
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration, timed_prefill
 from ragblend.prompt.types import Prompt, as_chunk

@@ -28,7 +28,7 @@ from ragblend.errors import UsageError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Benchmark, Echo
-from ragblend.lab.bench.common.workloads import with_own_store
+from ragblend.lab.engines import with_own_store
 from ragblend.lab.plots import Panel, plot_quality
 from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, token_log_probs

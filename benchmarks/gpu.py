@@ -46,13 +46,13 @@ from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import TtftConfig
 from ragblend.lab.bench.common.shapes import SHAPES, find_dtype
 from ragblend.lab.bench.common.workloads import (
-    NO_LIMIT_BYTES,
     engine_for,
     make_engine,
     make_prompts,
     random_model,
 )
 from ragblend.lab.bench.ttft import run_ttft
+from ragblend.lab.engines import NO_LIMIT_BYTES
 from ragblend.options import Mode
 from ragblend.prompt.types import Chunk, Prompt
 

@@ -38,8 +38,9 @@ try:
         RunnableLambda,
         RunnablePassthrough,
     )
-    from langchain_core.runnables.base import RunnableBindingBase
     from langchain_core.tools import BaseTool, create_retriever_tool
+
+    from ragblend.langchain.model import unwrap_bindings
 except ImportError as error:
     raise ImportError("ragblend.chains needs LangChain: pip install 'ragblend[langchain]'") from error
 
@@ -158,9 +159,7 @@ def _chat(llm: Runnable[Any, Any]) -> Runnable[Any, Any]:
 
 
 def _is_blend_model(llm: Runnable[Any, Any]) -> bool:
-    while isinstance(llm, RunnableBindingBase):
-        llm = llm.bound
-    return isinstance(llm, ChatBlend)
+    return isinstance(unwrap_bindings(llm)[0], ChatBlend)
 
 
 def _runnable(step: Any) -> Runnable[Any, Any]:

@@ -179,13 +179,13 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
 
     def _generation(self, request: Request, result: Generation) -> ChatGeneration:
         fields: dict[str, Any] = {"content": result.text}
-        if may_return_calls(request.options):
+        if request.options.tools and may_return_calls(request.options):
             fields = tool_fields(result.text, self.engine.renderer.call_format_in_text)
         message = AIMessage(**fields, usage_metadata=token_usage(result), response_metadata=self._facts(result))
         return ChatGeneration(message=message)
 
     def _chunks(self, request: Request, pieces: Iterator[str]) -> Iterator[ChatGenerationChunk]:
-        if may_return_calls(request.options):
+        if request.options.tools and may_return_calls(request.options):
             messages = tool_chunks(CallReader(self.engine.renderer.call_format_in_text), pieces)
         else:
             messages = (AIMessageChunk(content=piece) for piece in pieces)

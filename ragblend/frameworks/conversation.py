@@ -47,7 +47,7 @@ class ChatSession:
     @property
     def has_answers(self) -> bool:
         """Return True if the conversation has an answer, so that the next question may refer to it."""
-        return any(message.role == "assistant" for message in self._messages)
+        return bool(self._turns)
 
     def condense(self, question: str) -> str:
         """Return the text to search for: `question`, rewritten by the model so that it needs no earlier turn.

@@ -31,7 +31,8 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
     options |= ModelOptions.from_keywords(**loading).non_defaults
 
     if store is not None and not isinstance(store, str | Path):
-        return load_engine(model, store, **options)
+        unshared: Engine = load_engine(model, store, **options)
+        return unshared
     given = sorted((name, value) for name, value in options.items() if value is not None)
     key = (model, absolute_store(store), repr(given))
     with _ENGINES_LOCK:

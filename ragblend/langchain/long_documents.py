@@ -23,12 +23,12 @@ from langchain_core.runnables import (
     RunnableLambda,
     RunnablePassthrough,
 )
-from langchain_core.runnables.base import RunnableBindingBase
 
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document as SourceDocument
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import run_in_thread
+from ragblend.langchain.model import unwrap_bindings
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk, Prompt
 
@@ -170,8 +170,9 @@ class LongDocumentChain:
 
     def _remaining_tokens(self, text: str, num_answers: int = 1) -> int:
         """Return the tokens for chunks in a prompt with `text`."""
-        answer_tokens = num_answers * self._model._options(self._bound).max_tokens
-        return chunk_token_budget(self._model.engine, self.system or self._model.system, text, answer_tokens)
+        model, bound = unwrap_bindings(self.chat)
+        answer_tokens = num_answers * model._options(bound).max_tokens
+        return chunk_token_budget(model.engine, self.system or model.system, text, answer_tokens)
 
     # --- prompts ---
 
@@ -228,19 +229,7 @@ class LongDocumentChain:
 
     @property
     def _model(self) -> Any:
-        model: Any = self.chat
-        while isinstance(model, RunnableBindingBase):
-            model = model.bound
-        return model
-
-    @property
-    def _bound(self) -> dict[str, Any]:
-        """Return the arguments that are bound to every call."""
-        found: dict[str, Any] = {}
-        model: Any = self.chat
-        while isinstance(model, RunnableBindingBase):
-            found, model = {**model.kwargs, **found}, model.bound
-        return found
+        return unwrap_bindings(self.chat)[0]
 
 
 def _check_prompt(name: str, prompt: str, known: set[str]) -> None:

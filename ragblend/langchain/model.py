@@ -20,6 +20,7 @@ from langchain_core.messages import BaseMessage, ChatMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.prompt_values import ChatPromptValue, PromptValue
 from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.config import get_config_list
 
 from ragblend.engine.report import Generation
@@ -223,6 +224,14 @@ class LangChainModel(BlendModel):
         given: Any = stop or self.stop  # a list, or one string
         stops = [given] if isinstance(given, str) else given
         return params | {"ls_stop": stops} if stops else params
+
+
+def unwrap_bindings(llm: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the model in a runnable, and the arguments that are bound to every call of it."""
+    bound: dict[str, Any] = {}
+    while isinstance(llm, RunnableBindingBase):
+        bound, llm = {**llm.kwargs, **bound}, llm.bound
+    return llm, bound
 
 
 # --- messages ---

@@ -185,18 +185,18 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
         stored = registry.fingerprints_by_key()
     if CATALOG_FILE in report.damaged_files:
         engine.add_known_chunks(chunk for chunk in others if engine.is_stored(chunk))
-    for key in report.damaged if disk is not None else ():
-        assert disk is not None
+    if disk is None:
+        return repaired.num_new_kv
+    for key in report.damaged:
         disk.drop_unreadable(key)  # last, so that the next `verify` finds it after a kill
-    gone = [key for key in lost if key in stored and disk is not None and not disk.has_file(key)]
-    if gone and disk is not None and not disk.has_evicted:
+    gone = [key for key in lost if key in stored and not disk.has_file(key)]
+    if gone and not disk.has_evicted:
         report.unrepaired.append(
             f"{len(gone)} entries are missing, and their chunks are not indexed, or belong to another model, prefix or "
             "namespace. Repair with the `model`, `system` or `namespace` of these entries, add the documents again, or "
             "delete the entries' records: ragblend gc"
         )
-    if disk is not None:
-        _compare_with_index(disk, index, report)
+    _compare_with_index(disk, index, report)
     return repaired.num_new_kv
 
 

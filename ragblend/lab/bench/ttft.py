@@ -25,7 +25,6 @@ from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, re
 from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import (
-    NO_LIMIT_BYTES,
     engine_for,
     make_engine,
     make_prompts,
@@ -35,6 +34,7 @@ from ragblend.lab.bench.common.workloads import (
     vocab_size,
 )
 from ragblend.lab.bench.ttft_vllm import cache_first_chunks, open_vllm, vllm_hardware_card
+from ragblend.lab.engines import NO_LIMIT_BYTES
 from ragblend.lab.plots import plot_ttft
 from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import ModelOptions

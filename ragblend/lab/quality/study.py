@@ -33,7 +33,7 @@ from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, result_facts
-from ragblend.lab.bench.common.workloads import with_own_store
+from ragblend.lab.engines import with_own_store
 from ragblend.lab.plots import plot_quality
 from ragblend.lab.quality.data import QaCase, build_prompt, find_similar_texts, load_cases, stored_chunks
 from ragblend.lab.quality.measures import (

@@ -18,7 +18,7 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.load import load_engine
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.workloads import with_own_store
+from ragblend.lab.engines import with_own_store
 from ragblend.lab.plots import QUALITY_PANELS, plot_panel
 from ragblend.lab.quality.data import (
     SUMMARIZE,

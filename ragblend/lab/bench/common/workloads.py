@@ -21,7 +21,6 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import fingerprint
 from ragblend.engine.store.kv import dtype_name
-from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import find_device
@@ -34,7 +33,6 @@ from ragblend.prompt.types import Chunk, Prompt
 # Weights are drawn once per block and repeated: drawing 8 billion numbers takes minutes and changes no timing.
 _BLOCK_VALUES = 1 << 22
 _WEIGHT_STD = 0.02
-NO_LIMIT_BYTES = 1 << 50  # capacity of a memory tier that holds everything
 
 
 def model_config(shape: DecoderShape) -> Any:
@@ -175,19 +173,6 @@ def make_engine(model: Any, store: KVStore, name: str, fingerprint: str) -> Tran
     renderer = Renderer(synthetic_tokenizer(layers.config.vocab_size))
     # "inline", so that no background work disturbs the timing.
     return TransformersEngine(layers, renderer, store, name=name, fingerprint=fingerprint, on_miss="inline")
-
-
-def with_own_store(base: TransformersEngine, **options: Any) -> TransformersEngine:
-    """Return an engine with the model of `base`, and with an empty store in memory. It does no background work.
-
-    options: arguments of TransformersEngine. By default, the fingerprint is that of `base`.
-    """
-    return TransformersEngine(
-        base.layers,
-        base.renderer,
-        MemoryStore(NO_LIMIT_BYTES),
-        **{"name": base.name, "fingerprint": base.fingerprint, "on_miss": "inline", "check": False, **options},
-    )
 
 
 def vocab_size(engine: LocalEngine) -> int:
