@@ -23,7 +23,7 @@ from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, scan_folders
 from ragblend.corpus.loaders import FileReader, Loader
 from ragblend.engine.api import Engine
-from ragblend.engine.store.disk import StoreDefaults
+from ragblend.engine.store.metadata import StoreDefaults
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex

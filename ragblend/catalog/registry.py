@@ -579,7 +579,7 @@ def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
     if place is not None:
         return ChunkRegistry(place)
     with _IN_MEMORY_LOCK:
-        if (registry := _IN_MEMORY.get(store)) is None:  # making one takes 10 ms
+        if (registry := _IN_MEMORY.get(store)) is None:  # `setdefault` would create a database at every call
             registry = _IN_MEMORY[store] = ChunkRegistry()
         return registry
 

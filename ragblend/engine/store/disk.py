@@ -32,7 +32,6 @@ from ragblend.engine.store.chunk_file import (
 )
 from ragblend.engine.store.eviction import NAME, Capacity, DiskEvictor, auto_limit
 from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec, MemoryKV, load_into_memory
-from ragblend.engine.store.metadata import StoreDefaults as StoreDefaults
 from ragblend.engine.store.metadata import StoreMetadata, checked_name
 from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.store.sizes import format_bytes
