@@ -96,11 +96,6 @@ class BlendReport:
         return text
 
 
-def new_run_reports(prompt: MatchedPrompt) -> list[ChunkReport]:
-    """Return a report for each run (part of a chunk) in the prompt. Each is a miss until a lookup changes it."""
-    return [ChunkReport(run.source, run.num_tokens, hit=False) for run in prompt.runs]
-
-
 def merge_runs_by_chunk(report: BlendReport, prompt: MatchedPrompt) -> None:
     """Replace the reports of runs (parts of chunks) in `report.chunks` by one report per chunk, with summed counts."""
     joined = []

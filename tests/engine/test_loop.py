@@ -131,8 +131,9 @@ def test_no_more_answers_are_decoded_together_than_max_num_seqs(tiny_engine, mon
 
 def test_one_at_a_time_is_the_steps_of_one_prompt(tiny_engine, monkeypatch):
     engine = tiny_engine("llama", max_num_seqs=1)
-    monkeypatch.setattr(engine.layers, "run_decode_batch", None)  # would raise
+    sizes = note_sizes(engine, monkeypatch)
     assert [len(each.token_ids) for each in engine.generate_batch(PROMPTS[:3], max_tokens=4)] == [4, 4, 4]
+    assert sizes == [1] * 9
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])

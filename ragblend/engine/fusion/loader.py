@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.store.kv import LayerKV, StoredLayer, concatenate_rows, dequantized, is_in_memory
+from ragblend.engine.store.kv import LayerKV, concatenate_rows, dequantized, is_in_memory
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.layers import TransformersLayers
@@ -56,27 +56,30 @@ class _Group:
 
         `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
+        stored, is_computed = [], [computed is not None and not is_in_memory(each.kv) for each in self.placements]
         if self._copies is not None:
-            return concatenate_rows(list(map(dequantized, self._copies.next_layer())))
-        is_computed = [computed is not None and not is_in_memory(each.kv) for each in self.placements]
-        stored = [
-            self.stored_layer(placement, layer)
-            for placement, skips in zip(self.placements, is_computed, strict=True)
-            if not skips
-        ]
-        if copier is not None:
-            stored = copier.copy_to_device(stored)  # eight-bit KV is copied as eight bits
+            stored = self._copies.next_layer()
+        else:
+            for placement, skips in zip(self.placements, is_computed, strict=True):
+                if not skips:
+                    start_s = perf_counter()
+                    stored.append(placement.kv.stored_layer(layer))
+                    self._read_s[placement.start] += perf_counter() - start_s
+            if copier is not None:
+                stored = copier.copy_to_device(stored)  # eight-bit KV is copied as eight bits
         arrived = map(dequantized, stored)
         return concatenate_rows(
             [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
         )
 
-    def stored_layer(self, placement: Placement, layer: int) -> StoredLayer:
-        """Return one layer of a chunk as it is stored. Raises DamagedEntryError."""
-        start_s = perf_counter()
-        stored = placement.kv.stored_layer(layer)
-        self._read_s[placement.start] += perf_counter() - start_s
-        return stored
+    def read_through(self, layer: int) -> None:
+        """Read one layer of all chunks, so that the store verifies and promotes the whole entries. Raises
+        DamagedEntryError.
+        """
+        for placement in self.placements:
+            start_s = perf_counter()
+            placement.kv.stored_layer(layer)
+            self._read_s[placement.start] += perf_counter() - start_s
 
 
 class LayerEvent(NamedTuple):
@@ -284,9 +287,7 @@ class LayerLoader:
         return map(LayerKV, torch.split(keys, counts, 1), torch.split(values, counts, 1))
 
     def _read_through(self, layer: int) -> None:
-        """Read one layer of all chunks, so that the store verifies and promotes the whole entries."""
         start_s = perf_counter()
         for group in self._groups:
-            for placement in group.placements:
-                group.stored_layer(placement, layer)
+            group.read_through(layer)
         self._read_through_s = perf_counter() - start_s

@@ -1,4 +1,4 @@
-"""One decode step of several prompts: every weight is read once for all of them, every prompt attends to its own KV.
+"""One decode step of one or several prompts: every weight is read once for all, every prompt attends to its own KV.
 
 The rows of all prompts pass a layer's norms, projections and MLP as one matrix. Attention runs per prompt, over that
 prompt's keys and values in place, without padding or copies. Depends on the model's layers and tensors, not on

@@ -24,7 +24,7 @@ from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
-from ragblend.engine.report import BlendReport, merge_runs_by_chunk, new_run_reports
+from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
@@ -131,7 +131,7 @@ class BlendingEngine(LocalEngine):
         if request.fit is not None and request.mode in ("blend", "reuse"):
             report.predicted_agreement = request.fit.agreement_at(ratio)
         runs = request.prompt.runs
-        report.chunks = new_run_reports(request.prompt)
+        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         used = {start: (placement, each.match, each.policy) for start, (placement, each) in stored.items()}
         record_fusion(report, (run.start for run in runs), used, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
@@ -265,7 +265,7 @@ class BlendingEngine(LocalEngine):
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         num_tokens = request.prompt.num_tokens
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
-        report.chunks = new_run_reports(request.prompt)
+        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in request.prompt.runs]
         merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, num_tokens), logits, report, num_tokens)

@@ -255,18 +255,7 @@ class TransformersEngine(BlendingEngine):
     @torch.inference_mode()
     def _decode(self, steps: Sequence[DecodeStep]) -> Sequence[Tensor]:
         """Return `decode_step`'s logits for each step. Several steps run as one batch, equal up to float rounding."""
-        if len(steps) == 1:
-            tokens, fused = steps[0].tokens, steps[0].fused
-            rows = torch.arange(fused.length, fused.length + len(tokens), device=self.layers.device)
-            hidden = self.layers.embed(self._ids(tokens))
-            for layer in range(self.layers.num_layers):
-                hidden = self.layers.run_layer(layer, hidden, rows, fused)
-            logits = self.layers.logits(hidden[-1:])
-        else:
-            logits = self.layers.run_decode_batch([step.tokens for step in steps], [step.fused for step in steps])
-        for step in steps:
-            step.fused.length += len(step.tokens)
-        return logits.unbind()
+        return self.layers.run_decode_batch([step.tokens for step in steps], [step.fused for step in steps]).unbind()
 
     def close(self) -> None:
         """Finish background work and end the threads. Also close the store, which waits at most 10 s for its writes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -273,17 +273,20 @@ class TransformersLayers:
     def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
         """Run the next tokens of B prompts through all layers. Return the logits [B, vocabulary] of their last tokens.
 
-        `token_ids`: one or more tokens of each prompt. The tokens' KV is written to the prompt's FusedKV, from row
-        `length` on. The caller must then increase the FusedKV's `length`.
+        `token_ids`: one or more tokens of each prompt, whose KV is appended to the prompt's FusedKV.
         """
         places = assign_rows([len(ids) for ids in token_ids], fused, self.device)
         batch = BatchedDecodeCache(places, self._family, self.expand_kv)
         rows = torch.cat([each.rows for each in places])
-        with FewRowsCpuMatmul():
+        # Several tokens of one prompt are multiplied as in a prefill, so that their KV has the same bits.
+        with FewRowsCpuMatmul() if len(places) > 1 else nullcontext():
             hidden = self.embed(torch.tensor([one for ids in token_ids for one in ids], device=self.device))
             for layer in range(len(self._layers)):
                 hidden = self._run(layer, hidden, rows, batch, blend_sequences=batch)
-            return self.logits(hidden[[each.span.stop - 1 for each in places]])
+            logits = self.logits(hidden[[each.span.stop - 1 for each in places]])
+        for each in places:
+            each.fused.length = each.prompt_span.stop
+        return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, vocabulary] in float32, from the final norm and the head."""

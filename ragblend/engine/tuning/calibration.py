@@ -266,28 +266,30 @@ class CalibrationCache:
                 )
             return self._known[key]
 
-    def resolve_request_tuning(
-        self,
-        prefix_ids: tuple[int, ...],
-        rule: str,
-        ratio: RatioChoice,
-    ) -> RequestTuning:
-        """Return the rule and ratio of a request whose prompt begins with `prefix_ids`.
+    def resolve_request_tuning(self, prefix_ids: tuple[int, ...], rule: str, ratio: RatioChoice) -> RequestTuning:
+        """Return the rule and ratio of a request with the options `rule` and `ratio`, and a prompt that begins with
+        `prefix_ids`.
 
-        `rule` and `ratio`: options of the request, as in the function `resolve_request_tuning`. The first call whose
-        ratio is "auto" and whose rule has no calibration logs a warning.
+        Rule "auto" becomes the calibration's best rule; without a calibration, the default rule. Ratio None or "auto"
+        becomes the rule's calibrated ratio; the rule's own default if the rule is not calibrated. Other values are
+        unchanged. Raises UsageError for an unknown rule or an invalid ratio. The first call whose ratio is "auto" and
+        whose rule is not calibrated logs a warning.
         """
-        choice = resolve_request_tuning(self.find(prefix_ids), self._num_layers, rule, ratio)
-        if choice.fit is None and ratio == "auto" and not self._warned:
+        known, calibration = find_rule(rule, self._num_layers), self.find(prefix_ids)
+        fit = calibration.fit_of(rule) if calibration is not None else None
+        name, least = (known.name, known.ratio) if fit is None else (fit.rule, fit.ratio)
+        if ratio is not None and RATIO.validate("recompute_ratio", ratio) != "auto":
+            return RequestTuning(name, float(ratio), fit, is_auto_ratio=False)
+        if fit is None and ratio == "auto" and not self._warned:
             self._warned = True
             log.warning(
                 "recompute_ratio 'auto' is the default, %g: rule %r has no calibration for this model and prefix in "
                 "%s. To make one: ragblend calibrate --store DIR --model MODEL",
-                choice.ratio,
+                least,
                 rule,
                 self._root or "a store in memory",
             )
-        return choice
+        return RequestTuning(name, least, fit, is_auto_ratio=True)
 
 
 class RequestTuning(NamedTuple):
@@ -300,26 +302,6 @@ class RequestTuning(NamedTuple):
     ratio: float
     fit: RuleFit | None
     is_auto_ratio: bool
-
-
-def resolve_request_tuning(
-    calibration: Calibration | None,
-    num_layers: int,
-    rule: str = "auto",
-    ratio: RatioChoice = None,
-) -> RequestTuning:
-    """Return the rule and ratio of a request with the options `rule` and `ratio`.
-
-    Rule "auto" becomes the calibration's best rule; without a calibration, the default rule for `num_layers` layers.
-    Ratio None or "auto" becomes the rule's calibrated ratio; the rule's own default if the rule is not calibrated.
-    Other values are unchanged. Raises UsageError for an unknown rule or an invalid ratio.
-    """
-    known = find_rule(rule, num_layers)
-    fit = calibration.fit_of(rule) if calibration is not None else None
-    name, least = (known.name, known.ratio) if fit is None else (fit.rule, fit.ratio)
-    if ratio is None or RATIO.validate("recompute_ratio", ratio) == "auto":
-        return RequestTuning(name, least, fit, is_auto_ratio=True)
-    return RequestTuning(name, float(ratio), fit, is_auto_ratio=False)
 
 
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,11 +23,11 @@ from ragblend.engine.tuning.calibration import (
     Calibration,
     CalibrationCache,
     CurvePoint,
+    RequestTuning,
     RuleFit,
     calibration_from_dict,
     calibration_problem,
     load_calibration,
-    resolve_request_tuning,
     save_calibration,
 )
 from ragblend.errors import StoreFullError, StoreNotWritableError, UsageError
@@ -229,15 +230,22 @@ def test_a_calibration_that_names_a_rule_which_left_is_as_if_there_were_none(tmp
 # -- choosing
 
 
+def tuned(calibration: Calibration | None, num_layers: int, rule: str = "auto", ratio: Any = None) -> RequestTuning:
+    """Return the rule and ratio of a request, whose prefix has this calibration."""
+    calibrations = CalibrationCache(None, "f00d", num_layers)
+    calibrations.find = lambda prefix_ids: calibration
+    return calibrations.resolve_request_tuning((), rule, ratio)
+
+
 def test_requested_options_count_and_the_others_are_calibrated():
-    assert resolve_request_tuning(CALIBRATION, 5)[:3] == (AUTO, 0.1, BEST)
-    assert resolve_request_tuning(CALIBRATION, 5, ratio="auto")[:3] == (AUTO, 0.1, BEST)
-    assert resolve_request_tuning(CALIBRATION, 5, ratio=0.3)[:3] == (AUTO, 0.3, BEST)
-    assert resolve_request_tuning(CALIBRATION, 5, NO_PROBE_RULE)[:3] == (NO_PROBE_RULE, 0.5, OTHER)
-    assert resolve_request_tuning(CALIBRATION, 5, "random")[:3] == ("random", DEFAULT_RATIO, None)
-    assert resolve_request_tuning(None, 5)[:3] == (AUTO, DEFAULT_RATIO, None)
-    assert resolve_request_tuning(None, 30, ratio="auto")[:2] == ("ask", RULES["ask"].ratio)
-    assert [resolve_request_tuning(CALIBRATION, 5, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [
+    assert tuned(CALIBRATION, 5)[:3] == (AUTO, 0.1, BEST)
+    assert tuned(CALIBRATION, 5, ratio="auto")[:3] == (AUTO, 0.1, BEST)
+    assert tuned(CALIBRATION, 5, ratio=0.3)[:3] == (AUTO, 0.3, BEST)
+    assert tuned(CALIBRATION, 5, NO_PROBE_RULE)[:3] == (NO_PROBE_RULE, 0.5, OTHER)
+    assert tuned(CALIBRATION, 5, "random")[:3] == ("random", DEFAULT_RATIO, None)
+    assert tuned(None, 5)[:3] == (AUTO, DEFAULT_RATIO, None)
+    assert tuned(None, 30, ratio="auto")[:2] == ("ask", RULES["ask"].ratio)
+    assert [tuned(CALIBRATION, 5, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [
         True,
         True,
         False,
@@ -247,7 +255,7 @@ def test_requested_options_count_and_the_others_are_calibrated():
 @pytest.mark.parametrize("ratio", [1.5, -0.1, "much", float("nan")])
 def test_a_ratio_that_cannot_be_is_refused(ratio):
     with pytest.raises(UsageError, match=str(ratio)):
-        resolve_request_tuning(CALIBRATION, 5, ratio=ratio)
+        tuned(CALIBRATION, 5, ratio=ratio)
 
 
 def test_calibrations_are_found_when_they_appear_and_missed_once(tmp_path, caplog):
