@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -279,13 +278,11 @@ class PagedLayerLoader(LayerLoader):
         self._paged.fully_resident_layer = layer
         self._count_placing(start_s)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             self.stop()
             return
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, *error)
         assert not self._waiting, "a layer was not corrected, so its blocks are empty"
 
 
