@@ -91,14 +91,14 @@ def stream_jsonl(file: BinaryIO, text_field: str = "") -> ParsedRecords:
 
 
 def _is_utf8(file: BinaryIO) -> bool:
-    """Return True if a file is UTF-8. Raises UnreadableDocumentError if it is UTF-8 and not text."""
+    """Return True if a file is UTF-8 and not ISO-2022. Raises UnreadableDocumentError if it is UTF-8 and not text."""
     sample = ""
     for line in file:  # lines end at "\n", which in UTF-8 is not a part of another character
         try:
             text = line.decode()
         except UnicodeDecodeError:
             return False
-        if "\0" in text:
+        if "\0" in text or "\x1b$" in text:  # the escape sequences of ISO-2022 are valid UTF-8
             return False
         sample += text[: max(0, SAMPLE_CHARS - len(sample))]
     check_is_text(sample.removeprefix("\ufeff"))

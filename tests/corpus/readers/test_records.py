@@ -242,6 +242,8 @@ def test_lines_in_an_old_encoding_are_read_and_a_note_names_it(tmp_path):
     assert isinstance(first, ParsedRecord)
     assert "windows-1252" in first.notes[0]
     assert not any(each.notes for each in others if isinstance(each, ParsedRecord))
+    (japanese,) = read(tmp_path, "b.jsonl", '{"text": "契約"}\n'.encode("iso-2022-jp"))
+    assert japanese.text == "契約"
 
 
 @pytest.mark.parametrize(
