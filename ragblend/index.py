@@ -381,7 +381,7 @@ class ChunkIndex(IndexedDocuments):
             placed.sort(key=lambda pair: (turn[pair[0].document], pair[0].ordinal))
         return [hit for _, hit in placed]
 
-    def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool] = lambda text: True) -> list[str]:
+    def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
         """Return the allowed texts nearest to `text`, at most `count`, nearest first. See `SimilarChunkFinder`.
 
         Compares stored vectors. `text` itself and duplicates are left out. Returns [] if the index lacks `text`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -198,7 +198,7 @@ def precompute_chunks(
     if register_texts is not None:
         register_texts()
     else:
-        with closing(open_registry(engine.store)) as registry:
+        with open_registry(engine.store) as registry:
             owner = DocumentKey(namespace=engine.namespace)
             if isinstance(index, ChunkIndex):
                 owner = DocumentKey(index.collection)
@@ -234,7 +234,7 @@ def precompute_chunks(
     on_progress("prefill", 0, len(missing) + len(renewed))
     prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
     has_given_context = {chunk for chunk in chunks if chunk.context_texts}  # no document needs to have these texts
-    with closing(open_registry(engine.store)) as registry:
+    with open_registry(engine.store) as registry:
         try:
             for done, nbytes in enumerate(prefilled, start=1):
                 report.new_kv_bytes += nbytes

@@ -11,9 +11,6 @@ from ragblend.corpus.documents import Document
 from ragblend.corpus.folder_scan import display_source, escape_control
 from ragblend.prompt.types import Chunk
 
-CITATION_FIELDS = ("title", "page", "page_end", "headings")
-"""Fields of a chunk's metadata that a citation shows in addition to the source."""
-
 PLACE_FIELDS = frozenset({"page", "page_label", "headings"})
 """Fields of a chunk's metadata that locate the chunk in its file."""
 
@@ -75,7 +72,7 @@ def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
 
 def citation_facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the title, pages and headings in a chunk's metadata, as far as it has them."""
-    return {name: metadata[name] for name in CITATION_FIELDS if name in metadata}
+    return {name: metadata[name] for name in ("title", "page", "page_end", "headings") if name in metadata}
 
 
 def _heading_paths(document: Document) -> list[tuple[str, ...]]:

@@ -190,14 +190,13 @@ def _read_stream(
 
 def _to_documents(path: str, found: ParsedRecords, contents: FileDocuments) -> Iterator[Document]:
     """Yield the documents of the records in `found`; set the failures and notes of `contents`."""
-    num_found = num_records = num_documents = 0
+    num_found = num_documents = 0
     bad: list[UnreadableRecord] = []
     for record in found:
         num_found += 1
         if isinstance(record, UnreadableRecord):
             bad.append(record)
             continue
-        num_records += 1
         for sentence in record.notes:
             contents.notes.setdefault(sentence, make_source(path, record.key))
         text = normalize_text(record.text)
@@ -208,7 +207,7 @@ def _to_documents(path: str, found: ParsedRecords, contents: FileDocuments) -> I
         reasons = "; ".join(record.reason for record in bad[:3]) + ("; ..." if len(bad) > 3 else "")
         contents.failure = f"{len(bad)} of {num_found} records could not be read and are left out: {reasons}"
         contents.unread = tuple(make_source(path, record.key) for record in bad)
-        if not num_records:
+        if len(bad) == num_found:
             raise UnreadableDocumentError(f"none of its {num_found} records can be read: {reasons}")
     elif not num_documents:
         if _suffix(path) == ".pdf":

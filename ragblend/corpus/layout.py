@@ -71,14 +71,12 @@ class Layout:
         self.table_headers = Spans(
             [(table.start, table.header_end) for table in tables if table.header_end > table.start]
         )
-        self._header_ends = {table.start: table.header_end for table in tables}
 
     def find_header(self, offset: int) -> tuple[int, int] | None:
         """Return the span of the header row if `offset` is in a table, after its header; else None."""
         table = self.tables.find(offset)
-        if table is None or not table[0] < self._header_ends[table[0]] < offset:
-            return None
-        return table[0], self._header_ends[table[0]]
+        header = self.table_headers.find(table[0] + 1) if table is not None else None
+        return header if header is not None and header[1] < offset else None
 
 
 def _find_code(text: str) -> Iterator[tuple[int, int]]:

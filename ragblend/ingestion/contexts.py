@@ -8,7 +8,6 @@ similar variants are kept. Depends on chunks and engines. Prefills nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Protocol
 
@@ -136,7 +135,7 @@ def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine
     every = [each for chunk in chunks for each in all_variants(chunk.text)]
     keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in kept_keys]
     num_removed, problem = 0, ""
-    with closing(open_registry(engine.store)) as registry:
+    with open_registry(engine.store) as registry:
         framework_keys = [] if engine.context == "similar" else registry.stored_variant_keys()
         keys += framework_keys
         registry.remove_stored_entries(keys)

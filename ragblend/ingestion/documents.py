@@ -7,7 +7,7 @@ the index, the registry and the DocumentEngine protocol.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ragblend.catalog.registry import catalog_location, open_registry
@@ -82,7 +82,7 @@ def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) 
     vector store or a client of a server added in `namespace`, not the documents of ingested folders. Returns [] for an
     unknown name. Raises UsageError for an id in several collections.
     """
-    with closing(open_registry(store, create=False)) as registry:
+    with open_registry(store, create=False) as registry:
         known = [each for each in registry.documents() if each.id and each.namespace == namespace]
     if exact := [each for each in known if id_or_collection == f"{each.collection}/{each.id}"]:
         return exact
@@ -103,7 +103,7 @@ def remove_added_documents(documents: Iterable[DocumentKey], engine: DocumentEng
     for document in documents:
         ids_of.setdefault(document.collection, []).append(document.id)
     num_removed = 0
-    with closing(open_registry(engine.store)) as registry:
+    with open_registry(engine.store) as registry:
         texts = [text for document in documents for text in registry.texts_of(document)]
     own = _stored_keys(map(Chunk, texts), engine)
     for collection, ids in ids_of.items():

@@ -157,8 +157,14 @@ def table_row(cells: Sequence[str]) -> str:
     return " | ".join(map(collapse_whitespace, cells)).rstrip(" |")
 
 
+def table_lines(rows: Sequence[Sequence[Sequence[str]]]) -> str:
+    """Return the lines of a table's rows, without empty rows. `rows[i][j]` is a list of a cell's paragraphs."""
+    lines = (table_row([" ".join(cell) for cell in row]) for row in rows)
+    return "\n".join(line for line in lines if line)
+
+
 def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
-    """Return the blocks of a table: one block with a line per row. `rows[i][j]` is a list of a cell's paragraphs.
+    """Return the blocks of a table: one block with a line per row (see `table_lines`).
 
     A table with a single column is a frame around text. It gives one block per paragraph.
 
@@ -167,5 +173,4 @@ def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
     """
     if all(len(row) <= 1 for row in rows):
         return [paragraph for row in rows for cell in row for paragraph in cell]
-    lines = (table_row([" ".join(cell) for cell in row]) for row in rows)
-    return ["\n".join(line for line in lines if line)]
+    return [table_lines(rows)]

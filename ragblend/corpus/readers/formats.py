@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from ragblend.corpus.readers.mail import read_mail, read_mbox
 from ragblend.corpus.readers.notebook import read_notebook
 from ragblend.corpus.readers.opendocument import read_odp, read_ods, read_odt
 from ragblend.corpus.readers.pdf import read_pdf
-from ragblend.corpus.readers.records import read_json, read_jsonl, read_parquet, stream_jsonl, stream_parquet
+from ragblend.corpus.readers.records import read_json, stream_jsonl, stream_parquet
 from ragblend.corpus.readers.rejected import CONVERTIBLE, raise_unreadable, read_keynote
 from ragblend.corpus.readers.rtf import read_rtf
 from ragblend.corpus.readers.slides import read_pptx
@@ -31,24 +32,29 @@ from ragblend.corpus.readers.xml_text import read_xml
 READERS_VERSION = 4
 """Raise it when a reader returns another text for the same bytes; ingestion then reads unchanged files again."""
 
-_JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIX = ".parquet"
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".mdx", ".rst", ".adoc", ".asciidoc", ".org", ".tex"})
+
+STREAMING_READERS: dict[str, Callable[[BinaryIO, str], ParsedRecords]] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), stream_jsonl),
+    PARQUET_SUFFIX: stream_parquet,
+}
+"""Readers of records that read an open file some records at a time. Arguments: the file, the text field."""
+
+
+def _read_in_memory(
+    stream: Callable[[BinaryIO, str], ParsedRecords], data: bytes, text_field: str = ""
+) -> ParsedRecords:
+    """Read the bytes of a file with one of STREAMING_READERS."""
+    return stream(io.BytesIO(data), text_field)
 
 
 RECORD_READERS: dict[str, Callable[..., ParsedRecords]] = {
     **dict.fromkeys((".csv", ".tsv"), read_csv),
-    **dict.fromkeys(_JSON_LINES_SUFFIXES, read_jsonl),
     ".json": read_json,
-    PARQUET_SUFFIX: read_parquet,
+    **{suffix: partial(_read_in_memory, stream) for suffix, stream in STREAMING_READERS.items()},
 }
 """Readers of records. `text_field=`: the field that holds their text; "" lets the reader choose."""
-
-STREAMING_READERS: dict[str, Callable[[BinaryIO, str], ParsedRecords]] = {
-    **dict.fromkeys(_JSON_LINES_SUFFIXES, stream_jsonl),
-    PARQUET_SUFFIX: stream_parquet,
-}
-"""Readers of records that read a file on the disk some records at a time. Arguments: the file, the text field."""
 
 READERS: dict[str, Callable[[bytes], ParsedRecords]] = {
     **dict.fromkeys((".html", ".htm", ".xhtml"), read_html),

@@ -10,7 +10,7 @@ import re
 from functools import partial
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, table_row
+from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, table_lines
 from ragblend.corpus.readers.office_xml import attribute, parse_number, parse_part, read_properties, walk
 from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.zip_container import ZipContainer
@@ -116,8 +116,7 @@ class _ContentReader:
             repeated = min(parse_number(attribute(element, "number-columns-repeated"), 1), _MAX_REPEATED_CELLS)
             self.blocks.tables[-1][-1] += [cell] * (repeated - 1)
         elif name == "table" and self._is_spreadsheet and len(self.blocks.tables) == 1:
-            lines = (table_row([" ".join(cell) for cell in row]) for row in self.blocks.tables.pop())
-            self.blocks.add("\n".join(line for line in lines if line))
+            self.blocks.add(table_lines(self.blocks.tables.pop()))
         elif name == "table":
             self.blocks.end_table()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
@@ -74,21 +73,17 @@ def _parse_json(text: str) -> Any:
     return json.loads(text, parse_int=number)
 
 
-def read_jsonl(data: bytes, text_field: str = "") -> ParsedRecords:
-    """Read a JSON value from each line. `text_field`: see `read_json`."""
-    decoded = decode_text(data)
-    # splitlines() would also cut at line separators inside strings.
-    return add_notes_to_first(_parse_jsonl(decoded.text.split("\n"), text_field), decoded.notes)
-
-
 def stream_jsonl(file: BinaryIO, text_field: str = "") -> ParsedRecords:
-    """Yield the records of `read_jsonl`, a line at a time, after reading the whole file once to check it.
+    """Read a JSON value from each line, a line at a time, after reading the whole file once to check it.
 
-    Raises UnreadableDocumentError if the file is not text. A file in another encoding than UTF-8 is read into memory.
+    `text_field`: see `read_json`. Raises UnreadableDocumentError if the file is not text. A file in another encoding
+    than UTF-8 is read into memory.
     """
     if not _is_utf8(file):  # detecting another encoding needs the whole file
         file.seek(0)
-        yield from read_jsonl(file.read(), text_field)
+        decoded = decode_text(file.read())
+        # splitlines() would also cut at line separators inside strings.
+        yield from add_notes_to_first(_parse_jsonl(decoded.text.split("\n"), text_field), decoded.notes)
         return
     file.seek(0)
     texts = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(file))
@@ -96,14 +91,14 @@ def stream_jsonl(file: BinaryIO, text_field: str = "") -> ParsedRecords:
 
 
 def _is_utf8(file: BinaryIO) -> bool:
-    """Return True if a file is UTF-8. Raises UnreadableDocumentError if it is UTF-8 and not text."""
+    """Return True if a file is UTF-8 and not ISO-2022. Raises UnreadableDocumentError if it is UTF-8 and not text."""
     sample = ""
     for line in file:  # lines end at "\n", which in UTF-8 is not a part of another character
         try:
             text = line.decode()
         except UnicodeDecodeError:
             return False
-        if "\0" in text:
+        if "\0" in text or "\x1b$" in text:  # the escape sequences of ISO-2022 are valid UTF-8
             return False
         sample += text[: max(0, SAMPLE_CHARS - len(sample))]
     check_is_text(sample.removeprefix("\ufeff"))
@@ -184,18 +179,11 @@ def _list_names(names: Iterable[str]) -> str:
 _ROWS_AT_A_TIME = 256
 
 
-def read_parquet(data: bytes, text_field: str = "") -> ParsedRecords:
-    """Read each row of a Parquet file as a document. `text_field`: see `read_json`.
-
-    Raises UnreadableDocumentError if `data` is not Parquet, or if pyarrow is not installed.
-    """
-    return stream_parquet(io.BytesIO(data), text_field)
-
-
 def stream_parquet(file: BinaryIO, text_field: str = "") -> ParsedRecords:
-    """Yield the records of `read_parquet`, some rows at a time.
+    """Read each row of a Parquet file as a document, some rows at a time. `text_field`: see `read_json`.
 
-    A row is read as the JSON object of its columns, without bytes and lists of numbers (embeddings, pictures).
+    A row is read as the JSON object of its columns, without bytes and lists of numbers (embeddings, pictures). Raises
+    UnreadableDocumentError if the file is not Parquet, or if pyarrow is not installed.
     """
     try:
         from pyarrow import ArrowException, types

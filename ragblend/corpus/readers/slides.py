@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import TextBlocks, table_row
+from ragblend.corpus.readers.blocks import TextBlocks, table_lines
 from ragblend.corpus.readers.drawings import DRAWING_REFERENCES, drawing_text, paragraph_lines, read_drawing
 from ragblend.corpus.readers.office_xml import (
     Relationship,
@@ -101,13 +101,13 @@ def _shape_text(container: ZipContainer, relationships: dict[str, Relationship],
     if local_name(shape) != "graphicFrame":
         return paragraph_lines(shape, _LEFT_OUT)
     rows = outermost(shape, "tr", left_out=_LEFT_OUT)
-    cells = ([_paragraphs(cell) for cell in row if local_name(cell) == "tc"] for row in rows)
-    lines = [table_row([" ".join(map(drawing_text, paragraphs)) for paragraphs in row]) for row in cells]
+    cells = [[cell for cell in row if local_name(cell) == "tc"] for row in rows]
+    table = table_lines([[list(map(drawing_text, _paragraphs(cell))) for cell in row] for row in cells])
     drawings = [
         read_drawing(container, relationships, reference)
         for reference in outermost(shape, *DRAWING_REFERENCES, left_out=_LEFT_OUT)
     ]
-    return "\n".join(line for line in (*lines, *drawings) if line)
+    return "\n".join(line for line in (table, *drawings) if line)
 
 
 def _paragraphs(shape: Element) -> Iterator[Element]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ragblend.corpus.documents import Document, open_source, read_documents, reader_version
 from ragblend.corpus.readers.fields import flatten
-from ragblend.corpus.readers.records import read_json, read_jsonl
+from ragblend.corpus.readers.records import read_json, stream_jsonl
 from ragblend.corpus.readers.types import ParsedRecord, UnreadableRecord
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
 
@@ -238,10 +238,12 @@ def test_lines_in_an_old_encoding_are_read_and_a_note_names_it(tmp_path):
     lines = "".join(json.dumps({"text": f"Käse für {n} €, gültig bis März"}, ensure_ascii=False) + "\n" for n in "1234")
     data = lines.encode("cp1252")
     assert read(tmp_path, "a.jsonl", data)[0].text == "Käse für 1 €, gültig bis März"
-    first, *others = read_jsonl(data)
+    first, *others = stream_jsonl(io.BytesIO(data))
     assert isinstance(first, ParsedRecord)
     assert "windows-1252" in first.notes[0]
     assert not any(each.notes for each in others if isinstance(each, ParsedRecord))
+    (japanese,) = read(tmp_path, "b.jsonl", '{"text": "契約"}\n'.encode("iso-2022-jp"))
+    assert japanese.text == "契約"
 
 
 @pytest.mark.parametrize(
