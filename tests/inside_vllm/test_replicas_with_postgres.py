@@ -76,7 +76,7 @@ class Replica:
 
     def num_computed(self) -> int:
         """Entries that this process has computed."""
-        return int(metrics(str(self.http.base_url))["vllm:ragblend_ingested_chunks_total"])
+        return int(metrics(f"http://127.0.0.1:{self.port}")["vllm:ragblend_ingested_chunks_total"])
 
     def headers(self) -> list[KVHeader]:
         return list(DiskStore(self.home / "kv").headers())
