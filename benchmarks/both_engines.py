@@ -29,7 +29,7 @@ from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
 
 def watch_selections() -> list[list[int]]:
     """Return a list that is filled with the positions that each of vLLM's blends recomputes."""
-    from ragblend.engine.vllm import worker as vllm_worker
+    from ragblend.engine.vllm.worker_side import worker as vllm_worker
 
     worker: Any = vllm_worker
     selections: list[list[int]] = []

@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from ragblend.engine.vllm.attention_calls import cut_runs
+from ragblend.engine.vllm.worker_side.attention_calls import cut_runs
 
 BYTES = 2  # size of a bfloat16
 ASKED_SHARE = 0.8  # share of the layers that the question runs through first

@@ -33,8 +33,8 @@ from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.cli.printing import print_notice
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import key_from_header
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.format.keys import key_from_header
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.lab.bench.common.shapes import DecoderShape
 from ragblend.lab.bench.common.workloads import save_checkpoint

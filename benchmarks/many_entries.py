@@ -27,8 +27,8 @@ from benchmarks.results import write_result
 from benchmarks.servers import Redis
 from ragblend.cli.printing import print_notice
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, load_into_memory
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV, load_into_memory
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.lab.bench.common.hardware import hardware_card, hardware_lines, peak_rss_bytes, reset_peak_rss
 

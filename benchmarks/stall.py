@@ -38,10 +38,10 @@ from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import load_into_memory
+from ragblend.engine.store.format.kv import load_into_memory
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.vllm.client import sse_events
-from ragblend.engine.vllm.worker import worker_of_this_process
+from ragblend.engine.vllm.worker_side.worker import worker_of_this_process
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
 from ragblend.lab.bench.common.workloads import make_prompts, vocab_size

@@ -19,10 +19,10 @@ import torch
 from blake3 import blake3
 from xxhash import xxh3_128_hexdigest
 
-from ragblend.engine.store.chunk_file import encode_chunk
-from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype
-from ragblend.engine.store.signing import StoreKey
+from ragblend.engine.store.format.chunk_file import encode_chunk
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype
+from ragblend.engine.store.format.signing import StoreKey
 
 
 class Victim(NamedTuple):

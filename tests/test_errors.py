@@ -16,10 +16,10 @@ from ragblend.cli.options import json_object
 from ragblend.cli.printing import FlagFormatter, print_message, print_notice
 from ragblend.config import Settings, arguments_to_flags, flag_name
 from ragblend.engine.load import load_engine
-from ragblend.engine.vllm.admin import _fields
 from ragblend.engine.vllm.client import sse_events
 from ragblend.errors import NotFoundError, RagblendError
 from ragblend.prompt.render import Renderer
+from ragblend.server.admin import _fields
 from ragblend.server.requests import read_documents
 
 PACKAGE = Path(ragblend.__file__).parent

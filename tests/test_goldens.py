@@ -18,7 +18,7 @@ import pytest
 from ragblend import load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import key_from_header
+from ragblend.engine.store.format.keys import key_from_header
 from ragblend.prompt.types import Chunk, Prompt
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import DTYPES, ChunkKV, KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import DTYPES, ChunkKV, KVHeader, LayerKV, MemoryKV
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.errors import BackendUnreachableError
 

@@ -229,7 +229,7 @@ def init_key(
     json_: JsonOption = False,
 ) -> None:
     """Make a key that signs stored KV. New KV is signed; KV without a signature of the key is not used."""
-    from ragblend.engine.store.signing import KEY_VARIABLE, key_path, write_key
+    from ragblend.engine.store.format.signing import KEY_VARIABLE, key_path, write_key
 
     path = (key_path() if out is None else expand_user_path(out, "--key-file")).absolute()
     key = write_key(path)
@@ -257,7 +257,7 @@ def sign(
 
     Without --old-key-file every intact entry is signed. Do so only if you trust everyone who could write to the store.
     """
-    from ragblend.engine.store.signing import find_process_key, read_key
+    from ragblend.engine.store.format.signing import find_process_key, read_key
     from ragblend.operations.signing import sign_store
 
     key = find_process_key()

@@ -24,7 +24,7 @@ from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
+from ragblend.engine.store.format.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy

@@ -10,7 +10,7 @@ from functools import partial
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
 
 
 def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:

@@ -251,7 +251,7 @@ def _load_transformers(
 ) -> TransformersEngine:
     """Return an engine that runs the model in this process."""
     from ragblend.engine.loop import MAX_NUM_SEQS
-    from ragblend.engine.store.kv import KVSpec, dtype_name
+    from ragblend.engine.store.format.kv import KVSpec, dtype_name
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.layers import TransformersLayers
     from ragblend.engine.transformers.loaded_model import adopt_loaded_model

@@ -20,7 +20,7 @@ from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.engine.api import DocumentEngine, Engine
 from ragblend.engine.entry_records import record_entry
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader, convert_kv_dtype, load_into_memory
+from ragblend.engine.store.format.kv import KVHeader, convert_kv_dtype, load_into_memory
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.ingestion.prefill import Prefill
 from ragblend.prompt.types import Chunk

@@ -18,7 +18,7 @@ from ragblend.engine.fusion.fuse import relative_deviation
 from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.generation import EngineKeywords, EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import BlendReport, ChunkReport, Generation
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.options import Mode, RatioChoice

@@ -25,7 +25,7 @@ from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import find_store_model, load_engine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import MemoryKV, load_into_memory
+from ragblend.engine.store.format.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.transformers.engine import TransformersEngine

@@ -227,7 +227,7 @@ def _check_free_space(settings: Settings) -> DiagnosticResult:
 
 def _find_store_key() -> str:
     """Return the key with which entries are signed."""
-    from ragblend.engine.store.signing import find_process_key, key_origin
+    from ragblend.engine.store.format.signing import find_process_key, key_origin
 
     if (key := find_process_key()) is None:
         raise NotFoundError("no key: KV is used without checking who wrote it to the store or the remote tier")

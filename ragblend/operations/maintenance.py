@@ -17,7 +17,7 @@ from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_regis
 from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore, GcResult
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.store.metadata import (
     CALIBRATIONS_DIR,
     CONTEXT_FILE,

@@ -20,7 +20,6 @@ from ragblend.config import Settings
 from ragblend.engine.load import find_store_model, register_model
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
-from ragblend.engine.vllm.api_keys import read_keys
 from ragblend.engine.vllm.launch import (
     LOOPBACK,
     Checkpoint,
@@ -33,6 +32,7 @@ from ragblend.engine.vllm.launch import (
 )
 from ragblend.errors import StoreNotWritableError, UsageError
 from ragblend.redaction import hide_secrets, redact_command
+from ragblend.server.api_keys import read_keys
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.format.signing import StoreKey
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.signing import StoreKey
 from ragblend.errors import BackendUnreachableError, DamagedEntryError
 from ragblend.files.store_folder import ENTRY_SUFFIX
 from ragblend.ingestion.sync import Progress, ignore_progress

@@ -29,20 +29,20 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
-from ragblend.engine.vllm.admin import add_store_routes
-from ragblend.engine.vllm.api_keys import ApiKeys
-from ragblend.engine.vllm.auth_gate import App, Receive, Scope, Send, current_grant, install_gate, wrap_app
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
-from ragblend.engine.vllm.readiness import Readiness, add_readiness_route
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
+from ragblend.server.admin import add_store_routes
+from ragblend.server.api_keys import ApiKeys
+from ragblend.server.auth_gate import App, Receive, Scope, Send, current_grant, install_gate, wrap_app
+from ragblend.server.readiness import Readiness, add_readiness_route
 
 if TYPE_CHECKING:
-    from ragblend.engine.vllm.front_end import FrontEndEngine
+    from ragblend.server.front_end import FrontEndEngine
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class ServerResources:
 
     def make_engine(self, client: Any, loop: asyncio.AbstractEventLoop, namespace: str) -> FrontEndEngine:
         """Return an engine that ingests documents of a namespace with vLLM's `client`, which runs on `loop`."""
-        from ragblend.engine.vllm.front_end import FrontEndEngine
+        from ragblend.server.front_end import FrontEndEngine
 
         checkpoint = self._checkpoint
         return FrontEndEngine(

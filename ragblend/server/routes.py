@@ -19,9 +19,9 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from ragblend.engine.namespaces import check_namespace
-from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH, ForbiddenError
-from ragblend.engine.vllm.auth_gate import current_grant
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
+from ragblend.server.api_keys import DOCUMENTS_PATH, ForbiddenError
+from ragblend.server.auth_gate import current_grant
 from ragblend.server.documents import DocumentIngester
 from ragblend.server.requests import (
     MAX_BODY_BYTES,

@@ -24,7 +24,7 @@ from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import SCHEMA_VERSION, DocumentKey
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.vllm.matching import PromptMatcher
+from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
 from ragblend.errors import (
     BackendUnreachableError,
     RagblendError,

@@ -18,8 +18,7 @@ from ragblend.cli import printing
 from ragblend.cli.lab.calibrate import _questions
 from ragblend.config import Settings, load_settings
 from ragblend.corpus.folder_scan import ReadFailure
-from ragblend.engine.store.signing import read_key
-from ragblend.engine.vllm.api_keys import read_keys
+from ragblend.engine.store.format.signing import read_key
 from ragblend.errors import RagblendError, StoreFullError, StoreNotWritableError
 from ragblend.files.output import write_output
 from ragblend.index import SearchHit
@@ -27,6 +26,7 @@ from ragblend.ingestion.report import IngestReport
 from ragblend.lab.plan import read_profile
 from ragblend.lab.quality.data import find_data, read_cases
 from ragblend.prompt.types import Chunk
+from ragblend.server.api_keys import read_keys
 
 ROOT = Path(__file__).parents[2]
 

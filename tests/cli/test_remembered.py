@@ -9,8 +9,8 @@ from commands import CommandRunner
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.format.signing import StoreKey
 from ragblend.engine.store.metadata import DEFAULTS_FILE, StoreDefaults
-from ragblend.engine.store.signing import StoreKey
 from ragblend.errors import CorruptError, UsageError
 from ragblend.llm import ChatBlend
 from ragblend.prompt.types import Chunk

@@ -18,9 +18,9 @@ from referencing.jsonschema import DRAFT202012
 
 from ragblend.cli.app import app
 from ragblend.config import Settings
-from ragblend.engine.store.signing import KEY_VARIABLE
-from ragblend.engine.vllm import readiness
-from ragblend.engine.vllm.api_keys import read_keys
+from ragblend.engine.store.format.signing import KEY_VARIABLE
+from ragblend.server import readiness
+from ragblend.server.api_keys import read_keys
 from tools.deploy.fetch import FOLDER, KUBERNETES
 
 VALUES = {"defaults": None, "everything on": EVERYTHING}

@@ -9,8 +9,8 @@ import yaml
 from charts import CHART, DEPLOY
 
 from ragblend import __version__ as VERSION
-from ragblend.engine.vllm import readiness
 from ragblend.engine.vllm.support import BEFORE, OLDEST
+from ragblend.server import readiness
 
 ROOT = DEPLOY.parent
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()

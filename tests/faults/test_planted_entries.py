@@ -19,9 +19,9 @@ from tiny_prompts import CHUNKS
 
 from ragblend.engine.store.base import EntryCheck
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import MemoryKV, load_into_memory
+from ragblend.engine.store.format.kv import MemoryKV, load_into_memory
+from ragblend.engine.store.format.signing import StoreKey
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
-from ragblend.engine.store.signing import StoreKey
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.prompt.types import Prompt
 

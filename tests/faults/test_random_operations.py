@@ -19,7 +19,7 @@ from postgres import fresh_schema
 from ragblend import ChatBlend
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import EmptyCorpusError

@@ -13,7 +13,7 @@ import pytest
 from servers import TcpProxy
 from tier_support import assert_same, quick_breaker
 
-from ragblend.engine.store.kv import ChunkKV, load_into_memory
+from ragblend.engine.store.format.kv import ChunkKV, load_into_memory
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore

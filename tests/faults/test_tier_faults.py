@@ -24,9 +24,9 @@ from servers import TcpProxy, point_s3_at, running_redis, wait_until
 from tier_support import assert_same, make_kv, quick_breaker
 
 from ragblend.engine.store.base import ByteStore
-from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.format.chunk_file import encode_chunk
+from ragblend.engine.store.format.kv import MemoryKV
 from ragblend.engine.store.remote.object_values import ObjectValues
 from ragblend.engine.store.remote.redis_values import RedisValues
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote

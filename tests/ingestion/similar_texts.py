@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.transformers.engine import TransformersEngine
 
 TEXTS = {

@@ -12,7 +12,7 @@ from similar_texts import TEXTS, texts_behind
 
 from ragblend import Chunk, Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.transformers.engine import TransformersEngine

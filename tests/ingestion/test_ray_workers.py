@@ -18,7 +18,7 @@ from langchain_core.documents import Document
 
 from ragblend import ingest, load_engine, open_index
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import load_into_memory
+from ragblend.engine.store.format.kv import load_into_memory
 from ragblend.errors import BackendUnreachableError, StoreMismatchError, StoreNotWritableError, UsageError
 from ragblend.precompute import precompute_documents, precompute_index
 

@@ -21,7 +21,7 @@ from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.registry import open_registry
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader, load_into_memory
+from ragblend.engine.store.format.kv import KVHeader, load_into_memory
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import registered_similar
 from ragblend.ingestion.documents import delete_precomputed

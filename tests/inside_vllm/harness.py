@@ -196,7 +196,7 @@ def connector_worker() -> Any:
 @contextmanager
 def recorded_selections() -> Iterator[list[list[int]]]:
     """Positions that each blend recomputed through the last layer, in order of the blends."""
-    from ragblend.engine.vllm import worker as vllm_worker
+    from ragblend.engine.vllm.worker_side import worker as vllm_worker
 
     selections: list[list[int]] = []
     note_fused = vllm_worker.record_fusion

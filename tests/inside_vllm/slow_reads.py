@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ragblend.engine.store.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized
+from ragblend.engine.store.format.kv import ChunkKV, KVHeader, LayerKV, StoredLayer, dequantized
 from ragblend.errors import DamagedEntryError
 
 

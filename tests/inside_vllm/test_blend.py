@@ -27,7 +27,7 @@ from harness import (
 from reference import Span
 
 from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
-from ragblend.engine.vllm import layers as vllm_layers
+from ragblend.engine.vllm.worker_side import layers as vllm_layers
 
 RATIOS = (0.0, 0.05, 0.15, 0.5)
 RULES = ("cacheblend", "cacheblend_k", "random", "auto", "ask")

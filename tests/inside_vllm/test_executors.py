@@ -28,7 +28,7 @@ from ragblend.engine.fusion.rules import DEFAULT_RATIO, DEFAULT_RULE, NO_PROBE_R
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.machine import vllm_machine_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
-from ragblend.engine.vllm.loading import MemoryTierDelta
+from ragblend.engine.vllm.scheduler_side.loading import MemoryTierDelta
 from ragblend.options import ModelOptions
 
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]

@@ -25,8 +25,8 @@ from harness import (
 from reference import Span
 from slow_reads import SlowEntry, emptied, replaced_reads
 
-from ragblend.engine.store.kv import ChunkKV, LayerKV, StoredLayer
-from ragblend.engine.vllm.layers import VllmLayers
+from ragblend.engine.store.format.kv import ChunkKV, LayerKV, StoredLayer
+from ragblend.engine.vllm.worker_side.layers import VllmLayers
 
 CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40, 75)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *CHUNKS[2], *QUESTION]

@@ -76,7 +76,7 @@ def test_a_chunk_that_is_not_stored_is_one_miss(llm, mode):
 
 def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm, monkeypatch):
     # Both lookups end before their request does, on a machine under load as well.
-    monkeypatch.setattr("ragblend.engine.vllm.scheduler.PATIENCE_S", 60.0)
+    monkeypatch.setattr("ragblend.engine.vllm.scheduler_side.scheduler.PATIENCE_S", 60.0)
     counted(llm)
     ids = prompt([*CHUNKS, UNSTORED])
     for name, num_steps in (("900001", 0), ("900002", 1)):
@@ -172,7 +172,7 @@ def test_log_lines_look_as_vllms_do():
     script = (
         "import logging, vllm.logger; from ragblend.engine.vllm.plugin import use_vllm_logger\n"
         "use_vllm_logger(); use_vllm_logger(); vllm.logger._configure_vllm_root_logger()\n"
-        "logging.getLogger('ragblend.engine.vllm.scheduler').warning('is full')"
+        "logging.getLogger('ragblend.engine.vllm.scheduler_side.scheduler').warning('is full')"
     )
     left_out = ("VLLM_LOGGING_LEVEL", "VLLM_CONFIGURE_LOGGING")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}

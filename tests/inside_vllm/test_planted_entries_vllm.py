@@ -15,9 +15,9 @@ from forgery import FORGERIES, PLANTS, Victim, remove
 from harness import PREFIX, ask, engine, ingest, random_ids, report, tokens
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import MemoryKV, load_into_memory
-from ragblend.engine.store.signing import KEY_VARIABLE, StoreKey
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import MemoryKV, load_into_memory
+from ragblend.engine.store.format.signing import KEY_VARIABLE, StoreKey
 
 CHUNKS = [random_ids(40, seed) for seed in (2, 3, 4)]
 LIE = random_ids(40, 9)

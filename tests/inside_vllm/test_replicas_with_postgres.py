@@ -24,7 +24,7 @@ from benchmarks.ports import free_port
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.launch import find_checkpoint

@@ -10,10 +10,10 @@ from harness import ask, connector_worker, engine, random_ids, tokens
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 
-from ragblend.engine.store.kv import LayerKV
-from ragblend.engine.vllm.layers import VllmLayers
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.vllm.plugin import loaded_model
-from ragblend.engine.vllm.self_check import self_check
+from ragblend.engine.vllm.worker_side.layers import VllmLayers
+from ragblend.engine.vllm.worker_side.self_check import self_check
 from ragblend.errors import UnsupportedModelError
 
 

@@ -27,7 +27,7 @@ from harness import (
 )
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.vllm.paged import PagedKV
+from ragblend.engine.vllm.worker_side.paged import PagedKV
 
 STORED = [random_ids(30 + 7 * index, 100 + index) for index in range(6)]
 UNSTORED = [random_ids(40, 200 + index) for index in range(2)]

@@ -14,8 +14,8 @@ from harness import PREFIX, add, ask, connector_scheduler, connector_worker, eng
 from harness import report as report_of
 from slow_reads import SlowEntry, emptied, replaced_reads
 
-from ragblend.engine.store.kv import ChunkKV
-from ragblend.engine.vllm.paged import PagedKV, PagedLayerLoader
+from ragblend.engine.store.format.kv import ChunkKV
+from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
 
 CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
 IDS = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]

@@ -17,11 +17,11 @@ from forgery import remove
 
 from ragblend.corpus.embedders import SentenceTransformerEmbedder
 from ragblend.engine.load import load_engine
-from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import load_into_memory
+from ragblend.engine.store.format.chunk_file import encode_chunk
+from ragblend.engine.store.format.kv import load_into_memory
+from ragblend.engine.store.format.signing import StoreKey, find_process_key, read_key, write_key
 from ragblend.engine.store.open import open_store
-from ragblend.engine.store.signing import StoreKey, find_process_key, read_key, write_key
 from ragblend.engine.transformers import checkpoints
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 

@@ -31,7 +31,7 @@ from ragblend.engine.fusion.rules import (
     num_to_recompute,
     similarity_layer,
 )
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 
 _T = TypeVar("_T")
 

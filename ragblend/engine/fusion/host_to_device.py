@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.store.kv import StoredLayer, aligned_nbytes, view_as
+from ragblend.engine.store.format.kv import StoredLayer, aligned_nbytes, view_as
 
 
 @cache

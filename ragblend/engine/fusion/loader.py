@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.store.kv import LayerKV, concatenate_rows, dequantized, is_in_memory
+from ragblend.engine.store.format.kv import LayerKV, concatenate_rows, dequantized, is_in_memory
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.layers import TransformersLayers

@@ -27,7 +27,7 @@ from ragblend.engine.fusion.rules import (
     validate_check_layer,
 )
 from ragblend.engine.report import BlendReport, PrefixMatch
-from ragblend.engine.store.kv import ChunkKV, LayerKV
+from ragblend.engine.store.format.kv import ChunkKV, LayerKV
 from ragblend.options import ContextPolicy
 
 

@@ -16,12 +16,12 @@ import torch
 
 from ragblend.engine.fusion.fuse import Steps, run_to_completion
 from ragblend.engine.fusion.protocols import PromptKVBuffer
-from ragblend.engine.store.keys import IngestionContext
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, dtype_name
+from ragblend.engine.store.format.keys import IngestionContext
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV, dtype_name
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.layers import TransformersLayers
-    from ragblend.engine.vllm.layers import VllmLayers
+    from ragblend.engine.vllm.worker_side.layers import VllmLayers
 
 # Rows per pass. On a CPU packing makes short chunks faster (weights are read once, layers are called once), and less so
 # when a pass exceeds the cache: `ragblend bench ingest --chunk-tokens 64`. A GPU needs more rows to be busy.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import ProbeQueries
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 
 
 class PromptKVBuffer(Protocol):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.errors import UsageError
 from ragblend.options import SHARE
 

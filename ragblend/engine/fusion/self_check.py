@@ -18,7 +18,7 @@ from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import RULES
-from ragblend.engine.store.kv import KVHeader, dtype_name
+from ragblend.engine.store.format.kv import KVHeader, dtype_name
 from ragblend.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec
+from ragblend.engine.store.format.kv import ChunkKV, KVHeader, KVSpec
 from ragblend.options import ContextPolicy, KvDtype
 
 if TYPE_CHECKING:

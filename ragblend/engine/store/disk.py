@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ragblend.engine.store.base import EntryCheck, KVStore
-from ragblend.engine.store.chunk_file import (
+from ragblend.engine.store.eviction import NAME, Capacity, DiskEvictor, auto_limit
+from ragblend.engine.store.format.chunk_file import (
     DiskKV,
     IncompatibleEntryError,
     ReadRequirements,
@@ -30,11 +31,10 @@ from ragblend.engine.store.chunk_file import (
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.eviction import NAME, Capacity, DiskEvictor, auto_limit
-from ragblend.engine.store.kv import ChunkKV, KVHeader, KVSpec, MemoryKV, load_into_memory
+from ragblend.engine.store.format.kv import ChunkKV, KVHeader, KVSpec, MemoryKV, load_into_memory
+from ragblend.engine.store.format.signing import KeyChoice, resolve_key
+from ragblend.engine.store.format.sizes import format_bytes
 from ragblend.engine.store.metadata import StoreMetadata, checked_name
-from ragblend.engine.store.signing import KeyChoice, resolve_key
-from ragblend.engine.store.sizes import format_bytes
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, try_remove_file
 from ragblend.files.places import expand_user_path

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ragblend.engine.store.sizes import format_bytes
+from ragblend.engine.store.format.sizes import format_bytes
 from ragblend.errors import StoreFullError
 from ragblend.files.directory import try_remove_file
 from ragblend.files.store_folder import DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.kv import (
+from ragblend.engine.store.format.kv import (
     ChunkKV,
     KVHeader,
     MemoryKV,
@@ -22,7 +22,7 @@ from ragblend.engine.store.kv import (
     load_into_memory,
     view_as,
 )
-from ragblend.engine.store.sizes import format_bytes
+from ragblend.engine.store.format.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
 
 log = logging.getLogger(__name__)

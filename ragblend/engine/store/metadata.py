@@ -22,9 +22,9 @@ from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.store.base import EntryCheck
 from ragblend.engine.store.eviction import NAME
-from ragblend.engine.store.kv import KVSpec
-from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
-from ragblend.engine.store.signing import StoreKey
+from ragblend.engine.store.format.kv import KVSpec
+from ragblend.engine.store.format.signed_json import decode_signed_json, encode_signed_json
+from ragblend.engine.store.format.signing import StoreKey
 from ragblend.errors import CorruptError, UsageError
 from ragblend.files.directory import Directory, remove_file
 from ragblend.files.reading import read_file

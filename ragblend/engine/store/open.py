@@ -10,7 +10,7 @@ from ragblend.options import DiskBudget, TierKeywords, TierOptions
 if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore
     from ragblend.engine.store.eviction import Capacity
-    from ragblend.engine.store.signing import KeyChoice
+    from ragblend.engine.store.format.signing import KeyChoice
     from ragblend.engine.store.tiered import TieredStore
 
 
@@ -47,8 +47,8 @@ def open_store(
     """
     options = TierOptions(**tiers)
     from ragblend.engine.store.disk import DiskStore
+    from ragblend.engine.store.format.signing import resolve_key
     from ragblend.engine.store.remote.tier import open_remote
-    from ragblend.engine.store.signing import resolve_key
     from ragblend.engine.store.tiered import MemoryStore, TieredStore
 
     key = resolve_key(store_key)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from ragblend.engine.store.base import KVStore, StoreCounters
-from ragblend.engine.store.finite import kv_is_finite
-from ragblend.engine.store.kv import (
+from ragblend.engine.store.format.finite import kv_is_finite
+from ragblend.engine.store.format.kv import (
     ChunkKV,
     KVHeader,
     KVSpec,
@@ -30,8 +30,8 @@ from ragblend.engine.store.kv import (
     convert_kv_dtype,
     load_into_memory,
 )
+from ragblend.engine.store.format.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.memory import MemoryStore, tensor_write_counts
-from ragblend.engine.store.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ragblend.engine.namespaces import equals_ignoring_salt
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
+from ragblend.engine.store.format.signed_json import decode_signed_json, encode_signed_json
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
 from ragblend.errors import BackendUnreachableError, RagblendError
 from ragblend.files.directory import Directory, try_remove_file
 from ragblend.files.reading import read_file

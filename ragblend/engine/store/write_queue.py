@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from time import monotonic
 
-from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.format.kv import MemoryKV
 from ragblend.errors import BackendUnreachableError, RagblendError
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.families import AttentionFamily
 
 FEW_ROWS = range(6, 17)

@@ -26,8 +26,8 @@ from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
-from ragblend.engine.store.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
+from ragblend.engine.store.format.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
+from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError

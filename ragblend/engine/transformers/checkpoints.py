@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ragblend.engine.store.keys import default_digest_cache, digest_files, fingerprint
+from ragblend.engine.store.format.keys import default_digest_cache, digest_files, fingerprint
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.gguf import parse_gguf_reference
 from ragblend.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError

@@ -37,9 +37,9 @@ from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
 from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
-from ragblend.engine.store.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
-from ragblend.engine.store.quantize import stored_bytes_per_token
+from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
+from ragblend.engine.store.format.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
+from ragblend.engine.store.format.quantize import stored_bytes_per_token
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ragblend.engine.fusion.attention import max_placeable_tokens
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.errors import UnsupportedModelError
 
 _FIX_HINT = (

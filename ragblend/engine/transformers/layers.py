@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from ragblend.engine.fusion.attention import add_rotated, inverse_tables, positions_on_host, rotate
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.adapters import describe_active_adapters
 from ragblend.engine.transformers.batched_decode import (
     BatchedDecodeCache,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.store.keys import fingerprint
-from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.store.format.keys import fingerprint
+from ragblend.engine.store.format.kv import dtype_name
 from ragblend.engine.transformers.adapters import describe_adapters, unwrap_peft_model
 from ragblend.engine.transformers.checkpoints import architecture, model_fingerprint
 from ragblend.engine.transformers.model import LoadedModel, reject_split_model

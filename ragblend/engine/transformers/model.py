@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ragblend.engine.store.kv import DTYPES, dtype_name
+from ragblend.engine.store.format.kv import DTYPES, dtype_name
 from ragblend.engine.transformers.adapters import adapter_digest, base_model_name, is_adapter, with_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.gguf import (

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragblend.engine.fusion.attention import BLOCK_SCORES, AttentionExtras, ProbeQueries, attend_rows
 from ragblend.engine.fusion.protocols import QueryProbeHook
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, SequenceAttention
 from ragblend.engine.transformers.families import AttentionFamily
 

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import RULES, find_rule
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import chunk_key
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.signed_json import decode_signed_json
+from ragblend.engine.store.format.signing import KeyChoice, resolve_key
 from ragblend.engine.store.metadata import CALIBRATIONS_DIR
-from ragblend.engine.store.signed_json import decode_signed_json
-from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.tuning.loading_controller import interpolate
 from ragblend.errors import UsageError
 from ragblend.files.reading import read_file

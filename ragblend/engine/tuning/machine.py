@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
+from ragblend.engine.store.format.signed_json import decode_signed_json, encode_signed_json
+from ragblend.engine.store.format.signing import KeyChoice, resolve_key
 from ragblend.engine.store.metadata import MACHINES_DIR
-from ragblend.engine.store.signed_json import decode_signed_json, encode_signed_json
-from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.tuning.loading_controller import MachineProfile, machine_profile_from
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file

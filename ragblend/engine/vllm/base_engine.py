@@ -22,7 +22,7 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.decoding import AnswerText
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
+from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.vllm.params import BlendParams, report_from_params
 from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import EngineClosedError, RagblendError

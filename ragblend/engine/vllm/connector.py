@@ -24,18 +24,18 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.loading import MemoryTierDelta, MemoryTierTracker
 from ragblend.engine.vllm.metric_sources import MetricSource, TierMetrics
 from ragblend.engine.vllm.params import report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
-from ragblend.engine.vllm.scheduler import WEIGHTS_UPDATED, BlendScheduler
+from ragblend.engine.vllm.scheduler_side.loading import MemoryTierDelta, MemoryTierTracker
+from ragblend.engine.vllm.scheduler_side.scheduler import WEIGHTS_UPDATED, BlendScheduler
 from ragblend.engine.vllm.support import (
     model_fingerprint,
     model_kv_spec,
     reject_unsupported_config,
     require_supported_version,
 )
-from ragblend.engine.vllm.worker import BlendJob, BlendWorker, JobResult
+from ragblend.engine.vllm.worker_side.worker import BlendJob, BlendWorker, JobResult
 from ragblend.errors import RagblendError
 
 require_supported_version()
@@ -165,8 +165,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Run the self-check and open the store. vLLM calls this once it has model and cache, before any request."""
-        from ragblend.engine.vllm.layers import VllmLayers
-        from ragblend.engine.vllm.self_check import self_check
+        from ragblend.engine.vllm.worker_side.layers import VllmLayers
+        from ragblend.engine.vllm.worker_side.self_check import self_check
 
         model = loaded_model()
         if model is None:

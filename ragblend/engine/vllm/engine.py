@@ -25,13 +25,13 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, cpu_paged_kv_bytes, has_cuda, vllm_environment
-from ragblend.engine.vllm.loading import machine_facts_of
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     report_from_params,
     vllm_filters_and_penalties,
     vllm_structured_outputs,
 )
+from ragblend.engine.vllm.scheduler_side.loading import machine_facts_of
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.render import Renderer

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.store.kv import DTYPES, KVSpec, dtype_name
+from ragblend.engine.store.format.kv import DTYPES, KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.model import choose_dtype, find_device, load_tokenizer, model_name

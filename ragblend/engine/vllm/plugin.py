@@ -65,7 +65,7 @@ def reserve_blend_memory(measure: Any) -> Any:
     @functools.wraps(measure)
     def measuring(self: Any) -> int:
         from ragblend.engine.vllm.launch import CONNECTOR
-        from ragblend.engine.vllm.paged import blend_device_bytes
+        from ragblend.engine.vllm.worker_side.paged import blend_device_bytes
 
         available: int = measure(self)
         config, transfer = self.vllm_config, self.vllm_config.kv_transfer_config

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.engine.fusion.attention import rope_type_problem
-from ragblend.engine.store.kv import KVSpec, dtype_name
+from ragblend.engine.store.format.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.checkpoints import model_fingerprint as checkpoint_fingerprint
 from ragblend.engine.transformers.families import WINDOWED, rope_parameters

@@ -20,14 +20,14 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, KVView, StoredLayer, load_into_memory
+from ragblend.engine.store.format.kv import ChunkKV, KVView, StoredLayer, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.loading_controller import MachineProfile, largest_hidden_ratio
 from ragblend.engine.tuning.machine import drop_page_cache
 from ragblend.engine.vllm.engine import VllmEngine
-from ragblend.engine.vllm.worker import BlendWorker, worker_of_this_process
+from ragblend.engine.vllm.worker_side.worker import BlendWorker, worker_of_this_process
 from ragblend.errors import RagblendError
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import LoadConfig

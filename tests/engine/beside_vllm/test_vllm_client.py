@@ -27,7 +27,6 @@ from ragblend.config import Settings
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine
 from ragblend.engine.report import BlendReport, ChunkReport
-from ragblend.engine.vllm.api_keys import DOCUMENTS_PATH
 from ragblend.engine.vllm.client import Connection, VllmClient, sse_events
 from ragblend.engine.vllm.params import PARAMS_KEY, parse_params, report_to_json
 from ragblend.errors import (
@@ -45,6 +44,7 @@ from ragblend.ingestion.documents import delete_precomputed
 from ragblend.llm import ChatBlend
 from ragblend.operations.doctor import run_vllm_diagnostics
 from ragblend.precompute import ingest, precompute_documents
+from ragblend.server.api_keys import DOCUMENTS_PATH
 from ragblend.server.requests import read_documents
 
 A, B = "George Keller lives in Kinport. He sells knives.", "Julia Bishop works for Synon. She was born in Calville."

@@ -159,7 +159,7 @@ def test_every_attribute_is_there(source, module, name):
 
 
 def _trees() -> Iterator[ast.Module]:
-    for path in sorted(PACKAGE.glob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         yield ast.parse(path.read_text())
 
 

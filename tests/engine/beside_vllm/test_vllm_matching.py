@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.vllm import matching
-from ragblend.engine.vllm.matching import ConversationSalts
+from ragblend.engine.vllm.scheduler_side import matching
+from ragblend.engine.vllm.scheduler_side.matching import ConversationSalts
 
 TAIL, SETTINGS = (1, 2), ("acme", "blend", "ask", 0.15, False, 0)
 ids = st.lists(st.integers(3, 5), min_size=1, max_size=12)

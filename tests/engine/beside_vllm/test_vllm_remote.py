@@ -9,13 +9,13 @@ import pytest
 from servers import TcpProxy, wait_until
 from tier_support import DictValues, assert_same, make_kv
 
-from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.format.chunk_file import encode_chunk
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
+from ragblend.engine.vllm.scheduler_side.fetch import PendingFetch, RemoteFetcher
 from ragblend.errors import UsageError
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,11 +11,11 @@ from tier_support import make_kv
 
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import KVSpec
+from ragblend.engine.store.format.kv import KVSpec
 from ragblend.engine.transformers.checkpoints import AS_IT_IS
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.scheduler import BlendScheduler
+from ragblend.engine.vllm.scheduler_side.scheduler import BlendScheduler
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
 
@@ -43,7 +43,7 @@ def num_matched_tokens(
         with ChunkRegistry(store / CATALOG_FILE) as registry:
             for each in ("acme", "known"):
                 registry.add_ids([(f"text {kv.header.key}", kv.header.token_ids)], fingerprint, each)
-    module = "ragblend.engine.vllm.scheduler"
+    module = "ragblend.engine.vllm.scheduler_side.scheduler"
     monkeypatch.setattr(f"{module}.model_fingerprint", lambda model: "model")
     monkeypatch.setattr(f"{module}.model_kv_spec", lambda model: KVSpec.from_kv_shapes("float32", [(2, 4, 4)] * 2))
     monkeypatch.setattr(f"{module}.machine_facts_of", lambda config: {})

@@ -18,7 +18,7 @@ from ragblend.engine.fusion.attention import (
     attend_with_weights,
     attention_mass,
 )
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 
 LENGTH, DIM, SCALE = 40, 8, 0.3
 

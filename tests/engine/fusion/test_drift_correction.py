@@ -13,7 +13,7 @@ from ragblend.engine.fusion.rules import (
     DriftCorrection,
     fit_drift_correction,
 )
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 
 HEADS, DIM = 4, 8
 

@@ -20,7 +20,7 @@ from ragblend.engine.fusion.plan import (
 )
 from ragblend.engine.fusion.rules import RULES, validate_check_layer
 from ragblend.engine.report import BlendReport
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 
 CHECK_LAYER = 1
 

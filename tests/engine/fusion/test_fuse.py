@@ -20,7 +20,7 @@ from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, validate_check_layer
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers, cache_argument_name
 
 PREFIX, QUESTION = 5, 7

@@ -15,7 +15,7 @@ from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, validate_check_layer
-from ragblend.engine.store.kv import KVHeader
+from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.transformers.layers import TransformersLayers
 
 CHUNKS, QUESTION = (90, 70, 80), 9

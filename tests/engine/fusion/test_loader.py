@@ -16,8 +16,8 @@ from ragblend.engine.fusion import loader as loader_module
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import LayerKV, MemoryKV, StoredLayer, convert_kv_dtype, dequantized
-from ragblend.engine.store.quantize import CODE_DTYPES
+from ragblend.engine.store.format.kv import LayerKV, MemoryKV, StoredLayer, convert_kv_dtype, dequantized
+from ragblend.engine.store.format.quantize import CODE_DTYPES
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import DamagedEntryError
 

@@ -21,8 +21,8 @@ from ragblend.engine.fusion.prefill import (
     prefill_missing,
 )
 from ragblend.engine.fusion.protocols import PromptKVBuffer
-from ragblend.engine.store.keys import NO_CONTEXT, IngestionContext
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import StoreFullError
 

@@ -9,8 +9,8 @@ from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype, slice_kv_rows
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV, convert_kv_dtype, slice_kv_rows
 from ragblend.engine.store.memory import MemoryStore
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -32,7 +32,7 @@ from transformers import Qwen2ForCausalLM
 
 from ragblend.engine.fusion.plan import FusePlan, Placement
 from ragblend.engine.fusion.rules import RULES, default_check_layer, find_rule, is_probe_worthwhile
-from ragblend.engine.store.kv import LayerKV, MemoryKV
+from ragblend.engine.store.format.kv import LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 
 ALL_WINDOWED = tuple(family for family in WINDOWED if family not in test_fuse.GLOBAL)

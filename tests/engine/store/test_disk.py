@@ -23,9 +23,9 @@ from test_chunk_file import make_kv, note_reads
 from tier_support import as_bytes, assert_same, flip, path_of, run_threads
 
 from ragblend.engine.store import chunk_file, disk
-from ragblend.engine.store.chunk_file import DiskKV
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV
+from ragblend.engine.store.format.chunk_file import DiskKV
+from ragblend.engine.store.format.kv import DTYPES, KVHeader, LayerKV, MemoryKV
 from ragblend.errors import (
     DamagedEntryError,
     NotFoundError,

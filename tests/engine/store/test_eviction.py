@@ -21,7 +21,7 @@ from tier_support import assert_same, make_kv, path_of, run_threads
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.eviction import DiskEvictor, auto_limit
-from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.format.kv import MemoryKV
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreFullError
 

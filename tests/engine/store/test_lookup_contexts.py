@@ -10,7 +10,7 @@ from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine, open_store
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.store.keys import lookup_contexts
+from ragblend.engine.store.format.keys import lookup_contexts
 from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, UsageError

@@ -12,8 +12,8 @@ from servers import RedisNodes, RedisServer, TcpProxy, point_s3_at, wait_until
 from tier_support import DictValues, SlowValues, assert_same, make_kv, quick_breaker, run_threads
 
 from benchmarks.ports import free_port
-from ragblend.engine.store.chunk_file import encode_chunk
-from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.format.chunk_file import encode_chunk
+from ragblend.engine.store.format.kv import MemoryKV
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.redis_values import PREFIX, RedisValues

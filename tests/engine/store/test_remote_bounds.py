@@ -11,7 +11,7 @@ import pytest
 from servers import TalkingServer, TcpProxy
 from tier_support import DictValues, SlowValues, assert_same, make_kv
 
-from ragblend.engine.store.chunk_file import encode_chunk
+from ragblend.engine.store.format.chunk_file import encode_chunk
 from ragblend.engine.store.remote import redis_values as remote_redis
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.breaker import CircuitBreaker

@@ -20,10 +20,10 @@ from tier_support import DictValues, assert_same, flip, make_kv, path_of, run_th
 from benchmarks.ports import free_port
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.base import KVStore, StoreCounters
-from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskKV, DiskStore
-from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import (
+from ragblend.engine.store.format.chunk_file import encode_chunk
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import (
     ChunkKV,
     KVHeader,
     LayerKV,

@@ -17,8 +17,8 @@ from tier_support import DictValues, make_kv
 
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.format.signing import StoreKey
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
-from ragblend.engine.store.signing import StoreKey
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import BackendUnreachableError, StoreFullError
 

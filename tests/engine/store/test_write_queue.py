@@ -15,7 +15,7 @@ from servers import wait_until
 from tier_support import make_kv
 
 from ragblend.engine.store import write_queue
-from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.format.kv import MemoryKV
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, StoreFullError
 

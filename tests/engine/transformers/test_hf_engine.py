@@ -26,8 +26,8 @@ from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.generation import Conversation, PrefillResult
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.keys import chunk_key
-from ragblend.engine.store.kv import ChunkKV, LayerKV
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import ChunkKV, LayerKV
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers

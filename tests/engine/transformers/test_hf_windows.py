@@ -11,7 +11,7 @@ from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 
 from ragblend.engine.load import load_engine
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.checkpoints import model_fingerprint
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument_name

@@ -19,7 +19,7 @@ from tiny_prompts import CHUNKS, PROMPT
 from ragblend import load_engine
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.store.quantize import CODE_DTYPES
+from ragblend.engine.store.format.quantize import CODE_DTYPES
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers

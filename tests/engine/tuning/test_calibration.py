@@ -16,7 +16,7 @@ from tiny_prompts import CHUNKS, PROMPT
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, NO_PROBE_RULE, RULES
 from ragblend.engine.fusion.rules import DEFAULT_RULE as AUTO
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.signed_json import encode_signed_json
+from ragblend.engine.store.format.signed_json import encode_signed_json
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import (
     CALIBRATIONS_DIR,

@@ -12,7 +12,7 @@ import torch
 from ragblend.engine.fusion.loader import LayerEvent, Timeline
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import MemoryKV
+from ragblend.engine.store.format.kv import MemoryKV
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import RagblendError

@@ -26,16 +26,16 @@ from time import monotonic, perf_counter
 from typing import NamedTuple
 
 from ragblend.engine.store.base import CONTAINS_BATCH, ByteStore, EntryCheck, KVStore, StoreCounters
-from ragblend.engine.store.chunk_file import (
+from ragblend.engine.store.format.chunk_file import (
     ReadRequirements,
     UnreadableEntryError,
     UnsignedEntryError,
     decode_chunk,
     encode_chunk,
 )
-from ragblend.engine.store.kv import ChunkKV, KVSpec, MemoryKV, load_into_memory
+from ragblend.engine.store.format.kv import ChunkKV, KVSpec, MemoryKV, load_into_memory
+from ragblend.engine.store.format.signing import KeyChoice, resolve_key
 from ragblend.engine.store.remote.breaker import CircuitBreaker, State
-from ragblend.engine.store.signing import KeyChoice, resolve_key
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 from ragblend.redaction import HIDDEN, redact_url

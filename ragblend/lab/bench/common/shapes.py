@@ -52,7 +52,7 @@ def find_shape(name: str) -> DecoderShape:
 
 def find_dtype(name: str) -> torch.dtype:
     """Return a dtype by its name. Raises UsageError for an unknown one."""
-    from ragblend.engine.store.kv import DTYPES
+    from ragblend.engine.store.format.kv import DTYPES
 
     if name not in DTYPES:
         raise UsageError(f"dtype is {name!r}; choose one of {', '.join(DTYPES)}")

@@ -19,8 +19,8 @@ import torch
 from ragblend.engine.api import Engine
 from ragblend.engine.base import LocalEngine
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import fingerprint
-from ragblend.engine.store.kv import dtype_name
+from ragblend.engine.store.format.keys import fingerprint
+from ragblend.engine.store.format.kv import dtype_name
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import find_device

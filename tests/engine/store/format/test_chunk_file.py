@@ -18,8 +18,8 @@ from safetensors.torch import save
 from tier_support import as_bytes, assert_same, run_threads
 from tier_support import make_kv as make_usual_kv
 
-from ragblend.engine.store import chunk_file
-from ragblend.engine.store.chunk_file import (
+from ragblend.engine.store.format import chunk_file
+from ragblend.engine.store.format.chunk_file import (
     DiskKV,
     IncompatibleEntryError,
     SharedFile,
@@ -29,9 +29,9 @@ from ragblend.engine.store.chunk_file import (
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.keys import chunk_key, key_from_header
-from ragblend.engine.store.kv import DTYPES, KVHeader, LayerKV, MemoryKV, convert_kv_dtype
-from ragblend.engine.store.quantize import CODE_DTYPES
+from ragblend.engine.store.format.keys import chunk_key, key_from_header
+from ragblend.engine.store.format.kv import DTYPES, KVHeader, LayerKV, MemoryKV, convert_kv_dtype
+from ragblend.engine.store.format.quantize import CODE_DTYPES
 from ragblend.errors import DamagedEntryError
 
 GOLDEN_SHA256 = {

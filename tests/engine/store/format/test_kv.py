@@ -10,7 +10,7 @@ import torch
 from tier_support import make_kv
 
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import (
+from ragblend.engine.store.format.kv import (
     KVHeader,
     LayerKV,
     MemoryKV,
@@ -19,7 +19,7 @@ from ragblend.engine.store.kv import (
     is_in_memory,
     slice_kv_rows,
 )
-from ragblend.engine.store.quantize import CODE_DTYPES
+from ragblend.engine.store.format.quantize import CODE_DTYPES
 
 HEADER = KVHeader("0" * 32, "model", (1,), (5, 6, 7), 2, "float32")
 

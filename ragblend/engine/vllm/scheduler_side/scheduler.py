@@ -19,16 +19,12 @@ from typing import Any
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.namespaces import salted_namespace, vllm_cache_salt
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
-from ragblend.engine.store.kv import KVSpec
+from ragblend.engine.store.format.kv import KVSpec
 from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.fetch import PendingFetch, RemoteFetcher
-from ragblend.engine.vllm.loading import LoadingController, MemoryTierDelta, machine_facts_of
-from ragblend.engine.vllm.lookup import PATIENCE_S, ChunkLookup, LookupResult
-from ragblend.engine.vllm.matching import ConversationSalts, PromptMatcher
 from ragblend.engine.vllm.metric_sources import LABEL, RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
@@ -37,8 +33,12 @@ from ragblend.engine.vllm.params import (
     parse_params,
     report_to_json,
 )
+from ragblend.engine.vllm.scheduler_side.fetch import PendingFetch, RemoteFetcher
+from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, machine_facts_of
+from ragblend.engine.vllm.scheduler_side.lookup import PATIENCE_S, ChunkLookup, LookupResult
+from ragblend.engine.vllm.scheduler_side.matching import ConversationSalts, PromptMatcher
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
-from ragblend.engine.vllm.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
+from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.token_index import MIN_RUN

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tier_support import make_kv
 
-from ragblend.engine.store.chunk_file import encode_chunk
-from ragblend.engine.store.kv import DTYPES, MemoryKV, convert_kv_dtype
-from ragblend.engine.store.quantize import CODE_DTYPES, NUM_FIRST, dequantize, quantize, stored_bytes_per_token
+from ragblend.engine.store.format.chunk_file import encode_chunk
+from ragblend.engine.store.format.kv import DTYPES, MemoryKV, convert_kv_dtype
+from ragblend.engine.store.format.quantize import CODE_DTYPES, NUM_FIRST, dequantize, quantize, stored_bytes_per_token
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import UsageError
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 from ragblend import load_engine
 from ragblend.engine.store.disk import DiskStore
 
-PAGE = Path(__file__).parents[3] / "docs/tiers.md"
+PAGE = Path(__file__).parents[4] / "docs/tiers.md"
 TEXT = "Zenco sells lamps. The company has its main office in Wesstad."
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.store import keys
-from ragblend.engine.store.keys import chunk_key, digest_files, fingerprint
-from ragblend.engine.store.kv import LAYOUT_VERSION
+from ragblend.engine.store.format import keys
+from ragblend.engine.store.format.keys import chunk_key, digest_files, fingerprint
+from ragblend.engine.store.format.kv import LAYOUT_VERSION
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=6)
 GOLDEN_KEY = "8a0f18a0f1ad8be2b3379fd8067bf715"

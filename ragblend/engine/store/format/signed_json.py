@@ -9,7 +9,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from ragblend.engine.store.signing import UNSIGNED, StoreKey
+from ragblend.engine.store.format.signing import UNSIGNED, StoreKey
 
 CHECKSUM, SIGNATURE = "xxh3_128", "signature"
 

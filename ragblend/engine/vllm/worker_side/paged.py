@@ -19,11 +19,11 @@ from torch import Tensor
 from ragblend.engine.fusion.attention import positions_on_host
 from ragblend.engine.fusion.loader import DEPTH, LayerLoader
 from ragblend.engine.fusion.plan import Placement
-from ragblend.engine.store.kv import LayerKV
+from ragblend.engine.store.format.kv import LayerKV
 from ragblend.errors import DamagedEntryError, RagblendError
 
 if TYPE_CHECKING:
-    from ragblend.engine.vllm.layers import VllmLayers
+    from ragblend.engine.vllm.worker_side.layers import VllmLayers
 
 
 def blend_device_bytes(vllm_config: Any) -> int:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
 from ragblend.engine.report import PrefixMatch
-from ragblend.engine.store.kv import LAYOUT_VERSION, KVHeader
+from ragblend.engine.store.format.kv import LAYOUT_VERSION, KVHeader
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file

@@ -23,9 +23,9 @@ from ragblend.engine.fusion.self_check import (
     TOLERANCE,
     relative_error,
 )
-from ragblend.engine.store.kv import KVHeader, dtype_name, slice_kv_rows
-from ragblend.engine.vllm.layers import VllmLayers
-from ragblend.engine.vllm.paged import PagedKV, PagedLayerLoader
+from ragblend.engine.store.format.kv import KVHeader, dtype_name, slice_kv_rows
+from ragblend.engine.vllm.worker_side.layers import VllmLayers
+from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
 from ragblend.errors import UnsupportedModelError
 
 _RUNS_OF_SMALL_CALLS = 6

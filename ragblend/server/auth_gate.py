@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-from ragblend.engine.vllm.api_keys import (
+from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.server.api_keys import (
     DOCUMENTS_PATH,
     ApiKeys,
     AuthContext,
@@ -24,7 +25,6 @@ from ragblend.engine.vllm.api_keys import (
     current_auth,
     read_keys,
 )
-from ragblend.engine.vllm.params import PARAMS_KEY
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -10,10 +10,10 @@ from tier_support import DictValues, flip, make_kv, path_of
 from tiny_prompts import CHUNKS, PROMPT
 
 from ragblend import open_store
-from ragblend.engine.store.chunk_file import encode_chunk
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.kv import ChunkKV, convert_kv_dtype, load_into_memory
-from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
+from ragblend.engine.store.format.chunk_file import encode_chunk
+from ragblend.engine.store.format.kv import ChunkKV, convert_kv_dtype, load_into_memory
+from ragblend.engine.store.format.quantize import CODE_DTYPES, QuantizedLayer
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from ragblend.engine.store.finite import layer_is_finite
-from ragblend.engine.store.keys import key_from_header
-from ragblend.engine.store.kv import (
+from ragblend.engine.store.format.finite import layer_is_finite
+from ragblend.engine.store.format.keys import key_from_header
+from ragblend.engine.store.format.kv import (
     LAYOUT_VERSION,
     KVHeader,
     KVSpec,
@@ -47,8 +47,8 @@ from ragblend.engine.store.kv import (
     dequantized,
     tensor_specs,
 )
-from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer
-from ragblend.engine.store.signing import DIGITS, UNSIGNED, StoreKey
+from ragblend.engine.store.format.quantize import CODE_DTYPES, QuantizedLayer
+from ragblend.engine.store.format.signing import DIGITS, UNSIGNED, StoreKey
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.files.reading import checked_file_size, open_regular_file
 

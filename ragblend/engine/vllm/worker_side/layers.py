@@ -30,17 +30,17 @@ from torch.nn.utils.rnn import pad_sequence
 from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, attend_rows, positions_on_host
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
-from ragblend.engine.store.kv import ChunkKV, HeadSlice, LayerKV, concatenate_rows
-from ragblend.engine.vllm.attention_calls import AttentionCall, RequestRows, cut_runs
+from ragblend.engine.store.format.kv import ChunkKV, HeadSlice, LayerKV, concatenate_rows
 from ragblend.engine.vllm.support import (
     kernel_blocks_per_block,
     reject_kv_groups,
     reject_unsupported_attention,
 )
+from ragblend.engine.vllm.worker_side.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from ragblend.engine.vllm.paged import PagedKV
+    from ragblend.engine.vllm.worker_side.paged import PagedKV
 
 _DIGITS = 128  # base of the numbers written into the paged cache; bfloat16 represents all integers up to 256
 _APART = 1 << 32  # distance between the positions of two requests, so that no run spans both

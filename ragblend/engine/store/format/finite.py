@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.engine.store.kv import LayerKV, MemoryKV, StoredLayer
-from ragblend.engine.store.quantize import LARGEST_CODE
+from ragblend.engine.store.format.kv import LayerKV, MemoryKV, StoredLayer
+from ragblend.engine.store.format.quantize import LARGEST_CODE
 
 # As unsigned integers, the bits of negative infinity and negative NaNs are the largest; as signed ones, those of
 # positive infinity and NaNs. The third item is the bits of positive infinity.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.vllm.readiness import Readiness
+from ragblend.server.readiness import Readiness
 
 POST = {"type": "http", "method": "POST"}
 

@@ -29,11 +29,11 @@ from ragblend.engine.fusion.plan import FusePlan, Placement, record_fusion
 from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT, prefill_chunk_steps
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.keys import key_from_header
-from ragblend.engine.store.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, slice_kv_rows
-from ragblend.engine.vllm.layers import VllmLayers
-from ragblend.engine.vllm.paged import PagedKV, PagedLayerLoader
+from ragblend.engine.store.format.keys import key_from_header
+from ragblend.engine.store.format.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, slice_kv_rows
 from ragblend.engine.vllm.params import BlendParams
+from ragblend.engine.vllm.worker_side.layers import VllmLayers
+from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import common_prefix_length

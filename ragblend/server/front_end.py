@@ -13,11 +13,11 @@ from typing import Any
 from uuid import uuid4
 
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.vllm.api_keys import AuthContext, Grant, current_auth
 from ragblend.engine.vllm.base_engine import OutputDelta, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.engine import sampling_params
 from ragblend.errors import EngineClosedError, RagblendError
 from ragblend.prompt.render import Renderer
+from ragblend.server.api_keys import AuthContext, Grant, current_auth
 
 _LOOK_S = 1.0  # between two checks that the server still runs
 _PRIORITY = 1 << 20  # after all requests of clients, if vLLM's scheduling policy is "priority"

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from ragblend.config import Settings
 from ragblend.engine.namespaces import equals_ignoring_salt, salted_namespace, vllm_cache_salt
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.vllm.api_keys import ApiKeys, ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
-from ragblend.engine.vllm.auth_gate import guard_engine, wrap_app
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import MAX_RUNS, TENANT_KEY, parse_params
 from ragblend.errors import NotFoundError, RagblendError, StoreFullError, UsageError
 from ragblend.operations.serve import build_server_command
+from ragblend.server.api_keys import ApiKeys, ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
+from ragblend.server.auth_gate import guard_engine, wrap_app
 
 KEY, OTHER = "sk-acme-0123", "sk-globex-0123"
 FACTS = {"namespace": "acme", "rights": ["ask", "ingest"]}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from ragblend.engine.store.quantize import CODE_DTYPES, QuantizedLayer, dequantize, quantize
+from ragblend.engine.store.format.quantize import CODE_DTYPES, QuantizedLayer, dequantize, quantize
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Entries without tiers: their keys, KV arrays, file format and signatures."""
