@@ -70,7 +70,8 @@ def draw_layers(axes: Axes, container: str, color: str) -> None:
             )
             sized = f"{num_files} files, {num_lines:,} lines" if num_files > 1 else f"{num_lines:,} lines"
             axes.text(x + 1.6, y + 0.66, name, fontsize=10, fontweight="bold", va="center")
-            axes.text(x + share - 1.6, y + 0.66, sized, fontsize=7, va="center", ha="right", color="#51667d")
+            if 1.3 * len(name) + 0.75 * len(sized) < share - 3:  # both fit side by side
+                axes.text(x + share - 1.6, y + 0.66, sized, fontsize=7, va="center", ha="right", color="#51667d")
             used = ", ".join(other.rsplit(".", 1)[-1] for other in uses[module])
             shown = textwrap.shorten(f"imports {used}", int(share * 0.95), placeholder=" ...") if used else ""
             axes.text(x + 1.6, y + 0.28, shown, fontsize=7.5, va="center", color="#37475a")

@@ -123,7 +123,7 @@ class PackedQKVProjection(AttentionFamily):
 
 
 class JointHeadNorm(AttentionFamily):
-    """One norm over the keys of all heads (OLMo 2, OLMoE)."""
+    """One norm over the keys of all heads (OLMoE)."""
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
