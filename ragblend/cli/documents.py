@@ -4,7 +4,6 @@ print."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,7 +140,7 @@ def _find_documents(document: str, settings: Settings) -> tuple[list[DocumentKey
         disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
         if added := find_added_documents(document, disk, settings.namespace):
             return added, []
-        with closing(open_registry(disk, create=False)) as registry:
+        with open_registry(disk, create=False) as registry:
             collections = registry.count_by_collection()
     try:
         index = open_index(settings.store)

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -173,7 +173,7 @@ def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkInd
     try:
         own = open_settings_index(settings, engine)
     except NotFoundError:
-        with closing(open_registry(engine.store, create=False)) as registry:
+        with open_registry(engine.store, create=False) as registry:
             names = [name for name in registry.documents() if name.namespace == engine.namespace]
             texts_of = {f"{name.collection}/{name.id}": sorted(registry.texts_of(name)) for name in names}
         if not texts_of:

@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal, NoReturn, Self
@@ -326,7 +326,7 @@ class LocalEngine(EngineBase, ABC):
             self.known_chunks.remove(named.text)
         key = self.key(chunk)
         was_stored = self.store.delete(key)
-        with closing(open_registry(self.store)) as registry:
+        with open_registry(self.store) as registry:
             registry.remove_entry_chunks([key])
         return was_stored
 

@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Any
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
@@ -79,7 +78,7 @@ def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any
         ids = engine.renderer.chunk_ids(text)
         return num_matched[ids] > max(0, len(ids) - EDGE - 1)
 
-    with closing(open_registry(engine.store, create=False)) as registry:
+    with open_registry(engine.store, create=False) as registry:
         near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
         missed = []
         for each in near:

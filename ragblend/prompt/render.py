@@ -120,9 +120,8 @@ class Renderer:
         """Return the ids of a plain string, with the special tokens that the tokenizer adds."""
         if not self._control.search(text):
             return list(self._tokenizer(text, verbose=False).input_ids)
-        whole, inner = self._tokenizer("a").input_ids, self.backend.encode("a", add_special_tokens=False).ids
-        start = next(place for place in range(len(whole)) if whole[place : place + len(inner)] == inner)
-        return [*whole[:start], *self.text_ids(text), *whole[start + len(inner) :]]
+        before, after = self._added_ids
+        return [*before, *self.text_ids(text), *after]
 
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens; control tokens in it are ordinary text."""
@@ -184,8 +183,15 @@ class Renderer:
     @cached_property
     def text_prefix_ids(self) -> tuple[int, ...]:
         """Return the ids that the tokenizer adds before a plain text."""
+        return self._added_ids[0]
+
+    @cached_property
+    def _added_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that the tokenizer adds before and after a plain text."""
         whole, inner = self._tokenizer("a").input_ids, self.backend.encode("a", add_special_tokens=False).ids
-        return tuple(whole[: len(whole) - len(inner)] if whole[-len(inner) :] == inner else ())
+        starts = (start for start in range(len(whole)) if whole[start : start + len(inner)] == inner)
+        start = next(starts, None)
+        return ((), ()) if start is None else (tuple(whole[:start]), tuple(whole[start + len(inner) :]))
 
     @cached_property
     def separator_ids(self) -> tuple[int, ...]:

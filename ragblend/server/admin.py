@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
@@ -111,7 +111,7 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
         raise UsageError('send {"namespace": "..."}')
     namespace_of = {entry.key: entry.header.namespace for entry in _entries(store)}
     keys, num_unread = {key for key, own in namespace_of.items() if equals_ignoring_salt(own, namespace)}, 0
-    with closing(open_registry(store)) as registry:
+    with open_registry(store) as registry:
         registry.remove_entry_chunks(keys)
     for remote in store.remote_tiers:
         for key in set(remote.keys()).difference(namespace_of):

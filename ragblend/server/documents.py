@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -166,7 +166,7 @@ class DocumentIngester:
         if found is None:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
         engine = self._engine(namespace)
-        with closing(open_registry(engine.store)) as registry:
+        with open_registry(engine.store) as registry:
             texts = registry.texts_of(DocumentKey(collection, document_id, namespace))
         return {**found, "num_kv": len(_stored_keys([Chunk(text) for text in texts], engine))}
 
@@ -289,7 +289,7 @@ class DocumentIngester:
         try:
             if nbytes := engine.precompute(chunk):
                 try:
-                    with closing(open_registry(engine.store)) as registry:
+                    with open_registry(engine.store) as registry:
                         delete_stale_kv([chunk], engine, registry)
                 except BackendUnreachableError:
                     engine.store.delete_everywhere([engine.key(chunk)])  # it is computed again

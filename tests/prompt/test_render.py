@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import datetime
 from typing import Any
 
@@ -10,6 +11,7 @@ from chat_templates import SPECIALS, TEMPLATES
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pages import SMOLLM2
+from tokenizers import processors
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
@@ -236,6 +238,19 @@ def test_plain_text_gets_no_template(renderer, chat_renderer):
     prompt = Prompt.from_text(["Once ", Chunk("one"), "upon"])
     assert {text_of(each, each.render(prompt)) for each in (renderer, chat_renderer)} == {"<s>Once one\n\nupon"}
     assert renderer.text_prefix_ids == (renderer._tokenizer.bos_token_id,)
+
+
+def test_a_tokenizer_that_also_adds_tokens_after_a_text_has_the_same_prefix(renderer):
+    tokenizer = copy.deepcopy(renderer._tokenizer)
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", start), ("</s>", end)]
+    )
+    ending = Renderer(tokenizer)
+    assert ending.text_prefix_ids == (start,)
+    assert (
+        ending.encode_with_special_tokens("one") == tokenizer("one").input_ids == [start, *ending.text_ids("one"), end]
+    )
 
 
 def test_the_fingerprint_depends_on_the_tokenizer_and_not_on_its_template(make_tokenizer):

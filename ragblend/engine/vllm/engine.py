@@ -153,7 +153,7 @@ def start_vllm(
         "worker_extension_cls": EXTENSION,
         **options,
     }
-    if not has_cuda():
+    if not has_cuda() and not {"compilation_config", "optimization_level"} & set(options):
         arguments.setdefault("enforce_eager", True)  # on a CPU, compiling takes longer than most sessions
     memory = cpu_paged_kv_bytes(checkpoint, options.get("max_model_len"))
     if memory is not None and not {"gpu_memory_utilization", "num_gpu_blocks_override"} & set(options):
