@@ -97,9 +97,9 @@ def ingest(
       splitter or `chunk_size` changed, documents are split again, and `notify` is called with a message.
     - glob: pattern of the files to read in folders; see `folder_scan.scan_folders`.
     - precompute: False only indexes. keep_missing: True removes no documents.
-    - context: the store's context policy, see `engine.store.keys`. None: the stored policy; in a new store "similar"
-      for models of 12 layers or more, else "none". "similar" stores a second variant of each chunk, which doubles the
-      store. Raises UsageError for "none" if "similar" is stored; `precompute_index` can change the policy.
+    - context: the store's context policy, see `engine.store.format.keys`. None: the stored policy; in a new store
+      "similar" for models of 12 layers or more, else "none". "similar" stores a second variant of each chunk, which
+      doubles the store. Raises UsageError for "none" if "similar" is stored; `precompute_index` can change the policy.
     - text_field: field with the text of records in CSV, JSON and Parquet files; a dotted path names a field of nested
       objects. With "", the reader finds the field.
     - loader: a function from a path to documents of ragblend, LangChain or LlamaIndex, or strings. It reads every file

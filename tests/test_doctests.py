@@ -28,5 +28,12 @@ def test_docstring_examples_are_true(name):
 
 
 def test_the_modules_known_to_have_examples_are_found():
-    for name in ("fusion.rules", "fusion.attention", "decoding", "store.kv", "store.keys", "store.sizes"):
+    for name in (
+        "fusion.rules",
+        "fusion.attention",
+        "decoding",
+        "store.format.kv",
+        "store.format.keys",
+        "store.format.sizes",
+    ):
         assert f"ragblend.engine.{name}" in MODULES

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from ragblend.engine.store.format.keys import chunk_key
@@ -34,6 +36,31 @@ def make_kv(
     )
     key = chunk_key("model", prefix, token_ids, namespace)
     return MemoryKV(KVHeader(key, "model", prefix, token_ids, num_layers, dtype, namespace), layers)
+
+
+def make_random_kv(
+    seed: int = 0, num_layers: int = 2, heads: int = 2, tokens: int = 3, dim: int = 4, dtype: str = "float32"
+) -> MemoryKV:
+    """Return the KV of a chunk whose numbers have any bit pattern. Values are wider than keys by one element."""
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = tuple(torch.randint(0, 150_000, (tokens,), generator=generator).tolist())
+    layers = tuple(
+        LayerKV(
+            _random_tensor(heads, tokens, dim, dtype=dtype, generator=generator),
+            _random_tensor(heads, tokens, dim + 1, dtype=dtype, generator=generator),
+        )
+        for _ in range(num_layers)
+    )
+    key = chunk_key("model", [1], token_ids, namespace := f"tests-{seed}")
+    return MemoryKV(KVHeader(key, "model", (1,), token_ids, num_layers, dtype, namespace), layers)
+
+
+def _random_tensor(*shape: int, dtype: str, generator: torch.Generator) -> torch.Tensor:
+    """Every bit pattern of a number is possible: denormals and -0.0, but neither NaN nor infinity."""
+    size = DTYPES[dtype].itemsize
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, generator=generator)
+    numbers = raw.view(DTYPES[dtype])
+    return torch.where(numbers.isfinite(), numbers, torch.full_like(numbers, -0.0))
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -161,3 +188,16 @@ class SlowValues(DictValues):
         time.sleep(self.wait_s)
         self.num_now -= 1
         return super().get(name)
+
+
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list to which every later read of a file adds its offset and number of bytes."""
+    reads: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def noting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append((offset, sum(buffer.nbytes for buffer in buffers)))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noting)
+    return reads

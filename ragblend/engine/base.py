@@ -241,7 +241,7 @@ class LocalEngine(EngineBase, ABC):
 
     def _own_prefix(self, token_ids: Sequence[int], prompt: Prompt) -> tuple[int, ...]:
         """Return the ids that the prompt begins with and chunks may be stored after; () if there are none."""
-        prefix = self.renderer.text_prefix_ids
+        prefix = self.renderer.added_ids[0]
         if prompt.is_chat:
             first = prompt.messages[0]
             prefix = self.renderer.prefix_ids(first.content if first.role == "system" else None)

@@ -1,8 +1,8 @@
 """Ingestion contexts: which variants of a chunk a store keeps, and after which chunks a similar variant is computed.
 
 A variant is one chunk's KV in one ingestion context. A similar variant is computed after the most similar chunks, which
-an index or `registered_similar` finds by vectors. The store's context policy (see `engine.store.keys`) decides whether
-similar variants are kept. Depends on chunks and engines. Prefills nothing.
+an index or `registered_similar` finds by vectors. The store's context policy (see `engine.store.format.keys`) decides
+whether similar variants are kept. Depends on chunks and engines. Prefills nothing.
 """
 
 from __future__ import annotations

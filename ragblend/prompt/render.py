@@ -120,7 +120,7 @@ class Renderer:
         """Return the ids of a plain string, with the special tokens that the tokenizer adds."""
         if not self._control.search(text):
             return list(self._tokenizer(text, verbose=False).input_ids)
-        before, after = self._added_ids
+        before, after = self.added_ids
         return [*before, *self.text_ids(text), *after]
 
     def text_ids(self, text: str) -> list[int]:
@@ -181,13 +181,8 @@ class Renderer:
         return ()
 
     @cached_property
-    def text_prefix_ids(self) -> tuple[int, ...]:
-        """Return the ids that the tokenizer adds before a plain text."""
-        return self._added_ids[0]
-
-    @cached_property
-    def _added_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that the tokenizer adds before and after a plain text."""
+    def added_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that the tokenizer adds before a plain text, and those that it adds after it."""
         whole, inner = self._tokenizer("a").input_ids, self.backend.encode("a", add_special_tokens=False).ids
         starts = (start for start in range(len(whole)) if whole[start : start + len(inner)] == inner)
         start = next(starts, None)

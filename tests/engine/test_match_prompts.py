@@ -127,6 +127,6 @@ def test_a_stored_chunk_that_holds_a_named_one_is_found_whole(engine):
 def test_the_prefix_of_a_prompt_is_its_own(engine):
     renderer = engine.renderer
     assert engine.match(Prompt([ONE], QUESTION, "be brief")).prefix_ids == renderer.prefix_ids("be brief")
-    assert engine.match(Prompt.from_text([ONE, QUESTION])).prefix_ids == renderer.text_prefix_ids
+    assert engine.match(Prompt.from_text([ONE, QUESTION])).prefix_ids == renderer.added_ids[0]
     answered = Prompt.from_messages([("assistant", "yes"), ("user", [ONE, QUESTION])])
     assert engine.match(answered).prefix_ids == ()

@@ -71,8 +71,8 @@ def test_plain_text_is_tokenized_as_the_tokenizer_does(text, renderers):
     if not renderer._control.search(text):
         assert ids == renderer._tokenizer(text).input_ids
     else:
-        num_prefix = len(renderer.text_prefix_ids)
-        assert tuple(ids[:num_prefix]) == renderer.text_prefix_ids
+        num_prefix = len(renderer.added_ids[0])
+        assert tuple(ids[:num_prefix]) == renderer.added_ids[0]
         assert not control_tokens(renderer, ids[num_prefix:])
     assert not control_tokens(renderer, renderer.text_ids(text))
 
@@ -237,7 +237,7 @@ def test_a_tokenizer_without_a_template_gets_a_plain_one(renderer):
 def test_plain_text_gets_no_template(renderer, chat_renderer):
     prompt = Prompt.from_text(["Once ", Chunk("one"), "upon"])
     assert {text_of(each, each.render(prompt)) for each in (renderer, chat_renderer)} == {"<s>Once one\n\nupon"}
-    assert renderer.text_prefix_ids == (renderer._tokenizer.bos_token_id,)
+    assert renderer.added_ids[0] == (renderer._tokenizer.bos_token_id,)
 
 
 def test_a_tokenizer_that_also_adds_tokens_after_a_text_has_the_same_prefix(renderer):
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_also_adds_tokens_after_a_text_has_the_same_prefix(rend
         single="<s> $A </s>", special_tokens=[("<s>", start), ("</s>", end)]
     )
     ending = Renderer(tokenizer)
-    assert ending.text_prefix_ids == (start,)
+    assert ending.added_ids[0] == (start,)
     assert (
         ending.encode_with_special_tokens("one") == tokenizer("one").input_ids == [start, *ending.text_ids("one"), end]
     )

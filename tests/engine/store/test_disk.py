@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import small_disk
 from safetensors.torch import save
-from test_chunk_file import make_kv, note_reads
-from tier_support import as_bytes, assert_same, flip, path_of, run_threads
+from tier_support import as_bytes, assert_same, flip, make_random_kv, note_reads, path_of, run_threads
 
-from ragblend.engine.store import chunk_file, disk
+from ragblend.engine.store import disk
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.format import chunk_file
 from ragblend.engine.store.format.chunk_file import DiskKV
 from ragblend.engine.store.format.kv import DTYPES, KVHeader, LayerKV, MemoryKV
 from ragblend.errors import (
@@ -76,7 +76,7 @@ def small(tmp_path):
     dtype=st.sampled_from(sorted(DTYPES)),
 )
 def test_get_returns_bit_for_bit_what_put_took(store, seed, num_layers, heads, tokens, dim, dtype):
-    kv = make_kv(seed, num_layers, heads, tokens, dim, dtype)
+    kv = make_random_kv(seed, num_layers, heads, tokens, dim, dtype)
     store.put(kv)
     assert_same(store.get(kv.header.key, kv.header.token_ids), kv)
 
@@ -85,7 +85,7 @@ def test_get_returns_bit_for_bit_what_put_took(store, seed, num_layers, heads, t
 
 
 def test_damage_in_one_layer_leaves_the_others_readable(store, caplog):
-    kv = make_kv(num_layers=3)
+    kv = make_random_kv(num_layers=3)
     store.put(kv)
     flip(path_of(store.root, kv.header.key), -kv.layer(2).nbytes - 1)  # the last byte of layer 1
     found = store.get(kv.header.key)
@@ -101,7 +101,7 @@ def test_damage_in_one_layer_leaves_the_others_readable(store, caplog):
 
 def test_every_flipped_byte_is_noticed(store, caplog):
     caplog.set_level(logging.CRITICAL)
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     path = path_of(store.root, kv.header.key)
     good = path.read_bytes()
@@ -120,7 +120,7 @@ def test_every_flipped_byte_is_noticed(store, caplog):
 
 def test_every_truncation_and_trailing_bytes_are_a_miss(store, caplog):
     caplog.set_level(logging.CRITICAL)
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     path = path_of(store.root, kv.header.key)
     good = path.read_bytes()
@@ -134,7 +134,7 @@ def test_every_truncation_and_trailing_bytes_are_a_miss(store, caplog):
 
 
 def test_another_keys_file_under_this_name_is_a_miss(store, caplog):
-    mine, other = make_kv(1), make_kv(2)
+    mine, other = make_random_kv(1), make_random_kv(2)
     store.put(mine)
     store.put(other)
     shutil.copy(path_of(store.root, other.header.key), path_of(store.root, mine.header.key))
@@ -146,7 +146,7 @@ def test_another_keys_file_under_this_name_is_a_miss(store, caplog):
 
 
 def test_other_token_ids_are_a_miss_and_the_entry_stays(store, caplog):
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     wrong = [*kv.header.token_ids[:-1], kv.header.token_ids[-1] + 1]
     assert store.get(kv.header.key, wrong) is None
@@ -166,7 +166,7 @@ def test_other_token_ids_are_a_miss_and_the_entry_stays(store, caplog):
     ids=["safetensors", "metadata", "text", "empty"],
 )
 def test_a_foreign_file_is_a_miss(store, content):
-    kv = make_kv()
+    kv = make_random_kv()
     path = path_of(store.root, kv.header.key)
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
@@ -179,7 +179,7 @@ def test_a_foreign_file_is_a_miss(store, content):
 
 @pytest.mark.parametrize("name", ["FORMAT_VERSION", "LAYOUT_VERSION"])
 def test_another_version_is_a_miss_and_stays(store, monkeypatch, name):
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     monkeypatch.setattr(chunk_file, name, 2)  # the reader of tomorrow
     assert store.get(kv.header.key) is None
@@ -191,7 +191,7 @@ def test_another_version_is_a_miss_and_stays(store, monkeypatch, name):
 
 
 def test_put_heals_a_damaged_entry(store):
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     flip(path_of(store.root, kv.header.key), 0, 0xFF)
     assert store.get(kv.header.key) is None
@@ -203,7 +203,7 @@ def test_put_heals_a_damaged_entry(store):
 
 
 def test_quarantine_spares_a_file_that_another_writer_has_just_repaired(store):
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     flip(path_of(store.root, kv.header.key), -1)
     found = store.get(kv.header.key)
@@ -228,8 +228,8 @@ def test_a_name_that_is_not_a_key_never_becomes_a_path(store, key):
 
 
 def test_a_held_entry_survives_replacement_deletion_and_gc(store):
-    kv = make_kv()
-    other = MemoryKV(kv.header, tuple(LayerKV(k + 1, v + 1) for k, v in make_kv(9).layers))
+    kv = make_random_kv()
+    other = MemoryKV(kv.header, tuple(LayerKV(k + 1, v + 1) for k, v in make_random_kv(9).layers))
     store.put(kv)
     held = store.get(kv.header.key)
     assert isinstance(held, DiskKV)
@@ -246,7 +246,7 @@ def test_a_held_entry_survives_replacement_deletion_and_gc(store):
 
 
 def test_no_descriptor_left_is_a_miss_not_a_crash_and_is_counted(store, monkeypatch):
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
 
     def refuse(*_: object) -> int:
@@ -265,7 +265,7 @@ def test_no_descriptor_left_is_a_miss_not_a_crash_and_is_counted(store, monkeypa
 
 
 def test_threads_writing_and_reading_one_key_never_meet_half_an_entry(store):
-    kv = make_kv(tokens=50)
+    kv = make_random_kv(tokens=50)
     store.put(kv)
 
     def work(number: int) -> None:
@@ -286,9 +286,9 @@ import json, os, random, signal, sys, time
 sys.path[:0] = sys.argv[1:3]
 import torch
 torch.set_num_threads(1)
-from test_disk import DiskStore, assert_same, make_kv
+from test_disk import DiskStore, assert_same, make_random_kv
 root, amount = sys.argv[3], int(sys.argv[4])
-kvs = [make_kv(seed, num_layers=4, heads=4, tokens=200, dim=64) for seed in range(3)]
+kvs = [make_random_kv(seed, num_layers=4, heads=4, tokens=200, dim=64) for seed in range(3)]
 store, rng = DiskStore(root), random.Random(0)
 num_kills = num_leftovers = num_visible = 0
 # On a busy machine many are killed before they have begun: it goes on until some have met writers at work.
@@ -331,7 +331,7 @@ def test_a_killed_writer_leaves_whole_entries_and_temp_files_that_are_cleaned(tm
 
 
 def test_clean_spares_writers_that_may_be_alive(store):
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     directory = path_of(store.root, kv.header.key).parent
     dead = subprocess.Popen([sys.executable, "-c", ""])
@@ -359,7 +359,7 @@ def test_a_disk_that_fills_up_says_so_without_a_trace_and_keeps_every_entry_it_t
 
     def fill() -> None:
         for seed in range(100):
-            store.put(kv := make_kv(seed, tokens=100))
+            store.put(kv := make_random_kv(seed, tokens=100))
             taken.append(kv)
 
     with pytest.raises(StoreFullError, match=rf"needs \d+ bytes, \d+ are free.*ragblend gc --store {store.root}"):
@@ -369,25 +369,25 @@ def test_a_disk_that_fills_up_says_so_without_a_trace_and_keeps_every_entry_it_t
     for kv in taken:
         assert_same(store.get(kv.header.key), kv)
     store.gc(max_bytes=store.nbytes() // 2)
-    store.put(make_kv(1000, tokens=100))
+    store.put(make_random_kv(1000, tokens=100))
     counted(f"a disk that fills up: {len(taken)} entries taken, all whole, the next refused")
 
 
 def test_a_read_only_disk_still_answers_and_says_what_to_do(small):
-    store, kv = DiskStore(small), make_kv()
+    store, kv = DiskStore(small), make_random_kv()
     store.put(kv)
     os.utime(path_of(store.root, kv.header.key), (0, 0))
     subprocess.run(["mount", "-o", "remount,ro", str(store.root)], check=True)
     assert_same(DiskStore(store.root, create=False).get(kv.header.key), kv)
     with pytest.raises(StoreNotWritableError, match=r"cannot be written.*`store`"):
-        store.put(make_kv(1))
+        store.put(make_random_kv(1))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("step", ["fsync", "replace", "open"])
 def test_every_failing_step_of_a_put_is_a_clear_error_without_a_trace(tmp_path, monkeypatch, code, step):
-    store, kv = DiskStore(tmp_path / "kv"), make_kv()
-    store.put(make_kv(1))
+    store, kv = DiskStore(tmp_path / "kv"), make_random_kv()
+    store.put(make_random_kv(1))
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -417,7 +417,7 @@ def test_a_put_is_on_disk_before_it_is_visible(tmp_path, monkeypatch):
         steps.append("replace")
         return replace(source, target)
 
-    kv = make_kv()
+    kv = make_random_kv()
     directory = path_of(store.root, kv.header.key).parent
     directory.mkdir(parents=True)
     monkeypatch.setattr(os, "fsync", noting_fsync)
@@ -432,7 +432,7 @@ def test_an_interrupted_put_leaves_no_trace(store, monkeypatch):
 
     monkeypatch.setattr(chunk_file, "_checksum", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        store.put(make_kv())
+        store.put(make_random_kv())
     assert not [path for path in store.root.rglob("*") if path.is_file()]
 
 
@@ -449,7 +449,7 @@ def test_a_missing_root_is_created_or_named(tmp_path):
 
 
 def test_listing_counts_entries_and_ignores_what_is_not_one(store):
-    kvs = [make_kv(seed) for seed in range(3)]
+    kvs = [make_random_kv(seed) for seed in range(3)]
     for kv in kvs:
         store.put(kv)
     directory = path_of(store.root, kvs[0].header.key).parent
@@ -464,7 +464,7 @@ def test_listing_counts_entries_and_ignores_what_is_not_one(store):
 
 
 def test_last_use_is_noted_once_a_minute_and_never_off_by_more(store, monkeypatch):
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     path = path_of(store.root, kv.header.key)
     written_s = path.stat().st_mtime
@@ -487,7 +487,7 @@ def test_last_use_is_noted_once_a_minute_and_never_off_by_more(store, monkeypatc
 
 
 def test_verify_reads_every_byte_and_sets_damage_aside(store, monkeypatch):
-    kvs = [make_kv(seed, num_layers=3) for seed in range(3)]
+    kvs = [make_random_kv(seed, num_layers=3) for seed in range(3)]
     for kv in kvs:
         store.put(kv)
     reads = note_reads(monkeypatch)
@@ -524,7 +524,7 @@ def test_models_are_noted_by_fingerprint(store, caplog):
 def test_gc_keeps_the_most_recently_used_within_the_budget(tokens, order, share, unwanted):
     with tempfile.TemporaryDirectory() as root:
         store = DiskStore(root, fsync=False)
-        kvs = [make_kv(seed, tokens=count) for seed, count in enumerate(tokens)]
+        kvs = [make_random_kv(seed, tokens=count) for seed, count in enumerate(tokens)]
         for kv in kvs:
             store.put(kv)
         ages = list(range(len(kvs)))
@@ -555,7 +555,7 @@ def test_gc_keeps_the_most_recently_used_within_the_budget(tokens, order, share,
 
 
 def test_gc_removes_damaged_files_and_leftovers(store):
-    kv = make_kv()
+    kv = make_random_kv()
     store.put(kv)
     path = path_of(store.root, kv.header.key)
     path.with_suffix(".damaged").write_bytes(b"x" * 10)
@@ -573,7 +573,7 @@ def test_the_size_of_a_store_follows_what_others_write_and_outlives_its_folder(t
     """Also where no budget is kept: folders that did not change are not listed again."""
     store, other = DiskStore(tmp_path / "kv"), DiskStore(tmp_path / "kv", capacity_bytes=1 << 30)
     for number in range(3):
-        (store if number % 2 else other).put(make_kv(number))
+        (store if number % 2 else other).put(make_random_kv(number))
         sizes = {path.name: path.stat().st_size for path in (tmp_path / "kv").glob("kv/??/*.safetensors")}
         assert store.nbytes() == other.nbytes() == sum(sizes.values()) > 0
     damaged = next((tmp_path / "kv").glob("kv/??/*.safetensors"))

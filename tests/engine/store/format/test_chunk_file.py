@@ -15,8 +15,7 @@ import safetensors
 import torch
 from forgery import edited
 from safetensors.torch import save
-from tier_support import as_bytes, assert_same, run_threads
-from tier_support import make_kv as make_usual_kv
+from tier_support import as_bytes, assert_same, make_kv, make_random_kv, note_reads, run_threads
 
 from ragblend.engine.store.format import chunk_file
 from ragblend.engine.store.format.chunk_file import (
@@ -43,30 +42,6 @@ GOLDEN_SHA256 = {
 GOLDEN_KEY = "0" * 32
 
 
-def random_tensor(*shape: int, dtype: str, generator: torch.Generator) -> torch.Tensor:
-    """Every bit pattern of a number is possible: denormals and -0.0, but neither NaN nor infinity."""
-    size = DTYPES[dtype].itemsize
-    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, generator=generator)
-    numbers = raw.view(DTYPES[dtype])
-    return torch.where(numbers.isfinite(), numbers, torch.full_like(numbers, -0.0))
-
-
-def make_kv(
-    seed: int = 0, num_layers: int = 2, heads: int = 2, tokens: int = 3, dim: int = 4, dtype: str = "float32"
-) -> MemoryKV:
-    generator = torch.Generator().manual_seed(seed)
-    token_ids = tuple(torch.randint(0, 150_000, (tokens,), generator=generator).tolist())
-    layers = tuple(
-        LayerKV(
-            random_tensor(heads, tokens, dim, dtype=dtype, generator=generator),
-            random_tensor(heads, tokens, dim + 1, dtype=dtype, generator=generator),  # V need not be as wide as K
-        )
-        for _ in range(num_layers)
-    )
-    key = chunk_key("model", [1], token_ids, namespace := f"tests-{seed}")
-    return MemoryKV(KVHeader(key, "model", (1,), token_ids, num_layers, dtype, namespace), layers)
-
-
 def golden_kv() -> MemoryKV:
     layers = tuple(
         LayerKV(torch.arange(12).view(2, 3, 2).float() + layer, -torch.arange(12).view(2, 3, 2).float() - layer)
@@ -83,19 +58,6 @@ def golden_quantized_kv(kv_dtype: str) -> MemoryKV:
     )
     assert not kv.header.is_lossless
     return kv
-
-
-def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(offset, bytes) of each read from now on."""
-    reads: list[tuple[int, int]] = []
-    preadv = os.preadv
-
-    def noting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        reads.append((offset, sum(buffer.nbytes for buffer in buffers)))
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", noting)
-    return reads
 
 
 def write(path: Path, kv: MemoryKV) -> Path:
@@ -149,7 +111,7 @@ def test_versions_and_codes_of_tomorrow_are_left_alone(path, monkeypatch, name, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "dim"), [(512, 64), (9, 8), (33, 3)])
 def test_eight_bits_come_back_as_they_were_stored(path, dtype, kv_dtype, tokens, dim):
-    kv = convert_kv_dtype(make_usual_kv(tokens=tokens, dim=dim, dtype=dtype), kv_dtype)
+    kv = convert_kv_dtype(make_kv(tokens=tokens, dim=dim, dtype=dtype), kv_dtype)
     assert kv.header.stored_dtype == kv_dtype
     assert_same(read(write(path, kv), kv), kv)
     assert_same(decode_chunk(encode_chunk(kv), kv.header.key), kv)
@@ -173,7 +135,7 @@ def test_every_byte_of_a_version_2_file_is_under_a_checksum(path, kv_dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_file_is_what_the_safetensors_library_writes(path, dtype):
-    kv = make_kv(num_layers=12, dtype=dtype)
+    kv = make_random_kv(num_layers=12, dtype=dtype)
     assert write(path, kv).stat().st_size == header_nbytes(kv) + kv.nbytes
     with safetensors.safe_open(path, framework="pt") as opened:
         metadata = opened.metadata()
@@ -195,7 +157,7 @@ def test_slices_and_transposed_tensors_are_stored_by_value(path):
 
 def test_reading_and_writing_work_under_inference_mode(path):
     with torch.inference_mode():
-        kv = make_kv()
+        kv = make_random_kv()
         found = read(write(path, kv), kv)
         assert_same(found, kv)
         assert not found.layer(0).keys.is_inference()
@@ -203,7 +165,7 @@ def test_reading_and_writing_work_under_inference_mode(path):
 
 def similar_kv() -> MemoryKV:
     """Behind the prefix (1, 2) and two chunks, of two ids and of one."""
-    whole = make_kv()
+    whole = make_random_kv()
     ids = whole.header.token_ids
     header = replace(
         whole.header, key=chunk_key("model", (1, 2), ids, whole.header.namespace, "similar"),
@@ -242,7 +204,7 @@ def test_context_lengths_that_do_not_make_the_key_are_refused(path, context):
 
 
 def test_reading_one_layer_reads_that_layer_alone(path, monkeypatch):
-    kv = make_kv(num_layers=4, tokens=64, dim=64)
+    kv = make_random_kv(num_layers=4, tokens=64, dim=64)
     write(path, kv)
     reads = note_reads(monkeypatch)
     found = read(path, kv)
@@ -253,7 +215,7 @@ def test_reading_one_layer_reads_that_layer_alone(path, monkeypatch):
 
 
 def test_short_reads_are_continued(path, monkeypatch):
-    kv = make_kv()
+    kv = make_random_kv()
     write(path, kv)
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
@@ -261,7 +223,7 @@ def test_short_reads_are_continued(path, monkeypatch):
 
 
 def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(path):
-    kv = make_kv()
+    kv = make_random_kv()
     found = read(write(path, kv), kv)
     os.truncate(path, path.stat().st_size - 1)
     assert as_bytes(found.layer(0).keys) == as_bytes(kv.layer(0).keys)
@@ -273,9 +235,9 @@ def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(path):
 
 
 def test_an_entry_whose_file_may_not_stay_open_opens_it_again_and_only_its_own(path, monkeypatch):
-    kv = make_kv()
+    kv = make_random_kv()
     reports: list[str] = []
-    other = MemoryKV(kv.header, make_kv(9).layers)
+    other = MemoryKV(kv.header, make_random_kv(9).layers)
     monkeypatch.setattr(SharedFile, "can_stay_open", False)
     held = read(write(path, kv), kv, reports)
     assert_same(held, kv)
@@ -289,7 +251,7 @@ def test_an_entry_whose_file_may_not_stay_open_opens_it_again_and_only_its_own(p
 
 
 def test_files_are_closed_when_entries_are_forgotten(path):
-    kv = make_kv()
+    kv = make_random_kv()
     write(path, kv)
     gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -301,7 +263,7 @@ def test_files_are_closed_when_entries_are_forgotten(path):
 
 
 def test_more_entries_than_descriptors_can_be_held(path):
-    kv = make_kv()
+    kv = make_random_kv()
     write(path, kv)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
@@ -314,6 +276,6 @@ def test_more_entries_than_descriptors_can_be_held(path):
 
 
 def test_threads_can_share_one_entry(path):
-    kv = make_kv(num_layers=8)
+    kv = make_random_kv(num_layers=8)
     held = read(write(path, kv), kv)
     run_threads(8, lambda _: assert_same(held, kv))
