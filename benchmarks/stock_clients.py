@@ -28,9 +28,8 @@ import httpx
 import torch
 import typer
 
-from benchmarks.ports import free_port
 from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
-from benchmarks.servers import ServerProcess
+from benchmarks.servers import ServerProcess, free_port
 from ragblend import Prompt, load_engine
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document

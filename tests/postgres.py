@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 
 PASSWORD = "hush/hush"  # spelled %2F in a URL
 UNPRIVILEGED_ID = 65534  # the server refuses to run as root

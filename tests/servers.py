@@ -17,8 +17,7 @@ from typing import BinaryIO
 
 import pytest
 
-from benchmarks.ports import free_port
-from benchmarks.servers import Redis, ServerProcess
+from benchmarks.servers import Redis, ServerProcess, free_port
 from ragblend.errors import NotFoundError
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.ports import free_port
-from benchmarks.servers import WITHOUT_PERSISTENCE, Redis, ServerProcess
+from benchmarks.servers import WITHOUT_PERSISTENCE, Redis, ServerProcess, free_port
 from benchmarks.soak.memory import rss_bytes
 from benchmarks.soak.work import TENANTS, Text
 from ragblend.catalog.registry import ChunkRegistry

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 from servers import HttpServer
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer

@@ -20,7 +20,7 @@ from demo_texts import QUESTION, A
 from served import environment
 from servers import HttpServer, RedisServer, running_redis, wait_until
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.options import GenerationOptions

@@ -14,7 +14,7 @@ from openai import OpenAI
 from served import start_demo
 from servers import HttpServer, wait_until
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 

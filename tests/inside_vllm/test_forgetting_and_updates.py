@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from served import make_known, metrics, start_demo
 from servers import HttpServer, RedisServer, running_redis, wait_until
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 from ragblend import Prompt, load_engine
 from ragblend.demo import WEIGHTS
 from ragblend.engine.store.disk import DiskStore

@@ -29,7 +29,7 @@ from openai import AuthenticationError, OpenAI
 from served import environment, make_known, metrics
 from servers import HttpServer, RedisServer, wait_until
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote

@@ -20,7 +20,7 @@ from postgres import PostgresServer, fresh_schema, start_postgres
 from served import metrics, start_demo
 from servers import HttpServer, RedisServer, wait_until
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore

@@ -11,7 +11,7 @@ import redis
 from servers import RedisNodes, RedisServer, TcpProxy, point_s3_at, wait_until
 from tier_support import DictValues, SlowValues, assert_same, make_kv, quick_breaker, run_threads
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 from ragblend.engine.store.format.chunk_file import encode_chunk
 from ragblend.engine.store.format.kv import MemoryKV
 from ragblend.engine.store.remote import tier as remote

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from servers import wait_until
 from tier_support import DictValues, assert_same, flip, make_kv, path_of, run_threads
 
-from benchmarks.ports import free_port
+from benchmarks.servers import free_port
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.disk import DiskKV, DiskStore
