@@ -1,7 +1,7 @@
 """Prefill of chunks after a prefix, whose KV slices ingestion stores.
 
-`prefill_chunk` runs one chunk in vLLM, `prefill_chunks` several in one pass of a transformers model, and
-`prefill_missing` many, writing them in the background. Depends on token ids, layers and KV, not on texts or files.
+`prefill_chunks` runs several chunks in one pass of a transformers model, and `prefill_missing` many, writing them in
+the background. Depends on token ids, layers and KV, not on texts or files.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragblend.engine.fusion.fuse import Steps, run_to_completion
 from ragblend.engine.fusion.protocols import PromptKVBuffer
 from ragblend.engine.store.format.keys import IngestionContext
-from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV, dtype_name
+from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.layers import TransformersLayers
-    from ragblend.engine.vllm.worker_side.layers import VllmLayers
 
 # Rows per pass. On a CPU packing makes short chunks faster (weights are read once, layers are called once), and less so
 # when a pass exceeds the cache: `ragblend bench ingest --chunk-tokens 64`. A GPU needs more rows to be busy.
@@ -42,33 +40,9 @@ Variant = tuple[TokenIds, IngestionContext]
 """Chunk to prefill: its ids and its ingestion context."""
 
 
-def prefill_chunk(model: VllmLayers, prefix: PromptKVBuffer, header: KVHeader) -> MemoryKV:
-    """Prefill the chunk of `header` after the valid rows of `prefix`. Return its pre-RoPE keys and its values.
-
-    The chunk's rows are written to `prefix` after the first `prefix.length` rows, which do not change.
-    """
-    return run_to_completion(model, prefill_chunk_steps(model, prefix, header))
-
-
-@torch.inference_mode()
-def prefill_chunk_steps(model: VllmLayers, prefix: PromptKVBuffer, header: KVHeader) -> Steps[MemoryKV]:
-    """Run `prefill_chunk` a layer at a time. Yields the chunk's number of tokens after each layer."""
-    start = prefix.length
-    device = prefix.keys(0).device
-    rows = torch.arange(start, start + header.num_tokens, device=device)
-    hidden = model.embed(torch.tensor(header.token_ids, device=device))
-    stored = []
-    for layer in range(model.num_layers):
-        hidden, kv = model.run_layer_keeping_unrotated_kv(layer, hidden, rows, prefix)
-        stored.append(LayerKV(kv.keys.contiguous().cpu(), kv.values.contiguous().cpu()))
-        yield len(rows)
-    assert header.dtype == dtype_name(stored[0].keys.dtype)
-    return MemoryKV(header, tuple(stored))
-
-
 @torch.inference_mode()
 def prefill_chunks(model: TransformersLayers, prefix: PromptKVBuffer, headers: Sequence[KVHeader]) -> list[MemoryKV]:
-    """Prefill several chunks in one pass, each after the same `prefix`. Return the KV of each, as `prefill_chunk` does.
+    """Prefill several chunks in one pass, each after the same `prefix`. Return the pre-RoPE keys and values of each.
 
     Norms, projections and MLPs run over the rows of all chunks; attention runs per chunk. `prefix` is not changed.
     """

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ragblend.engine.fusion.fuse import fuse_steps, run_to_completion
 from ragblend.engine.fusion.plan import FusePlan, Placement
-from ragblend.engine.fusion.prefill import prefill_chunk
 from ragblend.engine.fusion.rules import RULES
 from ragblend.engine.fusion.self_check import (
     CHUNK_TOKENS,
@@ -26,6 +25,7 @@ from ragblend.engine.fusion.self_check import (
 from ragblend.engine.store.format.kv import KVHeader, dtype_name, slice_kv_rows
 from ragblend.engine.vllm.worker_side.layers import VllmLayers
 from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
+from ragblend.engine.vllm.worker_side.prefill import prefill_chunk
 from ragblend.errors import UnsupportedModelError
 
 _RUNS_OF_SMALL_CALLS = 6

@@ -26,7 +26,7 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, Placement, record_fusion
-from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT, prefill_chunk_steps
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import key_from_header
@@ -34,6 +34,7 @@ from ragblend.engine.store.format.kv import ChunkKV, KVHeader, MemoryKV, dtype_n
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.engine.vllm.worker_side.layers import VllmLayers
 from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
+from ragblend.engine.vllm.worker_side.prefill import prefill_chunk_steps
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import common_prefix_length
