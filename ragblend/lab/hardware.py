@@ -1,10 +1,10 @@
-"""Predicted times of a model on hardware that nobody has measured yet: data sheet rates, and the host's time.
+"""Predicted times of a model on hardware that has not been measured: data sheet rates, and the host's time.
 
 A layer takes as long as the slower of its arithmetic and its memory traffic (the roofline model: Williams, Waterman,
 Patterson, CACM 2009), part by part, at the share of the data sheet's rates that was reached where it was measured.
 Today's engine waits for the GPU some fifteen times in a blended request, so the time of the host, which starts each
 kernel, is added to the GPU's. `ragblend plan` and `benchmarks.hardware_model` share these costs. Read `predict_profile`
-first; docs/performance.md compares it with measured times.
+first; benchmarks/RESULTS.md compares it with measured times.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CPU_CORES = 16
 
 
 def cpu(num_cores: int = CPU_CORES) -> Hardware:
-    """Return a server CPU with so many cores.
+    """Return a server CPU with `num_cores` cores.
 
     Of one core: 64 float32 operations per cycle (AVX-512, two FMA units) at 2.6 GHz, and its part of eight channels of
     DDR5-4800 that 32 cores share. The reached share and the speed of placing KV are those of one thread in

@@ -120,7 +120,7 @@ def measured_and_predicted() -> Iterator[tuple[int, list[tuple[float, float]]]]:
 
 
 def table() -> list[str]:
-    """Return the rows of the table in docs/performance.md."""
+    """Return the rows of the table in benchmarks/RESULTS.md."""
     rows = []
     for tokens, pairs in measured_and_predicted():
         cells = (f"{predicted:.3g} / {measured:.3g}" for measured, predicted in pairs)
@@ -132,7 +132,7 @@ def test_predictions_are_near_what_was_measured_and_the_page_has_both():
     for _, pairs in measured_and_predicted():
         assert len(pairs) == 4
         assert all(0.7 < predicted / measured < 1.3 for measured, predicted in pairs)
-    page = (ROOT / "docs/performance.md").read_text()
+    page = (ROOT / "benchmarks/RESULTS.md").read_text()
     assert re.findall(r"^\| [\d,]+(?: \(CPU\))? \|(?: \S+ / \S+ \|){4}$", page, re.MULTILINE) == table()
 
 

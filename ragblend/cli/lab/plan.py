@@ -92,8 +92,8 @@ def plan(
         list[str] | None,
         typer.Option(
             "--storage",
-            help="NAME:GB_PER_S:USD_PER_GB_MONTH:LATENCY_MS, repeatable; disk::0.08 uses the measured speed, and nvme, "
-            "redis and s3 have numbers of their own. Default: these three.",
+            help="NAME:GB_PER_S:USD_PER_GB_MONTH:LATENCY_MS, repeatable; disk::0.08 uses the measured speed. nvme, "
+            "redis and s3 need no numbers. Default: these three.",
         ),
     ] = None,
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
