@@ -275,10 +275,15 @@ def _ingest_lines(plan: Mapping[str, Any]) -> list[str]:
 def _verdict(plan: Mapping[str, Any], waits: bool) -> str:
     if plan["chosen"] is not None:
         return f"{plan['chosen']} is the cheapest that adds no delay"
-    ways = ["a faster one", "a higher ratio"]
-    ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if waits else []
-    help = f"{', '.join(ways)} or fewer bytes (--dtype, --kv-dtype) would help"
+    if plan["memory"]["ttft_s"] >= plan["full_s"]:
+        return "full prefill of such a prompt is faster than blending, even from host memory; longer prompts may gain"
     paying = next((option for option in plan["options"] if option["pays"]), None)
+    ways = ["a faster one", "fewer bytes (--dtype, --kv-dtype)"]
+    if waits:
+        ways.append("a rule that does not wait for most KV (--rule cacheblend)")
+    elif paying is not None:
+        ways.append("a higher ratio (--ratio)")
+    help = f"{', '.join(ways[:-1])} or {ways[-1]} would help"
     if paying is None:
         return f"full prefill is faster than blending from each of these storages; {help}"
     return (
@@ -301,7 +306,8 @@ _COSTS: tuple[Column, ...] = (
 _USES_PER_MONTH: Column = ("uses/month", ">12.3g", "reuses_per_month")
 _CORPUS_USD: Column = ("corpus USD", ">13,.0f", "corpus_usd_month")
 _LEGEND = (
-    "read: a prompt's KV; compute: recomputing and placing it; TTFT: until the first token; pays from: tokens of the",
-    "shortest prompt that is faster than full prefill; uses to repay: uses of a chunk that save its prefill's time;",
-    "GB/1000, USD/month: of 1,000 chunks; corpus USD: the corpus for a month (one variant of each chunk)",
+    "GB/s: of the storage, but predicted at most what the engine reads; read: a prompt's KV; compute: recomputing and",
+    "placing it; TTFT: until the first token; pays from: tokens of the shortest prompt that is faster than full",
+    "prefill; uses to repay: uses of a chunk that save its prefill's time; GB/1000, USD/month: of 1,000 chunks; corpus",
+    "USD: the corpus for a month (one variant of each chunk)",
 )
