@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import json
 import multiprocessing
+import re
 import tempfile
 import traceback
 from collections import Counter
@@ -53,6 +54,7 @@ from ragblend.lab.bench.common.workloads import (
 )
 from ragblend.lab.bench.ttft import run_ttft
 from ragblend.lab.engines import NO_LIMIT_BYTES
+from ragblend.lab.hardware import GPUS
 from ragblend.options import Mode
 from ragblend.prompt.types import Chunk, Prompt
 
@@ -217,8 +219,8 @@ def _predicted(run: dict[str, Any], tokens: int, sizes: Sizes) -> float | None:
     """Return the speedup that the hardware model predicts without the host; None if it has no data of GPU or model."""
     if run["mode"] != "blend" or sizes.device == "cpu" or sizes.shape != "llama-8b":
         return None
-    name = torch.cuda.get_device_name(sizes.device)
-    known = next((gpu for gpu in hardware_model.GPUS if gpu in name), None)
+    words = re.split("[ -]", torch.cuda.get_device_name(sizes.device))
+    known = next((gpu for gpu in GPUS if gpu in words), None)
     if known is None:
         return None
     line = hardware_model.estimate(known, tokens, run["ratio"], sizes.question_tokens, 0.6)

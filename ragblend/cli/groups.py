@@ -55,7 +55,10 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "Measure": {
         "calibrate": ("calibrate --model Qwen/Qwen3-8B --target 0.9",),
         "profile": ("profile --model Qwen/Qwen3-8B --store kv/ --json",),
-        "plan": ("plan --profile machine.json --storage nvme:3.5:0.2 --usd-per-hour 2",),
+        "plan": (
+            "plan --model Qwen/Qwen3-8B --gpu H100 --corpus 100GB --storage nvme:3.5:0.1",
+            "plan --profile machine.json --storage disk::0.08 --usd-per-hour 2",
+        ),
         "analyze": (
             "analyze requests.jsonl --model models/smollm2 --plot analyze.png   # counts with your model",
             "analyze -   # reads stdin: jq -c .body batch.jsonl | ragblend analyze -",

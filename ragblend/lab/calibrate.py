@@ -1,7 +1,8 @@
-"""Calibration of a corpus: the agreement of each ratio with full prefill, and the smallest ratio that meets a target.
+"""What each recompute ratio costs on a corpus, and the smallest ratio that meets a target.
 
 Questions retrieve their chunks as `ask` does. Each prompt is prefilled in full, and blended by every rule at every
-ratio. Two measures compare the first tokens: their agreement, and KL(full || blend). No answers or labels are needed.
+ratio, and timed. Two measures compare the first tokens: their agreement, and KL(full || blend). No answers or labels
+are needed.
 A ratio meets the target if the lower end of the 95 % interval of its agreement is not below the target. The fitted
 ratio is the smallest ratio that meets the target together with all larger measured ratios. The engine loads the
 calibration from its store (`engine.tuning.calibration`).
@@ -18,15 +19,17 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ragblend.engine.api import Engine
 from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, default_check_layer, find_rule, validate_ratio
 from ragblend.engine.generation import EngineRequest
+from ragblend.engine.report import BlendReport
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import UsageError
@@ -49,12 +52,23 @@ CalibrationSample = tuple[bool, float, float, float]
 blend) of the first token, the charged budget, and the charged budget with 32 layers."""
 
 
+TtftTimes = Mapping[tuple[str, float], float]
+"""Median seconds to the first token, by rule and ratio. The prompts' KV is in the memory tier, if that can hold it."""
+
+
 @dataclass(frozen=True, slots=True)
 class CalibrationRun:
-    """A calibration, the path of its file (None: not saved), its cost, and the result on held-out questions."""
+    """A calibration, the path of its file (None: not saved), its cost, and the result on held-out questions.
+
+    `full_s`: median seconds to the first token by full prefill of the same prompts, of `prompt_tokens` tokens on
+    average. `ttft_s`: the same by blending.
+    """
 
     calibration: Calibration
     path: str | None
+    full_s: float
+    ttft_s: TtftTimes
+    prompt_tokens: float
     num_prefills: int
     elapsed_s: float
     cpu_s: float
@@ -83,7 +97,7 @@ def calibrate(
     save: bool = True,
     progress: Progress = ignore_progress,
 ) -> CalibrationRun:
-    """Measure `rules` at `ratios` on `num_questions` of `questions`; fit a ratio per rule. Return the CalibrationRun.
+    """Measure quality and time of `rules` at `ratios` on `num_questions` of `questions`; fit a ratio per rule.
 
     `target`: agreement to reach, between 0 and 1. `num_held_out`: number of further questions, on which the fitted
     ratio is evaluated. `save`: save the calibration in the engine's store. `k`, `neighbours` and `order`: arguments of
@@ -110,7 +124,7 @@ def calibrate(
             Prompt([hit.chunk for hit in found], text, engine.system) for found, text in zip(hits, texts, strict=True)
         ]
 
-    curves = measure_curves(engine, prompts(fitted), names, grid, progress)
+    measured = measure_curves(engine, prompts(fitted), names, grid, progress)
     calibration = Calibration(
         engine.fingerprint,
         engine.default_prefix_ids,
@@ -119,13 +133,14 @@ def calibrate(
         target,
         len(fitted),
         f"k {k}, neighbours {neighbours}, order {order}",
-        fit_all(curves, target, default_check_layer(engine.layers.global_layers)),
+        fit_all(measured.curves, target, default_check_layer(engine.layers.global_layers)),
     )
     path = str(save_calibration(disk, calibration)) if disk is not None else None
     held_out = evaluate_held_out(engine, prompts(others), calibration, progress) if others else None
-    num_prefills = len(fitted) * (3 + len(names) * (len(grid) - 2)) + 2 * len(others)
+    num_prefills = len(fitted) * (4 + len(names) * (len(grid) - 2)) + 2 * len(others)
     elapsed_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    return CalibrationRun(calibration, path, num_prefills, elapsed_s, cpu_s, held_out, len(others))
+    times = (measured.full_s, measured.ttft_s, measured.prompt_tokens)
+    return CalibrationRun(calibration, path, *times, num_prefills, elapsed_s, cpu_s, held_out, len(others))
 
 
 # -- questions
@@ -212,31 +227,53 @@ def unique_rule_names(rules: Sequence[str], num_layers: int) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: name != standard))
 
 
+class MeasuredCurves(NamedTuple):
+    """The curve of each rule by the rule's name, median seconds to the first token, and mean tokens of a prompt."""
+
+    curves: dict[str, Curve]
+    full_s: float
+    ttft_s: TtftTimes
+    prompt_tokens: float
+
+
 def measure_curves(
     engine: TransformersEngine,
     prompts: Sequence[Prompt],
     rules: Sequence[str],
     ratios: Sequence[float],
     on_progress: Progress,
-) -> dict[str, Curve]:
-    """Return the curve of each rule, by the rule's name: the agreement with full prefill at each ratio.
+) -> MeasuredCurves:
+    """Return the curve of each rule, the agreement with full prefill at each ratio, and the times.
 
-    Each blend uses a RuleFit of the rule, as it would after a calibration."""
+    Each blend uses a RuleFit of the rule, as it would after a calibration. Full prefill and all blends of a prompt
+    follow each other, so a machine that gets slower affects all of them. One blend that is not timed comes before them
+    and brings the prompt's KV into the memory tier."""
     trials: dict[tuple[str, float], list[CalibrationSample]] = {(rule, ratio): [] for rule in rules for ratio in ratios}
+    times_s: dict[tuple[str, float], list[float]] = {key: [] for key in trials}
+    full_times_s, lengths = list[float](), list[int]()
     check_layer = default_check_layer(engine.layers.global_layers)
     unmeasured = tuple(CurvePoint(ratio, *(0.0,) * 6) for ratio in (0.0, 1.0))
     fits = {rule: RuleFit(rule, check_layer, 0.0, False, unmeasured) for rule in rules}
     for number, prompt in enumerate(prompts):
         on_progress("measure", number, len(prompts))
         request, full = _run_full_prefill(engine, prompt)
+        _run_blend(engine, request, fits[rules[0]], 0.0, full.logits)
+        full_times_s.append(full.ttft_s)
+        lengths.append(request.prompt.num_tokens)
         for ratio in ratios:
-            trial: CalibrationSample | None = None
+            trial: tuple[CalibrationSample, float] | None = None
             for rule in rules:
                 if trial is None or 0 < ratio < 1:  # at 0 and 1 all rules recompute the same tokens
-                    trial = _run_blend(engine, request, fits[rule], ratio, full)
-                trials[rule, ratio].append(trial)
+                    trial = _run_blend(engine, request, fits[rule], ratio, full.logits)
+                trials[rule, ratio].append(trial[0])
+                times_s[rule, ratio].append(trial[1])
     on_progress("measure", len(prompts), len(prompts))
-    return {rule: tuple(summarize_ratio(ratio, trials[rule, ratio]) for ratio in ratios) for rule in rules}
+    return MeasuredCurves(
+        {rule: tuple(summarize_ratio(ratio, trials[rule, ratio]) for ratio in ratios) for rule in rules},
+        median(full_times_s),
+        {key: median(taken) for key, taken in times_s.items()},
+        fmean(lengths),
+    )
 
 
 def summarize_ratio(ratio: float, trials: Sequence[CalibrationSample]) -> CurvePoint:
@@ -256,27 +293,43 @@ def evaluate_held_out(
     for number, prompt in enumerate(prompts):
         on_progress("check", number, len(prompts))
         request, full = _run_full_prefill(engine, prompt)
-        trials.append(_run_blend(engine, request, fit, fit.ratio, full))
+        trials.append(_run_blend(engine, request, fit, fit.ratio, full.logits)[0])
     on_progress("check", len(prompts), len(prompts))
     return summarize_ratio(fit.ratio, trials)
 
 
-def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[EngineRequest, Tensor]:
-    """Precompute the prompt's chunks; return the prompt as a request, and full prefill's first logits [V]."""
+class _TimedPrefill(NamedTuple):
+    logits: Tensor  # [V], of the first token
+    report: BlendReport
+    ttft_s: float
+
+
+def _time_prefill(engine: TransformersEngine, request: EngineRequest) -> _TimedPrefill:
+    """Prefill a request. The time contains matching, as the report's does."""
+    start_s = time.perf_counter()
+    found = engine.prefill(request)
+    if found.logits.device.type == "cuda":
+        torch.cuda.synchronize(found.logits.device)
+    return _TimedPrefill(found.logits, found.report, time.perf_counter() - start_s + request.prompt.match_s)
+
+
+def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[EngineRequest, _TimedPrefill]:
+    """Precompute the prompt's chunks; return the prompt as a request, and its full prefill."""
     for chunk in prompt.chunks:
         engine.precompute(chunk)
     request = engine.request(prompt, mode="full", max_tokens=1)
-    return request, engine.prefill(request).logits
+    return request, _time_prefill(engine, request)
 
 
 def _run_blend(
     engine: TransformersEngine, request: EngineRequest, fit: RuleFit, ratio: float, full: Tensor
-) -> CalibrationSample:
-    """Blend a request as the engine does with `fit`; compare with full prefill's logits `full` [V]."""
-    found = engine.prefill(replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
-    report = found.report
+) -> tuple[CalibrationSample, float]:
+    """Blend a request as the engine does with `fit`. Return the comparison with full prefill's logits `full` [V], and
+    the seconds to the first token."""
+    found = _time_prefill(engine, replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
     agrees = bool(found.logits.argmax() == full.argmax())
-    return agrees, first_token_kl(full, found.logits), report.charged_budget, report.charged_budget_32
+    sample = (agrees, first_token_kl(full, found.logits), found.report.charged_budget, found.report.charged_budget_32)
+    return sample, found.ttft_s
 
 
 # -- fitting: arithmetic on what was measured

@@ -14,8 +14,10 @@ from tiny_models import FAMILIES, make_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.hardware_model import LLAMA_8B, Line, Model, estimate, kv_reads_by_run, kv_reads_by_tile, main
+from benchmarks.hardware_model import LLAMA_8B, Line, estimate, kv_reads_by_run, main
 from ragblend.engine.fusion.attention import attend_rows
+from ragblend.lab.hardware import kv_reads_by_tile
+from ragblend.lab.model_sizes import ModelSizes
 
 ROOT = Path(__file__).parents[2]
 positions = st.sets(st.integers(0, 700), min_size=1, max_size=300).map(sorted)
@@ -50,7 +52,7 @@ def test_the_operations_are_those_that_torch_counts():
     tiny = make_model(model_class, **changes).model
     layer, attention = tiny.layers[0], tiny.layers[0].self_attn
     weights = sum(part.weight.numel() for part in layer.modules() if isinstance(part, nn.Linear))
-    model = Model(6, 4, 2, attention.head_dim, weights)
+    model = ModelSizes(6, weights, 4 * attention.head_dim, 6 * 2 * 2 * attention.head_dim, 6 * 2)
     hidden, rows = torch.zeros(1, 50, 64), torch.arange(50)[None]
     attention.config._attn_implementation = "eager"
     with FlopCounterMode(display=False) as counter:
@@ -60,7 +62,7 @@ def test_the_operations_are_those_that_torch_counts():
 
 def test_llama_8b_has_its_weights():
     embeddings = 2 * 128_256 * 4096
-    assert LLAMA_8B.layers * LLAMA_8B.weights + embeddings == pytest.approx(8.03e9, rel=0.001)
+    assert LLAMA_8B.layers * LLAMA_8B.layer_weights + embeddings == pytest.approx(8.03e9, rel=0.001)
 
 
 def test_the_results_are_those_of_the_command(tmp_path, capsys):

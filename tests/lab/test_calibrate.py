@@ -238,9 +238,8 @@ def test_what_is_measured_is_what_a_calibrated_engine_does(found, engine, index,
     prompts = [Prompt([hit.chunk for hit in index.search(q, **RETRIEVAL)], q) for q in questions[:3]]
     best = found.calibration.fits[0]
     for prompt in prompts:
-        (made,) = measure_curves(
-            engine, [prompt], [best.rule], (0.0, best.ratio, 1.0), lambda stage, done, total: None
-        ).values()
+        measured = measure_curves(engine, [prompt], [best.rule], (0.0, best.ratio, 1.0), lambda *_: None)
+        (made,) = measured.curves.values()
         full = engine.prefill(engine.request(prompt, mode="full")).logits
         used = engine.prefill(engine.request(prompt))
         assert made[1].kl == first_token_kl(full, used.logits)
@@ -248,6 +247,24 @@ def test_what_is_measured_is_what_a_calibrated_engine_does(found, engine, index,
         assert made[1].charged_budget == used.report.charged_budget
         reuse = engine.prefill(engine.request(prompt, mode="reuse")).logits
         assert made[0].kl == pytest.approx(first_token_kl(full, reuse))
+
+
+def test_every_ratio_is_timed_beside_full_prefill_with_kv_in_memory(found, home, index, questions, monkeypatch):
+    rule = found.calibration.rule
+    assert set(found.ttft_s) == {(rule, ratio) for ratio in (0.0, 0.05, 0.2, 1.0)}
+    assert min(found.full_s, *found.ttft_s.values()) > 0
+    happened = []
+    get = DiskStore.get
+    monkeypatch.setattr(DiskStore, "get", lambda *arguments: happened.append("read") or get(*arguments))
+    with load_engine("demo", home / "kv", on_miss="inline") as engine:
+        prefill = engine.prefill
+        monkeypatch.setattr(engine, "prefill", lambda request: happened.append(request.ratio) or prefill(request))
+        prompt = Prompt([hit.chunk for hit in index.search(questions[0], **RETRIEVAL)], questions[0])
+        length = measure_curves(engine, [prompt], [rule], (0.0, 0.2, 1.0), lambda *_: None).prompt_tokens
+        assert length == len(engine.renderer.render(prompt))
+    blends = happened[happened.index(0.0) :]
+    assert blends[-3:] == [0.0, 0.2, 1.0]
+    assert set(blends[1:-3]) == {"read"}, "the blend before them, which is not timed, reads the disk"
 
 
 def test_a_calibration_is_of_the_engines_system_text(home, index, questions):
@@ -302,6 +319,8 @@ def test_the_command_calibrates_and_ask_uses_it(run, changed_home):
     assert (facts["questions"], facts["num_questions"], facts["saved"]) == ("generated", 10, True)
     assert (facts["ratio"], facts["target"]) == (0.0, 0.05)  # full reuse is that close
     assert facts["hardware"]["cpu"]
+    assert facts["full_s"] > 0
+    assert all(point["ttft_s"] > 0 for fit in facts["fits"] for point in fit["curve"])
     assert str(changed_home) not in out
     code, out, _ = run("ask", "Who?", "--ratio", "auto", "-k", "2", "--max-tokens", "1", "--json")
     report = json.loads(out)["report"]
@@ -379,7 +398,8 @@ def calibration(ratio: float = 0.1, meets: bool = True) -> CalibrationRun:
     fits = (RuleFit("cacheblend_k", 1, ratio, meets, points),)
     calibration = Calibration("f00d", (1,), "112 tokens", 1e9, 0.9, 60, "k 2, neighbours 2", fits)
     held_out = CurvePoint(0.1, 0.18, 0.99, 0.9455, 0.9982, 0.0052, 0.1133)
-    return CalibrationRun(calibration, "kv/calibrations/x.json", 300, 60.0, 50.0, held_out, 100)
+    times = {("cacheblend_k", 0.0): 0.05, ("cacheblend_k", 0.1): 0.25, ("cacheblend_k", 1.0): 2.12}
+    return CalibrationRun(calibration, "kv/calibrations/x.json", 2.0, times, 812.4, 300, 60.0, 50.0, held_out, 100)
 
 
 def test_what_the_command_prints_is_stable():
@@ -394,14 +414,16 @@ GOLDEN = """\
 60 questions (k 2, neighbours 2), target 0.9: ratio 0.1 by cacheblend_k
 the first token is full prefill's in 98.3% [91.1%, 99.7%]
 with all tokens recomputed (rounding only): 100.0%, KL 2.8e-13
+full prefill of 812 tokens takes 2 s
 
 cacheblend_k
-   ratio  charged   at 32   agreement                KL, nats
-       0    0.000   0.000   70.0% [57.5%, 80.1%]     1.7
-     0.1    0.180   0.113   98.3% [91.1%, 99.7%]     0.03 <
-       1    0.850   0.850   100.0% [94.0%, 100.0%]   2.8e-13
+   ratio  charged   at 32   agreement                KL, nats   TTFT s  speedup
+       0    0.000   0.000   70.0% [57.5%, 80.1%]     1.7          0.05    40.0x
+     0.1    0.180   0.113   98.3% [91.1%, 99.7%]     0.03         0.25     8.0x <
+       1    0.850   0.850   100.0% [94.0%, 100.0%]   2.8e-13      2.12     0.9x
 
-<: the fitted ratio; charged: share of full prefill's work on chunk tokens; at 32: with 32 layers
+<: the fitted ratio; charged: share of full prefill's work on chunk tokens; at 32: with 32 layers; \
+TTFT: median seconds to the first token, KV in memory
 
 held out: of 100 other questions 99.0% [94.5%, 99.8%] agree, KL 0.0052; the target is met
 

@@ -94,8 +94,8 @@ def _choose_tokenizer(model: str | None, settings: Settings) -> Tokenizer:
 def _blend_options(settings: Settings, model: str | None, profile: str | None, ratio: float | None) -> dict[str, Any]:
     """Return the keyword arguments of `analyze` about the rule, the machine and the model."""
     from ragblend.engine.fusion.rules import find_rule
+    from ragblend.lab.model_sizes import read_model_sizes
     from ragblend.lab.plan import read_profile
-    from ragblend.lab.traffic.cost_model import kv_bytes_per_token
 
     if ratio is not None and not 0 <= ratio <= 1:
         raise UsageError(f"--ratio is {ratio}; choose 0 (full reuse) to 1 (full prefill)")
@@ -103,7 +103,7 @@ def _blend_options(settings: Settings, model: str | None, profile: str | None, r
     rule = find_rule("auto", measured.num_layers) if measured is not None else find_rule("auto")
     nbytes = measured.bytes_per_token if measured is not None else None
     if measured is None and model is not None:
-        nbytes = kv_bytes_per_token(model, settings.model_options)
+        nbytes = read_model_sizes(model, settings.model_options).stored_bytes_per_token()
     return {
         "ratio": rule.ratio if ratio is None else ratio,
         "probes_first": rule.probes_before_selection,

@@ -1,4 +1,4 @@
-"""`ragblend calibrate`: parse the options, fit, print the curve. JSON or text on stdout, progress on stderr."""
+"""`ragblend calibrate`: parse the options, measure, print the curve. JSON or text on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def calibrate(
     plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
-    """Find the smallest recompute ratio at which enough first tokens equal full prefill's.
+    """Measure each recompute ratio on your documents: closeness and time.
 
-    --target sets the share of equal first tokens. Engines on this store then use the ratio.
+    Both are compared with full prefill's. Finds the smallest ratio at which the share --target of first tokens is full
+    prefill's; engines on this store then use it, unless --no-save is given.
 
     Set the other settings of `ragblend ask` through RAGBLEND_NAME or in ragblend.toml, to the values that the ingestion
     used.
@@ -130,6 +131,9 @@ def calibration_facts(run: CalibrationRun, model: str, questions: str | None) ->
     calibration, held = run.calibration, run.held_out
     body = calibration.as_dict()["calibration"]
     del body["prefix_ids"], body["created_s"]
+    for fit in body["fits"]:
+        for point in fit["curve"]:
+            point["ttft_s"] = run.ttft_s[fit["rule"], point["ratio"]]
     return {
         "command": shlex.join(["ragblend", *sys.argv[1:]]),
         "hardware": hardware_card(),
@@ -149,6 +153,8 @@ def calibration_facts(run: CalibrationRun, model: str, questions: str | None) ->
             **{name: getattr(held, name) for name in ("agreement", "low", "high", "kl")},
             "is_kept": not run.is_target_refuted,
         },
+        "prompt_tokens": run.prompt_tokens,
+        "full_s": run.full_s,
         "num_prefills": run.num_prefills,
         "elapsed_s": round(run.elapsed_s, 1),
         "cpu_s": round(run.cpu_s, 1),
@@ -165,14 +171,19 @@ def calibration_lines(run: CalibrationRun) -> list[str]:
         f"ratio {best.ratio:g} by {best.rule}",
         f"the first token is full prefill's in {_share(best.point)}",
         f"with all tokens recomputed (rounding only): {best.curve[-1].agreement:.1%}, KL {best.curve[-1].kl:.2g}",
+        f"full prefill of {run.prompt_tokens:.0f} tokens takes {run.full_s:.3g} s",
     ]
     if not best.meets_target:
         lines.append("no ratio meets the target, not even 1: rounding alone is beyond it. Lower --target")
     elif best.ratio == 1:
         lines.append("only ratio 1, full prefill's work, meets the target. Lower it, ask more, or measure more --rules")
     for fit in calibration.fits:
-        lines += ["", *_table(fit)]
-    lines += ["", "<: the fitted ratio; charged: share of full prefill's work on chunk tokens; at 32: with 32 layers"]
+        lines += ["", *_table(fit, run)]
+    lines += [
+        "",
+        "<: the fitted ratio; charged: share of full prefill's work on chunk tokens; at 32: with 32 layers; "
+        "TTFT: median seconds to the first token, KV in memory",
+    ]
     if run.held_out is not None:
         held = run.held_out
         verdict = "BELOW the target" if run.is_target_refuted else "the target is met"
@@ -185,13 +196,17 @@ def calibration_lines(run: CalibrationRun) -> list[str]:
     return lines
 
 
-def _table(fit: RuleFit) -> list[str]:
-    rows = [f"{fit.rule}\n  {'ratio':>6} {'charged':>8} {'at 32':>7}   {'agreement':<24} KL, nats"]
+def _table(fit: RuleFit, run: CalibrationRun) -> list[str]:
+    rows = [
+        fit.rule,
+        f"  {'ratio':>6} {'charged':>8} {'at 32':>7}   {'agreement':<24} {'KL, nats':<10}{'TTFT s':>7}{'speedup':>9}",
+    ]
     for point in fit.curve:
         mark = " <" if point.ratio == fit.ratio else ""
+        ttft_s = run.ttft_s[fit.rule, point.ratio]
         rows.append(
             f"  {point.ratio:>6g} {point.charged_budget:>8.3f} {point.charged_budget_32:>7.3f}   "
-            f"{_share(point):<24} {point.kl:.2g}{mark}"
+            f"{_share(point):<24} {point.kl:<10.2g}{ttft_s:>7.3g}{run.full_s / ttft_s:>8.1f}x{mark}"
         )
     return rows
 

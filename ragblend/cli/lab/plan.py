@@ -1,4 +1,4 @@
-"""`ragblend profile` measures this machine; `ragblend plan` chooses a storage with the profile."""
+"""`ragblend profile` measures this machine; `ragblend plan` chooses a storage by measured or predicted times."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ragblend.cli.options import JsonOption, ThreadsOption, VllmOptions, json_ob
 from ragblend.cli.printing import print_result, progress_bars
 from ragblend.cli.session import open_engine, set_num_threads
 from ragblend.config import Settings
+from ragblend.engine.store.format.sizes import format_bytes
 from ragblend.errors import UsageError
 from ragblend.lab.tables import Column, format_table
 from ragblend.redaction import redact_url
@@ -66,16 +67,35 @@ def profile(
     print_result(found.as_dict(), "\n".join([*profile_lines(found), f"kept in {path}"]), json_)
 
 
+@with_settings("model dtype kv_dtype")
 def plan(
-    storage: Annotated[
-        list[str],
+    settings: Settings,
+    gpu: Annotated[
+        str | None,
         typer.Option(
-            "--storage", help="NAME:GB_PER_S:USD_PER_GB_MONTH, repeatable; disk::0.08 uses the measured speed."
+            "--gpu",
+            metavar="NAME",
+            help="Predict the times of this hardware from data sheets: L4, A10, A100, H100, H200, cpu, or cpu:CORES.",
         ),
-    ],
+    ] = None,
     profile: Annotated[
-        str, typer.Option("--profile", metavar="FILE", help="Times of a machine, written by `ragblend profile --json`.")
-    ],
+        str | None,
+        typer.Option("--profile", metavar="FILE", help="Times of a machine, written by `ragblend profile --json`."),
+    ] = None,
+    corpus: Annotated[
+        str | None, typer.Option("--corpus", metavar="SIZE", help="Bytes of the documents' plain text, such as 100GB.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="Host memory for stored KV, such as 256GB.")
+    ] = None,
+    storage: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--storage",
+            help="NAME:GB_PER_S:USD_PER_GB_MONTH:LATENCY_MS, repeatable; disk::0.08 uses the measured speed. nvme, "
+            "redis and s3 need no numbers. Default: these three.",
+        ),
+    ] = None,
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of each chunk.")] = 512,
     ratio: Annotated[
@@ -90,24 +110,65 @@ def plan(
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Choose the cheapest storage that adds no delay. Prints the monthly cost of 1,000 chunks, and how many uses of a
-    chunk repay its prefill.
+    """Plan the store: its size, what fits where, times and prices.
+
+    With --gpu, the transformers engine's times are predicted from data sheets, and of the model only the config is
+    read. With --profile they are measured ones. Prints the size of the store, the prompt length from which blending
+    pays, and the cheapest storage that adds no delay.
     """
     from ragblend.engine.fusion.rules import find_rule
-    from ragblend.lab.plan import PromptSpec, parse_storage, read_profile
+    from ragblend.lab.hardware import find_hardware, predict_profiles
+    from ragblend.lab.model_sizes import read_model_sizes
+    from ragblend.lab.plan import (
+        STORAGES,
+        PromptSpec,
+        always,
+        describe_store,
+        limit_to_engine,
+        parse_storage,
+        read_profile,
+    )
     from ragblend.lab.plan import plan as make_plan
 
-    measured = read_profile(profile)
-    known = find_rule(rule, measured.num_layers)
-    need = PromptSpec(
+    if gpu is not None and profile is not None:
+        raise UsageError(f"--gpu {gpu} predicts times and --profile {profile} has measured ones; give one of them")
+    measured = read_profile(profile) if profile is not None else None
+    hardware = find_hardware(gpu) if gpu is not None else None
+    sizes = None
+    if settings.model is not None:
+        is_gpu = hardware is None or hardware.is_gpu
+        sizes = read_model_sizes(settings.model, settings.model_options, "cuda" if is_gpu else "cpu")
+    storages = [
+        parse_storage(text, measured.bytes_per_s if measured is not None else {}) for text in storage or STORAGES
+    ]
+    if measured is not None:
+        num_layers = measured.num_layers
+    elif sizes is not None:
+        num_layers = sizes.layers
+    else:
+        raise UsageError(
+            "plan needs a model or a machine: --model MODEL --gpu NAME predicts from data sheets, --profile FILE has "
+            "measured times (ragblend profile --model MODEL --json > FILE)"
+        )
+    found = find_rule(rule, num_layers)
+    prompt = PromptSpec(
         chunks,
         chunk_tokens,
-        ratio=known.ratio if ratio is None else ratio,
+        ratio=found.ratio if ratio is None else ratio,
         usd_per_hour=usd_per_hour,
-        probes_before_selection=known.probes_before_selection,
+        probes_before_selection=found.probes_before_selection,
     )
-    made = make_plan(measured, [parse_storage(text, measured.bytes_per_s) for text in storage], need)
-    print_result(made, "\n".join(plan_lines(made)), json_)
+    store = describe_store(sizes, measured, hardware, settings.kv_dtype, corpus, memory)
+    facts: dict[str, Any] = {"model": settings.model, "predicted_for": None, **store}
+    num_tokens = store["corpus"]["tokens"] if store["corpus"] is not None else 0
+    if measured is not None:
+        facts |= make_plan(always(measured), storages, prompt, num_corpus_tokens=num_tokens)
+    elif sizes is not None and hardware is not None:
+        profile_at = predict_profiles(sizes, hardware, found, prompt.question_tokens, prompt.ratio, settings.kv_dtype)
+        storages = [limit_to_engine(each) for each in storages]
+        facts |= make_plan(profile_at, storages, prompt, sizes.context_length, num_tokens)
+        facts["predicted_for"] = hardware.name
+    print_result(facts, "\n".join(plan_lines(facts)), json_)
 
 
 def _open_to_measure(
@@ -135,26 +196,118 @@ def profile_lines(profile: MachineProfile) -> list[str]:
 
 
 def plan_lines(plan: Mapping[str, Any]) -> list[str]:
-    """Return the lines to print for a plan: a table of the storages, cheapest first, and the chosen one."""
-    need, cheapest = plan["need"], plan["chosen"]
-    lines = [
-        f"{need['num_chunks']} chunks x {need['chunk_tokens']} tokens, ratio {need['ratio']:.0%}; full prefill takes "
-        f"{plan['full_s']:.3g} s",
-        *format_table((*_COLUMNS, *([_USES_PER_MONTH] if need["usd_per_hour"] else []), _NOTE), plan["options"]),
+    """Return the lines to print for a plan: sizes, what fits, and a table of the storages, cheapest first."""
+    lines = [*_size_lines(plan), *_fit_lines(plan)]
+    return [*lines, "", *_time_lines(plan)] if "options" in plan else lines
+
+
+def _size_lines(plan: Mapping[str, Any]) -> list[str]:
+    corpus = plan["corpus"]
+    columns: list[Column] = [
+        ("KV stored in", "<22", "name"),
+        ("per token", ">11", lambda row: format_bytes(row["nbytes"])),
     ]
-    if cheapest is None:
-        ways = ["a faster one", "a higher ratio"]
-        ways += ["a rule that does not wait for most KV (--rule cacheblend)"] if need["probes_before_selection"] else []
-        return [*lines, f"every storage adds delay: {', '.join(ways)} or fewer bytes (--dtype) would help"]
-    return [*lines, f"{cheapest} is the cheapest that adds no delay"]
+    rows = [
+        {"name": f"{plan['dtype']} (as computed)" if name == "auto" else name, "nbytes": nbytes, "dtype": name}
+        for name, nbytes in plan["bytes_per_token"].items()
+    ]
+    lines = []
+    if corpus is not None:
+        lines.append(f"{_gb(corpus['text_bytes'])} of text are about {corpus['tokens']:,} tokens")
+        columns += [
+            ("corpus", ">12", lambda row: format_bytes(corpus["kv_bytes"][row["dtype"]])),
+            ("with similar contexts", ">23", lambda row: format_bytes(corpus["kv_bytes_similar"][row["dtype"]])),
+        ]
+    return [*lines, *format_table(columns, rows)]
+
+
+def _fit_lines(plan: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if (gpu := plan["gpu"]) is not None:
+        lines.append(
+            f"one {gpu['name']} has {_gb(gpu['bytes'])}: the weights take {_gb(gpu['weight_bytes'])}, and beside them "
+            f"fits the KV of at most {gpu['tokens']:,} tokens of running requests"
+        )
+    if (host := plan["host"]) is not None:
+        share = "" if host["corpus_share"] is None else f", {host['corpus_share']:.2%} of the corpus"
+        lines.append(f"{_gb(host['bytes'])} of host memory hold the KV of {host['tokens']:,} tokens{share}")
+    return lines
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB"
+
+
+def _time_lines(plan: Mapping[str, Any]) -> list[str]:
+    need, memory, waits = plan["need"], plan["memory"], plan["need"]["probes_before_selection"]
+    from_tokens = memory["pays_from_tokens"]
+    pays = f"pays from {from_tokens:,} tokens" if from_tokens else "pays for no prompt that the model reads"
+    columns = [
+        *_COLUMNS,
+        *([] if waits else [_HIDES]),
+        *_COSTS,
+        *([_USES_PER_MONTH] if need["usd_per_hour"] else []),
+        *([_CORPUS_USD] if plan["corpus"] is not None else []),
+    ]
+    return [
+        f"PREDICTED from the data sheet of {plan['predicted_for']} for the transformers engine, not measured: "
+        "ragblend profile measures"
+        if plan["predicted_for"]
+        else "measured",
+        *_ingest_lines(plan),
+        f"{need['num_chunks']} chunks x {need['chunk_tokens']} tokens, ratio {need['ratio']:.0%}: full prefill takes "
+        f"{plan['full_s']:.3g} s; from host memory blending takes {memory['ttft_s']:.3g} s and {pays}",
+        *format_table(columns, plan["options"]),
+        *_LEGEND,
+        _verdict(plan, waits),
+    ]
+
+
+def _ingest_lines(plan: Mapping[str, Any]) -> list[str]:
+    if plan["corpus"] is None:
+        return []
+    from ragblend.lab.plan import SIMILAR_PREFILL
+
+    hours = plan["corpus"]["tokens"] / plan["ingested_tokens_per_s"] / 3600
+    return [f"ingestion of the corpus: {hours:,.1f} hours, with similar contexts {SIMILAR_PREFILL * hours:,.1f}"]
+
+
+def _verdict(plan: Mapping[str, Any], waits: bool) -> str:
+    if plan["chosen"] is not None:
+        return f"{plan['chosen']} is the cheapest that adds no delay"
+    if plan["memory"]["ttft_s"] >= plan["full_s"]:
+        return "full prefill of such a prompt is faster than blending, even from host memory; longer prompts may gain"
+    paying = next((option for option in plan["options"] if option["pays"]), None)
+    ways = ["a faster one", "fewer bytes (--dtype, --kv-dtype)"]
+    if waits:
+        ways.append("a rule that does not wait for most KV (--rule cacheblend)")
+    elif paying is not None:
+        ways.append("a higher ratio (--ratio)")
+    help = f"{', '.join(ways[:-1])} or {ways[-1]} would help"
+    if paying is None:
+        return f"full prefill is faster than blending from each of these storages; {help}"
+    return (
+        f"every storage adds delay; {paying['storage']} is the cheapest from which blending beats full prefill, "
+        f"{plan['full_s'] / paying['ttft_s']:.1f}x; {help}"
+    )
 
 
 _COLUMNS: tuple[Column, ...] = (
-    ("storage", "<12", "storage"), ("load s", ">8.3f", "load_s"), ("recompute s", ">12.3f", "recompute_s"),
-    ("TTFT s", ">8.3f", "ttft_s"), ("delay", ">7", lambda option: "yes" if option["adds_delay"] else "no"),
-    ("hides", ">7.0%", "hidden_ratio"), ("GB/1000", ">9.2f", "gb_per_1000_chunks"),
-    ("USD/month", ">11.4f", "usd_per_1000_chunks_month"),
-    ("uses to repay", ">15", lambda option: option["reuses_to_repay"] or "never"),
+    ("storage", "<10", "storage"), ("GB/s", ">6.3g", lambda option: option["bytes_per_s"] / 1e9),
+    ("read s", ">9.3g", "load_s"), ("compute s", ">11.3g", "recompute_s"), ("TTFT s", ">9.3g", "ttft_s"),
+    ("delays", ">8", lambda option: "yes" if option["adds_delay"] else "no"),
+    ("pays from", ">11", lambda option: f"{option['pays_from_tokens']:,}" if option["pays_from_tokens"] else "never"),
 )  # fmt: skip
-_USES_PER_MONTH: Column = ("  uses/month", ">12.3g", "reuses_per_month")
-_NOTE: Column = ("", "<24", lambda option: "" if option["pays"] else "  full prefill is faster")
+_HIDES: Column = ("hides", ">7.0%", "hidden_ratio")
+_COSTS: tuple[Column, ...] = (
+    ("uses to repay", ">15", lambda option: option["reuses_to_repay"] or "never"),
+    ("GB/1000", ">9.2f", "gb_per_1000_chunks"), ("USD/month", ">11.4f", "usd_per_1000_chunks_month"),
+)  # fmt: skip
+_USES_PER_MONTH: Column = ("uses/month", ">12.3g", "reuses_per_month")
+_CORPUS_USD: Column = ("corpus USD", ">13,.0f", "corpus_usd_month")
+_LEGEND = (
+    "GB/s: of the storage, but predicted at most what the engine reads; read: a prompt's KV; compute: recomputing and",
+    "placing it; TTFT: until the first token; pays from: tokens of the shortest prompt that is faster than full",
+    "prefill; uses to repay: uses of a chunk that save its prefill's time; GB/1000, USD/month: of 1,000 chunks; corpus",
+    "USD: the corpus for a month (one variant of each chunk)",
+)

@@ -220,8 +220,8 @@ def _tokenizer_source(path: Path, adapter: Path | None) -> dict[str, Any]:
 
 
 def _source(path: Path) -> dict[str, Any]:
-    """Return the `from_pretrained` arguments of a checkpoint's directory or a GGUF."""
-    if path.is_dir():
+    """Return the `from_pretrained` arguments of a checkpoint's directory, a config's JSON file or a GGUF."""
+    if path.is_dir() or path.suffix == ".json":
         return {"pretrained_model_name_or_path": path}
     return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
 
@@ -234,17 +234,18 @@ def _suffix(variant: Mapping[str, Any]) -> str:
     return "+" + json.dumps(shown, sort_keys=True, default=str)
 
 
-def summarize_fusable_model(path: Path, trust_remote_code: bool = False) -> str:
-    """Return class, size and context length of the model at `path`. Raises UnsupportedModelError if it cannot be fused.
+def outline_fusable_model(path: Path, trust_remote_code: bool = False) -> Any:
+    """Return the model at `path` without its weights, so quickly for a model of any size.
 
-    Builds the layers without their weights, so it is quick for a model of any size.
+    `path`: a checkpoint's directory, of which the config is enough, a config's JSON file, or a GGUF. Raises
+    UnsupportedModelError if the model cannot be fused.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from ragblend.engine.transformers.families import reject_unsupported_model
 
     path = _base_and_adapter(path, AS_IT_IS, weights=False)[0]
-    if path.is_file():
+    if path.suffix.lower() == ".gguf":
         require_gguf()
     try:
         config = AutoConfig.from_pretrained(**_source(path), trust_remote_code=trust_remote_code)
@@ -255,8 +256,14 @@ def summarize_fusable_model(path: Path, trust_remote_code: bool = False) -> str:
             f"{path.name} is no causal language model that transformers can load: {error}"
         ) from error
     reject_unsupported_model(model)
+    return model
+
+
+def summarize_fusable_model(path: Path, trust_remote_code: bool = False) -> str:
+    """Return class, size and context length of the model at `path`, as `outline_fusable_model` finds it."""
+    model = outline_fusable_model(path, trust_remote_code)
     count = sum(parameter.numel() for parameter in model.parameters())
-    context = config.get_text_config().max_position_embeddings
+    context = model.config.get_text_config().max_position_embeddings
     return f"{type(model).__name__}, {count / 1e6:.1f} M parameters, {context} tokens of context"
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.errors import UsageError
-from ragblend.options import ModelOptions
 
 WORTH, MARGINAL = 0.10, 0.03
 """Shares of prefix caching's work that blending must save: to be worth it, and to be hardly worth it."""
@@ -112,33 +110,3 @@ def precompute_hint(first_use_share: float) -> str | None:
         f"{first_use_share:.1%} of the tokens are the first use of a chunk that is repeated: with documents ingested "
         "ahead, they need no prefill either"
     )
-
-
-def kv_bytes_per_token(model: str, options: ModelOptions) -> int:
-    """Return the number of bytes of one token's KV in all layers. `model`: name or folder. Loads no weights.
-
-    For multi-head latent attention, one latent and one rotary key are counted in each layer, instead of the heads'
-    keys and values. Raises UsageError for a GGUF file.
-    """
-    import torch
-    from transformers import AutoConfig
-
-    from ragblend.engine.transformers.checkpoints import find_model
-
-    path = find_model(model, weights=False)
-    if path.is_file():
-        raise UsageError(f"--model is {path.name}, a GGUF without a config; give the model's folder or Hugging Face id")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-    text = config.get_text_config()
-    own = getattr(text, "dtype", None) or getattr(config, "dtype", None)
-    named = own if options.dtype == "auto" else options.dtype
-    kind = getattr(torch, str(named).removeprefix("torch."), None) or torch.bfloat16
-    if getattr(text, "kv_lora_rank", None):
-        return int(text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * kind.itemsize)
-    num_layers = text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
-    num_numbers = 0
-    for layer in text.per_layer_config[:num_layers]:  # sizes may differ (Gemma 4)
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        num_numbers += 2 * heads * head_dim
-    return int(num_numbers * kind.itemsize)

@@ -17,7 +17,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import cache_argument_name
 from ragblend.engine.transformers.model import summarize_fusable_model
 from ragblend.lab.explain import explain
-from ragblend.lab.traffic.cost_model import kv_bytes_per_token
+from ragblend.lab.model_sizes import read_model_sizes
 from ragblend.options import ModelOptions
 from ragblend.prompt.types import Chunk, Prompt
 
@@ -51,7 +51,7 @@ def test_a_windowed_model_loads_answers_as_itself_and_reuses_what_it_stored(fami
     with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
         assert all(engine.precompute(chunk) > 0 for chunk in CHUNKS)
     with load_engine(path, tmp_path / "kv", on_miss="inline") as engine:
-        assert engine.bytes_per_token == kv_bytes_per_token(path, ModelOptions(dtype="float32"))
+        assert engine.bytes_per_token == read_model_sizes(path, ModelOptions(dtype="float32")).stored_bytes_per_token()
         ids = engine.renderer.render(PROMPT)
         assert len(ids) > 2 * 30
         expected = greedy(stock_model(family), ids, 8)

@@ -22,7 +22,7 @@ from ragblend.engine.tuning.loading_controller import (
     pipelined_s,
 )
 from ragblend.errors import UsageError
-from ragblend.lab.plan import GB, PromptSpec, Storage, parse_storage, plan
+from ragblend.lab.plan import GB, STORAGES, PromptSpec, Storage, always, parse_storage, plan
 
 R_STAR = 0.15
 SLACK = 1 + 1e-9
@@ -51,7 +51,9 @@ def test_the_papers_models_get_the_cheapest_device_that_adds_no_delay(recompute_
         num_layers=num_layers, bytes_per_token=nbytes, prefill_s=((tokens, recompute_s / R_STAR * num_layers),)
     )
     devices = [Storage("slow", own_speed, 0.05), Storage("fast", 8 * own_speed, 0.4)]
-    made = plan(profile, devices, PromptSpec(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR))
+    made = plan(
+        always(profile), devices, PromptSpec(num_chunks=1, chunk_tokens=tokens, question_tokens=0, ratio=R_STAR)
+    )
     assert made["chosen"] == chosen
     slow = next(option for option in made["options"] if option["storage"] == "slow")
     assert slow["load_s"] == pytest.approx(load_s * num_layers)
@@ -128,7 +130,7 @@ def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(profile, r_
 
 @given(machines(), devices(), needs())
 def test_no_plan_adds_delay_where_a_device_exists_that_does_not(profile, offered, need):
-    made = plan(profile, offered, need)
+    made = plan(always(profile), offered, need)
     by_name = {device.name: device for device in offered}
     good = [option for option in made["options"] if option["pays"] and not option["adds_delay"]]
     prices = [by_name[option["storage"]].usd_per_gb_month for option in made["options"]]
@@ -146,7 +148,7 @@ def test_no_plan_adds_delay_where_a_device_exists_that_does_not(profile, offered
 @given(machines(), needs(), st.tuples(speeds, speeds))
 def test_a_faster_device_is_never_worse(profile, need, pair):
     low, high = sorted(pair)
-    made = plan(profile, [Storage("low", low, 1), Storage("high", high, 1)], need)
+    made = plan(always(profile), [Storage("low", low, 1), Storage("high", high, 1)], need)
     found = {option["storage"]: option for option in made["options"]}
     assert found["high"]["ttft_s"] <= found["low"]["ttft_s"] * SLACK
     assert found["high"]["adds_delay"] <= found["low"]["adds_delay"]
@@ -174,10 +176,10 @@ def test_several_ranks_read_before_they_compute_so_nothing_hides(profile, num_to
     assert bool(found.fallback_reason) == (found.load_s + several.prompt_compute_s(r_star, num_tokens) >= found.full_s)
     assert found.fallback_reason or found.ratio == max(r_star, largest_hidden_ratio(r_star, 0.0, 1.0, several.shares))
     need = PromptSpec(1, num_tokens, 0, r_star)
-    (option,) = plan(several, [Storage("any", 1e9, 0.1)], need)["options"]
+    (option,) = plan(always(several), [Storage("any", 1e9, 0.1)], need)["options"]
     assert option["adds_delay"]
     assert option["ttft_s"] == pytest.approx(option["load_s"] + option["recompute_s"])
-    (alone,) = plan(profile, [Storage("any", 1e9, 0.1)], need)["options"]
+    (alone,) = plan(always(profile), [Storage("any", 1e9, 0.1)], need)["options"]
     assert alone["ttft_s"] <= option["ttft_s"] * SLACK
 
 
@@ -216,12 +218,12 @@ def test_the_break_even_points():
     """A chunk of 500 tokens takes 0.5 s to prefill. A prompt of two takes 1 s, blended 0.1 + 0.9 x 0.15 + 0.015 s."""
     profile = machine(bytes_per_s={})
     need = PromptSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
-    (option,) = plan(profile, [Storage("ssd", 10e6, 0.1)], need)["options"]
+    (option,) = plan(always(profile), [Storage("ssd", 10e6, 0.1)], need)["options"]
     assert option["ttft_s"] == pytest.approx(0.15 + 0.01)
     assert option["saved_s"] == pytest.approx(0.84)
     assert option["reuses_to_repay"] == 2  # 0.5 s / 0.42 s, rounded up
     assert option["reuses_per_month"] == pytest.approx(500 * 1000 / GB * 0.1 / (0.42 * 0.001))
-    (slow,) = plan(profile, [Storage("tape", 0.5e6, 0.001)], need)["options"]
+    (slow,) = plan(always(profile), [Storage("tape", 0.5e6, 0.001)], need)["options"]
     assert (slow["pays"], slow["reuses_to_repay"], slow["reuses_per_month"]) == (False, None, None)
 
 
@@ -248,10 +250,13 @@ def test_a_profile_comes_back_from_json_as_it_was():
 
 
 def test_storages_as_they_are_typed():
-    assert parse_storage("nvme:3.5:0.08", {}) == Storage("nvme", 3.5e9, 0.08)
+    assert parse_storage("ssd:3.5:0.08", {}) == Storage("ssd", 3.5e9, 0.08)
+    assert parse_storage("ssd:3.5:0.08:2", {}) == Storage("ssd", 3.5e9, 0.08, 0.002)
     assert parse_storage("disk::0.05", {"disk": 7e8}) == Storage("disk", 7e8, 0.05)
-    for text in ("nvme", "nvme:1", "nvme:x:1", "nvme:0:1", "nvme:1:-1", "nvme:nan:1", "a:1:1:1", "tape::1"):
-        with pytest.raises(UsageError):
+    assert parse_storage("nvme", {}) == STORAGES["nvme"]
+    assert parse_storage("redis::3", {"redis": 2e9}) == replace(STORAGES["redis"], bytes_per_s=2e9, usd_per_gb_month=3)
+    for text in ("ssd", "ssd:1", "a:x:1", "a:0:1", "a:1:-1", "a:nan:1", "a:1:1:-1", "a:1:1:x", "a:1:1:1:1", "tape::1"):
+        with pytest.raises(UsageError, match=r"write NAME|set it|give"):
             parse_storage(text, {"disk": 7e8})
 
 
@@ -265,8 +270,8 @@ def test_storages_as_they_are_typed():
         lambda: machine(prefill_s=((10.0, 0.0),)),
         lambda: machine(num_layers=0),
         lambda: machine(bytes_per_s={"disk": 0.0}),
-        lambda: plan(machine(), [], PromptSpec()),
-        lambda: plan(machine(), [Storage("a", 1, 1), Storage("a", 2, 2)], PromptSpec()),
+        lambda: plan(always(machine()), [], PromptSpec()),
+        lambda: plan(always(machine()), [Storage("a", 1, 1), Storage("a", 2, 2)], PromptSpec()),
         lambda: PromptSpec(num_chunks=0),
         lambda: PromptSpec(ratio=2),
         lambda: PromptSpec(usd_per_hour=0),
@@ -293,8 +298,8 @@ def test_a_rule_with_a_probe_waits_for_all_kv_and_a_fast_device_is_still_found()
     recompute_s = profile.prompt_compute_s(need.ratio, need.num_tokens, need.num_chunk_tokens)
     for share, delays in ((0.05, False), (0.5, True)):
         device = Storage("some", need.num_chunk_tokens * profile.bytes_per_token / (share * recompute_s), 0.1)
-        hidden, waited = (plan(profile, [device], each)["options"][0] for each in (need, asking))
+        hidden, waited = (plan(always(profile), [device], each)["options"][0] for each in (need, asking))
         assert (hidden["adds_delay"], waited["adds_delay"]) == (False, delays)
         assert waited["ttft_s"] == pytest.approx((1 + share) * recompute_s)
         assert waited["hidden_ratio"] == need.ratio
-        assert plan(profile, [device], asking)["chosen"] == (None if delays else "some")
+        assert plan(always(profile), [device], asking)["chosen"] == (None if delays else "some")
