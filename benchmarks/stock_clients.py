@@ -152,8 +152,8 @@ def ingest(url: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     while True:
         summary = httpx.get(path, params={"ingestion": sent.json()["ingestion"]}, timeout=60).raise_for_status().json()
         (counts,) = summary["collections"].values()
-        if summary["reasons"]:
-            raise RagblendError(f"the server did not store all passages: {summary['reasons'][0]}")
+        if failed := [each for each in summary["reasons"] if each["status"] == "failed"]:
+            raise RagblendError(f"the server did not store all passages: {failed[0]}")
         if not counts["num_waiting"]:
             return dict(counts)
         time.sleep(0.5)

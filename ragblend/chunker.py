@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import re
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ragblend.corpus.cuts import find_best_cut, start_of_word
+from ragblend.corpus.cuts import find_best_cut, find_grapheme_ends, find_word_ends, start_of_word
 from ragblend.corpus.documents import Document
 from ragblend.corpus.layout import Layout
 from ragblend.errors import UsageError
@@ -31,17 +29,15 @@ Splitter = Callable[[Document], list[Chunk]]
 Returns the chunks of one document, in reading order.
 """
 
-# Words, and the runs between sentence marks of scripts that put no space after a sentence.
-_WORD = re.compile(r"[^\s。！？]+[。！？]*|[。！？]+")
-
 
 def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512) -> list[Chunk]:
     """Return chunks of at most `max_tokens` tokens, without overlap; a chunk is `document.text[start:end]`.
 
     A chunk ends after the last paragraph in its second half, else after the last sentence there, else after the last
-    line, else after a word. A word is cut only if it alone exceeds `max_tokens`. A chunk does not end directly after a
-    heading, inside a code block or inside a table row, unless its last three quarters have no better place. Only
-    whitespace between chunks is lost. A chunk has the document's metadata and `num_tokens`.
+    line, else after a word. A word is cut only if it alone exceeds `max_tokens`. It is cut between graphemes (a letter
+    with its marks, an emoji of several characters), and a grapheme only if it alone exceeds `max_tokens`. A chunk does
+    not end directly after a heading, inside a code block or inside a table row, unless its last three quarters have no
+    better place. Only whitespace between chunks is lost. A chunk has the document's metadata and `num_tokens`.
 
     A chunk of records (a CSV, a log) ends in its last three fifths, before the row whose content has the lowest hash.
     An added row therefore changes few chunks.
@@ -61,8 +57,7 @@ class _Cutter:
     def __init__(self, document: Document, count_tokens: TokenCounter, max_tokens: int) -> None:
         self._document, self._count, self._max_tokens = document, count_tokens, max_tokens
         self._text = text = document.text
-        # One number per word: a text of short words would otherwise take many times its size in memory.
-        self._ends = array("I" if len(text) < 1 << 32 else "Q", (match.end() for match in _WORD.finditer(text)))
+        self._ends = find_word_ends(text)
         self._layout = Layout(text, document.marks)
         self._budget = _TokenBudget(text, count_tokens, max_tokens)
         self._fit_headers: dict[tuple[int, int], str] = {}  # of the latest table: its header row, "" if it is too long
@@ -121,7 +116,13 @@ class _Cutter:
                 f"chunk size is {self._max_tokens} tokens, but {self._text[start]!r} in "
                 f"{self._document.source or 'the document'} needs more alone; choose a larger chunk size"
             )
-        return letters[last], num_tokens
+        cut = letters[last]
+        graphemes = find_grapheme_ends(self._text, start, cut)
+        if graphemes and graphemes[-1] < cut:
+            fits, fits_tokens = self._budget.find_last_end(start, graphemes, 0)
+            if fits >= 0:
+                return graphemes[fits], fits_tokens
+        return cut, num_tokens
 
 
 class _TokenBudget:

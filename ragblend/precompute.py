@@ -34,6 +34,7 @@ from ragblend.ingestion.contexts import (
     attach_similar_texts,
     chunk_variants,
     delete_other_variants,
+    explain_short_text,
     explain_unfit_text,
 )
 from ragblend.ingestion.deletion import (
@@ -49,7 +50,7 @@ from ragblend.ingestion.engine_index import resolve_chunker
 from ragblend.ingestion.prefill import Prefill, num_chunk_tokens, prefill_here
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
-from ragblend.ingestion.report import IngestReport
+from ragblend.ingestion.report import BLANK_TEXT, IngestReport
 from ragblend.ingestion.server_documents import (
     LANGCHAIN_COLLECTION,
     as_chunk,
@@ -169,7 +170,8 @@ def precompute_chunks(
     register_texts: Callable[[], object] | None = None,
     prefill: Prefill = prefill_here,
 ) -> IngestReport:
-    """Prefill every chunk that is not stored. `report.failures` lists chunks that the engine cannot prefill.
+    """Prefill every chunk that is not stored. `report.failures` lists chunks that the engine cannot prefill, and
+    `report.notes` those that are too short to be found in prompts.
 
     Stored chunks keep their dtype. With `rewrite`, chunks in another dtype than the store's `kv_dtype` are converted:
     KV in the model's dtype is rounded; KV in eight bits is prefilled again, because rounding cannot be undone. Before
@@ -193,6 +195,10 @@ def precompute_chunks(
     report.failures += [ReadFailure(source, problems[text]) for source, text in unfit]
     chunks = [chunk for chunk in chunks if chunk.text not in problems]
     distinct = {(chunk.text, chunk.context, chunk.context_texts): chunk for chunk in chunks}
+    alone = (chunk for chunk in distinct.values() if chunk.context != "similar")
+    report.notes += (
+        ReadFailure(document_label(chunk, chunk), why) for chunk in alone if (why := explain_short_text(chunk, engine))
+    )
     # Texts are registered before their KV is stored. A registered text without KV is prefilled in its prompts, but KV
     # of an unregistered text would never be found, and deletions of orphaned KV would remove it.
     if register_texts is not None:
@@ -324,7 +330,7 @@ def precompute_documents(
 
     A chunk that the engine cannot prefill (longer than the model's context length, or not Unicode) does not stop the
     others: it is logged, and listed in `report.failures` with its id and source. A chunk without visible text is in
-    `report.skipped`.
+    `report.skipped`. `report.notes` lists chunks of fewer than 8 tokens, which are stored but not found in prompts.
 
     In a store with the context policy "similar" (the default for models of 12 layers or more), a second variant of each
     chunk is stored. Its context is the most similar chunks of all documents that this function has added. `embedder`
@@ -353,7 +359,7 @@ def precompute_documents(
         if problem := problems.get(chunk.text):
             failures.append(ReadFailure(document_label(document, chunk), problem))
         elif not has_visible_text(chunk.text):  # a blank chunk in a prompt is prefilled as text
-            skipped.append(ReadFailure(document_label(document, chunk), "it has no visible text"))
+            skipped.append(ReadFailure(document_label(document, chunk), BLANK_TEXT))
         else:
             texts_of[name].append(chunk.text)
             fit.append(chunk)

@@ -28,6 +28,7 @@ from ragblend.corpus.embedders import (
     embed_question,
     load_embedder,
 )
+from ragblend.corpus.metadata import metadata_to_json
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.deletion import delete_orphaned_kv
@@ -291,6 +292,7 @@ class _IndexStore(VectorStore):
         for name, document in zip(names, documents, strict=True):
             check_unicode(name, "an id")
             check_unicode(document.page_content, f"the text of document {name!r}")
+            metadata_to_json(document.metadata, f"the metadata of document {name!r}")  # raises an error before the work
         blank = [name for name, document in named.items() if not has_visible_text(document.page_content)]
         chunks = [
             Chunk(document.page_content, SOURCE_PREFIX + name, metadata=document.metadata)

@@ -19,7 +19,7 @@ from ragblend.index import open_index
 from ragblend.ingestion.capacity import describe_capacity
 from ragblend.ingestion.server_documents import as_chunk
 from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
-from ragblend.prompt.types import Chunk
+from ragblend.prompt.types import Chunk, Prompt
 
 TEXTS = {
     "kern.md": "Alice Kern works for Nexon.\n\nThe company sells drones. The firm is based in Halford.\n",
@@ -155,6 +155,20 @@ def test_a_document_that_cannot_be_prefilled_is_named_and_stops_no_other(make, f
     assert re.fullmatch(f"(?s){reason}.*", said)
     assert [record.getMessage() for record in caplog.records] == [f"not prefilled: {said}"]
     assert "-k" not in said
+
+
+def test_notes_name_the_texts_that_are_too_short_to_be_found(engine, tmp_path):
+    texts = [" ".join(["lamp"] * number) for number in range(1, 12)]
+    report = precompute_documents([*texts, "lamp"], engine)
+    noted = [note.path for note in report.notes]
+    found = [text for text in texts if engine.match(Prompt(question=f"{text}\n\nWhat is it?")).runs]
+    assert noted == [repr(text) for text in texts if text not in found]
+    assert all(re.match(f"{note.path} has [1-7] tokens; .* fewer than 8", note.reason) for note in report.notes)
+    for number, text in enumerate(texts[-5:]):
+        (tmp_path / f"{number}.txt").write_text(text)
+    (tmp_path / "short.txt").write_text("So it is.")
+    report = ingest(tmp_path, engine, tmp_path / "index", embedder="hashing")
+    assert [Path(note.path).name for note in report.notes] == ["short.txt"]
 
 
 def test_a_document_that_became_too_long_loses_what_it_had(engine):

@@ -19,6 +19,8 @@
 #
 # The small model is part of the package. It was trained on one made-up world of people, companies and cities, so that
 # right and wrong answers are easy to see.
+#
+# It needs, in a checkout: `pip install -e '.[plot]' jupyterlab`.
 
 # %%
 from pathlib import Path

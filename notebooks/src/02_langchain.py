@@ -15,6 +15,8 @@
 # `create_blend_chain` adds. It takes less than a minute on a CPU, offline, with the embedded model of a made-up world.
 #
 # The chunks that a chain puts into its prompt are found in the prompt's token ids, and their stored KV is reused.
+#
+# It needs, in a checkout: `pip install -e '.[langchain,plot]' langchain-classic jupyterlab`.
 
 # %%
 from pathlib import Path

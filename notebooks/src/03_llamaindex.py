@@ -13,6 +13,8 @@
 #
 # **You learn** how to query with `BlendQueryEngine`, and how your own LlamaIndex query engine reuses stored KV when its
 # `llm` is a `BlendLLM`. It takes less than a minute on a CPU, offline, with the embedded model of a made-up world.
+#
+# It needs, in a checkout: `pip install -e '.[llamaindex]' jupyterlab`.
 
 # %%
 from itertools import pairwise

@@ -19,6 +19,8 @@
 #
 # The model is SmolLM2-135M-Instruct, which `make real-model` prepares. The questions are from MuSiQue, and need several
 # passages of Wikipedia each. They are in `data/questions/`.
+#
+# It needs, in a checkout: `pip install -e '.[plot]' jupyterlab`.
 
 # %%
 import json

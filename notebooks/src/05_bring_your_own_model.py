@@ -24,6 +24,8 @@
 # ```
 #
 # Without the variable, or if the model cannot be loaded, the embedded one is used.
+#
+# It needs, in a checkout: `pip install -e . jupyterlab`.
 
 # %%
 import os

@@ -17,6 +17,8 @@
 #
 # The model is SmolLM2-135M-Instruct, which `make real-model` prepares. The question is from MuSiQue, in
 # `data/questions/`.
+#
+# It needs, in a checkout: `pip install -e '.[plot]' jupyterlab`.
 
 # %%
 import json

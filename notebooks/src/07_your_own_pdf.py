@@ -19,6 +19,8 @@
 # export RAGBLEND_NOTEBOOK_PDF=~/handbook.pdf RAGBLEND_NOTEBOOK_MODEL=Qwen/Qwen3-0.6B
 # jupyter lab notebooks/07_your_own_pdf.ipynb
 # ```
+#
+# It needs, in a checkout: `pip install -e '.[demo]' jupyterlab`.
 
 # %%
 import os

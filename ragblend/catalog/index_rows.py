@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sqlalchemy import Row
 
 from ragblend.catalog.schema import is_intact, text_key
+from ragblend.corpus.metadata import metadata_to_json
 from ragblend.prompt.types import Chunk
 
 
@@ -67,7 +68,8 @@ def chunk_values(
 ) -> dict[str, object]:
     """Return the values of a chunk's row, without the checksum.
 
-    `document`: number of the document's row. `ordinal`: the chunk's position in the document, from 0.
+    `document`: number of the document's row. `ordinal`: the chunk's position in the document, from 0. Raises UsageError
+    for metadata that cannot be stored.
     """
     return {
         "id": row_id(chunk.id),
@@ -76,7 +78,7 @@ def chunk_values(
         "start": chunk.start,
         "end": chunk.end,
         "text": chunk.text,
-        "metadata": json.dumps(dict(chunk.metadata), default=str),
+        "metadata": metadata_to_json(chunk.metadata, f"the metadata of {chunk.source!r}"),
         "vector": vector.astype("<f4").tobytes(),
         "generation": generation,
         "text_key": text_key(chunk.text.strip()),

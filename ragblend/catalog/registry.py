@@ -130,7 +130,7 @@ _VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
 _VARIANTS_WITHOUT_KV = _VARIANTS.where(VARIANTS.c.is_stored == 0)
 _VARIANT = select_checked(VARIANTS, equals_parameters(VARIANTS, "entry", "embedder"))
 _KNOWN_VARIANTS = select(VARIANTS.c.entry).where(is_in_values(VARIANTS.c.entry))
-_COUNT_VARIANTS = select(func.count()).select_from(VARIANTS).where(equals_parameters(VARIANTS, "embedder"))
+_COUNT_VARIANTS = select(VARIANTS.c.embedder, func.count().label("num")).group_by(VARIANTS.c.embedder)
 _SET_VARIANT_STORED = (
     update(VARIANTS).where(equals_parameters(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
 )
@@ -474,9 +474,9 @@ class ChunkRegistry(Catalog):
         rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
         return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
 
-    def count_variants(self, embedder: str) -> int:
-        """Return the number of variants with vectors of this embedder."""
-        return int(self._rows(_COUNT_VARIANTS, b_embedder=embedder)[0][0])
+    def count_variants(self) -> dict[str, int]:
+        """Return the number of variants by the embedder of their vectors."""
+        return {row.embedder: row.num for row in self._rows(_COUNT_VARIANTS)}
 
     def variants_without_kv(self, embedder: str) -> list[SimilarContextVariant]:
         """Return the variants that have a vector of this embedder but no stored KV. Damaged rows are left out."""

@@ -136,7 +136,7 @@ class SentDocumentTable(Catalog):
     ) -> None:
         """Record that a document was stored or, if not `is_stored`, that it failed.
 
-        `reason`: why the document failed, or that a chunk or the whole document has no text; "" for neither. If the
+        `reason`: why the document failed, or that a chunk has no text or too little; "" for neither. If the
         document was sent again in the meantime, its new version stays pending.
         """
         changes = {"body": None, "stored_version": document.version if is_stored else "", "reason": reason}
@@ -187,12 +187,12 @@ class SentDocumentTable(Catalog):
     ) -> list[dict[str, Any]]:
         """Return collection, id, status and reason of at most `limit` documents that have a reason.
 
-        A document has a reason if it failed, if a chunk or the whole document has no text, or if its removal is
-        unfinished.
+        A document has a reason if it failed, if a chunk has no text or too little, or if its removal is unfinished.
+        Stored documents come last.
         """
         chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
         columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
-        query = select(*columns).where(*chosen).order_by(_ROW.number).limit(limit)
+        query = select(*columns).where(*chosen).order_by(_STATUS == "stored", _ROW.number).limit(limit)
         return [row._asdict() for row in self._rows(query)]
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:

@@ -80,6 +80,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     from ragblend.engine.store.open import parse_capacity
     from ragblend.engine.store.tiered import format_bytes
     from ragblend.index import open_index
+    from ragblend.operations.doctor import explain_hashed_words
 
     capacity_bytes = parse_capacity(settings.disk_gib)
     disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_bytes, kv_dir=settings.kv_dir)
@@ -88,7 +89,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
     with open_registry(disk, create=False) as registry:
-        collections = registry.count_by_collection()
+        collections, similar = registry.count_by_collection(), registry.count_variants()
     manifest, sources, num_chunks = None, list[str](), 0
     try:
         with open_index(settings.store) as opened:
@@ -102,6 +103,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "num_chunks": num_chunks,
         **{name: getattr(manifest, name, None) for name in ("embedder", "tokenizer", "chunk_size", "chunker")},
         "collections": collections,
+        "similar_embedders": similar,
         "num_stored_chunks": len(entries),
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
@@ -126,6 +128,9 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         f"collection {name}: {plural(counts['num_documents'], 'document')}, {plural(counts['num_chunks'], 'chunk')}"
         for name, counts in collections.items()
     ]
+    lines += [f"similar chunks of {plural(count, 'text')} are found by {name}" for name, count in similar.items()]
+    if how := explain_hashed_words(settings.store, manifest.embedder if manifest is not None else "", similar):
+        lines.append(f"hashing compares words, not meaning; for MiniLM: {how}")
     lines += [
         f"KV of {plural(len(entries), 'chunk')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),

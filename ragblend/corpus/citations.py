@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from ragblend.corpus.documents import Document
@@ -100,4 +101,4 @@ def _page_number(value: str) -> int | str:
 
 
 def _is_label(page: object) -> bool:
-    return isinstance(page, int | str) and page != ""
+    return isinstance(page, Integral | str) and page != ""  # NumPy's integers are Integral, too

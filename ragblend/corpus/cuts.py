@@ -1,17 +1,25 @@
 """Position at which a full chunk is cut: the last of the strongest gaps in its second half.
 
-Works on characters and the ends of words. Does not depend on tokens. Read `find_best_cut` first.
+Works on characters, graphemes and the ends of words. Does not depend on tokens. Read `find_best_cut` first.
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
+import regex
+
 from ragblend.corpus.layout import Layout, find_row_ends_between
 
+# Words, and the runs between sentence marks of scripts that put no space after a sentence.
+_WORD = re.compile(r"[^\s。！？]+[。！？]*|[。！？]+")
 _NO_BLANK = re.compile(r"\S")
+# A grapheme is what readers take for one character: a letter with its marks, an emoji of several characters.
+_GRAPHEME = regex.compile(r"\X")
+_REST_OF_GRAPHEME = regex.compile(r"[\p{GCB=Extend}\p{GCB=SpacingMark}\p{GCB=ZWJ}]")  # never begins a grapheme
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"'”’)\]»]*$")
 _ABBREVIATION = re.compile(r"^\W*(?:\w|mr|mrs|ms|dr|st|prof|jr|sr|no|vs|fig|e\.g|i\.e|cf|al)\.$", re.IGNORECASE)
 
@@ -22,6 +30,20 @@ _MIN_CHUNKS = 3  # size of a table that is cut by its rows' content, which gives
 
 # Strengths of gaps, weakest first. A cut at one of the first four separates what belongs together.
 _IN_ROW, _AFTER_HEADING, _AT_CODE_LINE, _AT_CODE_PARAGRAPH, _AT_WORD, _AT_LINE, _AT_SENTENCE, _AT_PARAGRAPH = range(8)
+
+
+def find_word_ends(text: str) -> array[int]:
+    """Return the end offset of each word. No word ends inside a grapheme, except before or after whitespace."""
+    ends = (match.end() for match in _WORD.finditer(text))
+    # One number per word: a text of short words would otherwise take many times its size in memory.
+    return array("I" if len(text) < 1 << 32 else "Q", (end for end in ends if not _REST_OF_GRAPHEME.match(text, end)))
+
+
+def find_grapheme_ends(text: str, start: int, end: int) -> list[int]:
+    """Return the ends of the graphemes that lie in `text[start:end]`. A grapheme begins at `start`."""
+    # The character at `end` decides whether the last grapheme ends there. Later ones have no influence.
+    found = [match.end() for match in _GRAPHEME.finditer(text, start, min(end + 1, len(text)))]
+    return found[: bisect_right(found, end)]
 
 
 def start_of_word(text: str, ends: Sequence[int], index: int) -> int:

@@ -7,6 +7,7 @@ their attributes, so neither package is imported. Read `FileReader` first.
 from __future__ import annotations
 
 import hashlib
+import json
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from ragblend.corpus.documents import (
     reader_version,
 )
 from ragblend.corpus.folder_scan import make_source
+from ragblend.corpus.metadata import metadata_to_json
 from ragblend.corpus.readers.encodings import new_file_hash
 from ragblend.errors import NotADocumentError, RagblendError, UnreadableDocumentError, UsageError
 
@@ -124,13 +126,21 @@ def _run_loader(loader: Loader, path: str) -> Iterator[tuple[str, dict[str, Any]
     try:
         for item in _list_items(loader(path)):
             text, metadata = _read_item(item)
-            yield normalize_text(text), {name: value for name, value in metadata.items() if value != path}
+            facts = _as_json(metadata)
+            yield normalize_text(text), {name: value for name, value in facts.items() if value != path}
     except RagblendError:
         raise
     except Exception as error:  # a loader may raise any error
         raise UnreadableDocumentError(
             f"cannot be read by the loader {get_loader_version(loader)} ({_describe(error)})"
         ) from error
+
+
+def _as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(json.loads(metadata_to_json(metadata, "its metadata")))
+    except UsageError as error:
+        raise UnreadableDocumentError(str(error)) from error
 
 
 def _describe(error: Exception) -> str:

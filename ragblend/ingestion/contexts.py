@@ -14,8 +14,10 @@ from typing import Protocol
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
+from ragblend.prompt.token_index import EDGE, WINDOW
 from ragblend.prompt.types import Chunk
 
 NUM_SIMILAR = 2
@@ -114,6 +116,19 @@ def explain_unfit_text(text: str, engine: Engine) -> str:
     return (
         f"it has {num_tokens} tokens with the system text, but {engine.name} reads {engine.context_length}; split it "
         "into chunks that leave space for a question"
+    )
+
+
+def explain_short_text(chunk: Chunk, engine: Engine) -> str:
+    """Return why prompts never reuse the KV of a chunk, and a fix; "" unless the chunk is too short to be found."""
+    if num_chunk_tokens(chunk, engine) >= WINDOW + EDGE:  # as its metadata say, so that most texts are not tokenized
+        return ""
+    num_tokens = len(engine.renderer.chunk_ids(chunk.text))
+    if num_tokens >= WINDOW:
+        return ""
+    return (
+        f"{chunk.text.strip()[:60]!r} has {num_tokens} tokens; prompts reuse no text of fewer than {WINDOW}. Store it "
+        "together with the text next to it"
     )
 
 

@@ -123,7 +123,7 @@ class _Vectors:
     def _update(self, registry: ChunkRegistry) -> None:
         added = registry.variants_after(self._last_number, self._name)
         self._num_read += len(added)
-        num_removed = self._num_read - registry.count_variants(self._name)
+        num_removed = self._num_read - registry.count_variants().get(self._name, 0)
         if num_removed > self._num_read // 4 or registry.identity != self._identity:  # then the rows are read again
             self._clear()
             self._identity = registry.identity

@@ -7,6 +7,9 @@ from typing import Any
 
 from ragblend.corpus.folder_scan import ReadFailure
 
+BLANK_TEXT = "it has no visible text"
+"""Reason for which a chunk is in `skipped`."""
+
 
 @dataclass(slots=True)
 class IngestReport:
@@ -34,7 +37,9 @@ class IngestReport:
     failures: list[ReadFailure] = field(default_factory=list)
     skipped: list[ReadFailure] = field(default_factory=list)  # files that are no documents
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` excludes
-    notes: list[ReadFailure] = field(default_factory=list)  # parts of read files that were left out or guessed
+    notes: list[ReadFailure] = field(
+        default_factory=list
+    )  # parts of files left out or guessed; texts too short to find
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""

@@ -17,7 +17,7 @@ from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.report import IngestReport
+from ragblend.ingestion.report import BLANK_TEXT, IngestReport
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.prompt.types import Chunk
 
@@ -51,6 +51,9 @@ def _send(
     report.new_kv_bytes += counts["new_kv_bytes"]
     for reason in reasons:
         failure = ReadFailure(described.get(reason["id"], reason["id"]), reason["reason"])
+        if reason["status"] == "stored" and failure.reason != BLANK_TEXT:
+            report.notes.append(failure)
+            continue
         (report.skipped if reason["status"] == "stored" else report.failures).append(failure)
         logger.warning("not prefilled: %s: %s", *failure)
     report.prefill_s += perf_counter() - start_s

@@ -12,6 +12,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
+from ragblend.corpus.metadata import metadata_to_json
 from ragblend.errors import UsageError
 from ragblend.prompt.types import Chunk
 
@@ -66,12 +67,12 @@ def make_predicate(filter: Filter | None) -> Callable[[Chunk], bool] | None:
     """Return a predicate of chunks for the argument `is_allowed` of `ChunkIndex.search`; None if `filter` is None.
 
     `filter` is a dictionary of metadata that the chunk must have, or a function of a LangChain Document. Raises
-    UsageError for any other type.
+    UsageError for any other type, and for a dictionary of values that no metadata have (see `metadata_to_json`).
     """
     if filter is None:
         return None
     if isinstance(filter, Mapping):
-        wanted = json.loads(json.dumps(dict(filter), default=str))  # metadata are stored in this form
+        wanted = json.loads(metadata_to_json(filter, "the filter"))  # metadata are stored in this form
         return lambda chunk: wanted.items() <= as_document(chunk).metadata.items()
     if not callable(filter):
         raise UsageError(

@@ -9,17 +9,21 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ragblend.catalog.registry import open_registry
+from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.config import Settings
+from ragblend.corpus.embedders import is_minilm_installed
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.open import parse_capacity
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import NotFoundError, RagblendError
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
 
 
@@ -51,7 +55,7 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
         no_model
         if settings.model is None
         else _check("model", lambda: _find_model(settings), "choose another --model, or --model demo"),
-        _check("embedder", _find_embedder, missing="pip install 'ragblend[demo]'"),
+        _check_embedder(settings),
         _check("index", lambda: _find_index(settings), "ragblend verify --repair", missing=ingest),
         _check("store", lambda: _find_store(settings), "ragblend verify --repair", missing=ingest),
         _check_free_space(settings),
@@ -189,12 +193,38 @@ def _find_model(settings: Settings) -> str:
     return f"{settings.model}: {summarize_fusable_model(path, settings.trust_remote_code)}"
 
 
-def _find_embedder() -> str:
-    from ragblend.corpus.embedders import is_minilm_installed
+def _check_embedder(settings: Settings) -> DiagnosticResult:
+    """Check the embedder of the store's documents; without documents, whether MiniLM is installed."""
+    indexed, similar = "", list[str]()
+    with suppress(RagblendError):  # the check of the index or of the store reports it
+        with suppress(NotFoundError), open_index(settings.store) as index:
+            indexed = index.manifest.embedder
+        disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
+        with open_registry(disk, create=False) as registry:
+            similar = [*registry.count_variants()]
+    names = [*filter(None, [indexed, *similar])]
+    found = f"{settings.store} was embedded by {', '.join(names)}"
+    if fix := explain_hashed_words(settings.store, indexed, similar):
+        finding = f"{found}, which compares words, not meaning"
+        return DiagnosticResult("embedder", settings.embedder == "hashing", finding, fix, optional=True)
+    if not is_minilm_installed() and (not names or any(name.split()[0] == "minilm" for name in names)):
+        none = "no offline embedding model is installed; texts are embedded by hashing words"
+        finding = f"{found}, which is not installed" if names else none
+        return DiagnosticResult("embedder", False, finding, "pip install 'ragblend[demo]'", optional=not indexed)
+    return DiagnosticResult("embedder", True, found if names else "MiniLM is installed and works offline")
 
-    if not is_minilm_installed():
-        raise NotFoundError("no offline embedding model is installed; texts are embedded by hashing words")
-    return "MiniLM is installed and works offline"
+
+def explain_hashed_words(store: str, indexed: str, similar: Iterable[str]) -> str:
+    """Return how to replace the hashed words of a store by MiniLM; "" if it has none.
+
+    indexed: the embedder of the store's index, "" for none. similar: the embedders of `ChunkRegistry.count_variants`.
+    """
+    is_indexed = indexed == "hashing"
+    if not is_indexed and not any(name.split()[0] == "hashing" for name in similar):
+        return ""
+    install = "" if is_minilm_installed() else "pip install 'ragblend[demo]', then "
+    again = "add the documents of frameworks and servers again"
+    return install + (explain_reingestion(Path(store) / CATALOG_FILE) if is_indexed else again)
 
 
 def _find_index(settings: Settings) -> str:

@@ -237,7 +237,7 @@ class DocumentIngester:
             for row in rows:
                 self._store([row])
             return
-        reason_of = dict((*report.skipped, *report.failures))
+        reason_of = dict((*report.notes, *report.skipped, *report.failures))
         failed = {failure.path for failure in report.failures}
         for row, chunks in zip(rows, chunks_of, strict=True):
             stored, num_new = _stored_keys(chunks, engine), self._new_kv[row.id]

@@ -138,7 +138,8 @@ class DocumentCounts(StoredCounts):
 
 
 class DocumentReason(BaseModel):
-    """Status of a document. `reason`: why the document failed or has no chunk; "" if neither is the case."""
+    """Status of a document. `reason`: why it failed, has no chunk, or has a chunk that prompts do not reuse because it
+    is too short; "" for none of these."""
 
     collection: str
     id: str
@@ -147,7 +148,7 @@ class DocumentReason(BaseModel):
 
 
 class IngestionSummary(BaseModel):
-    """Documents of a namespace, by collection. `reasons`: why documents failed or have no chunk, for at most 1,000.
+    """Documents of a namespace, by collection. `reasons`: see DocumentReason, of at most 1,000 documents.
 
     `batch`: progress of the documents that are being stored now: "num_done" of "num_chunks" chunks are prefilled. Both
     are 0 if no documents of this namespace are being stored.

@@ -9,6 +9,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,6 +142,7 @@ def test_many_marks_and_chunks_take_linear_time():
         ("a.html", {"title": "The Page", "headings": ["Inner"]}, 'a.html, "Inner"'),
         ("r.jsonl#3.1", {"title": None, "page": None, "headings": "x"}, "r.jsonl#3.1"),
         ("a.pdf", {"page": 0, "page_label": "1"}, "a.pdf, p. 1"),
+        ("a.pdf", {"page": np.int64(3), "page_end": np.int64(4)}, "a.pdf, pp. 3-4"),
         ("", {}, "chunk"),
     ],
 )

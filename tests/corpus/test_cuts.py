@@ -1,10 +1,17 @@
-"""Where `split` cuts: headings stay with their text, code and rows in one piece, and a row more changes little."""
+"""Where `split` cuts: graphemes, code and rows stay whole, headings stay with their text, a row more changes little."""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.resources import files
+from itertools import accumulate, chain
 from random import Random
 
 import pytest
+import regex
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document
@@ -22,6 +29,65 @@ def cut(text: str, max_tokens: int, marks: tuple[Mark, ...] = ()) -> list[Chunk]
 
 def texts_of(text: str, max_tokens: int, marks: tuple[Mark, ...] = ()) -> list[str]:
     return [chunk.text for chunk in cut(text, max_tokens, marks)]
+
+
+# --- graphemes ---
+
+# Written out, so that what a grapheme is does not come from the library that the chunker asks.
+GRAPHEMES = {
+    "Thai": ["ป", "ร", "ะ", "น้ำ", "ที่", "ชื่", "กำ"],
+    "Devanagari": ["हि", "न्दी", "श्री", "क्ष", "त्रि", "क", "भा"],
+    "Hangul jamo": ["\u1112\u1161\u11ab", "\u1100\u116e\u11a8", "\u110b\u1165"],
+    "emoji": ["👨\u200d👩\u200d👧\u200d👦", "👩🏽\u200d🚀", "🏳\ufe0f\u200d🌈", "1\ufe0f\u20e3"],
+    "flags": ["🇩🇪", "🇫🇷", "🇮🇹"],
+    "combining marks": ["a\u0301", "o\u0302\u0323", "x", "。\ufe00"],
+}
+
+
+def count_bytes(text: str) -> int:
+    return len(text.encode())
+
+
+def count_characters(text: str) -> int:
+    return len(text)
+
+
+def count_demo_tokens(text: str) -> int:
+    return len(_demo_tokenizer().encode(text, add_special_tokens=False).ids)
+
+
+@cache
+def _demo_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(files("ragblend") / "demo" / "weights" / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("count", [count_bytes, count_characters, count_demo_tokens])
+@pytest.mark.parametrize("kind", GRAPHEMES)
+@pytest.mark.parametrize("max_tokens", [32, 47])
+def test_a_text_without_spaces_is_cut_between_graphemes(kind, count, max_tokens):
+    graphemes = GRAPHEMES[kind] * 30
+    chunks = split(Document("".join(graphemes)), count, max_tokens)
+    assert len(chunks) > 2
+    assert {chunk.end for chunk in chunks} <= set(accumulate(map(len, graphemes)))
+    assert all(count(chunk.text) <= max_tokens for chunk in chunks)
+
+
+def test_a_grapheme_that_alone_exceeds_the_budget_is_cut():
+    family = GRAPHEMES["emoji"][0]
+    assert [chunk.text for chunk in split(Document(f"ab{family}c"), count_bytes, 16)] == [
+        "ab", family[:4], f"{family[4:]}c"
+    ]  # fmt: skip
+
+
+PIECES = [*chain.from_iterable(GRAPHEMES.values()), "\u0301", "\u200d", "\u0600", "。", " ", "\n"]
+
+
+@given(text=st.lists(st.sampled_from(PIECES)).map("".join), max_tokens=st.integers(25, 60))
+def test_a_chunk_ends_with_a_grapheme_or_before_whitespace(text, max_tokens):
+    ends = {match.end() for match in regex.finditer(r"\X", text)}
+    longest = max(map(count_bytes, regex.findall(r"\X", text)), default=0)
+    for chunk in split(Document(text), count_bytes, max(max_tokens, longest)):
+        assert chunk.end in ends or text[chunk.end].isspace()
 
 
 # --- headings ---

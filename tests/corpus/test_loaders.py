@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import CommandRunner
 
@@ -34,6 +36,22 @@ def lines_of(path: str) -> list[str]:
 
 
 # --- what a loader returns ---
+
+
+def test_metadata_are_json_and_a_value_that_is_not_is_a_failure_of_its_file(notes, tmp_path):
+    given = {"year": np.int64(2024), "day": date(2024, 5, 3), "path": str(notes)}
+    (found,) = documents(notes, lambda path: Document("one", metadata=given))
+    assert found.metadata == {"year": 2024, "day": "2024-05-03"}
+    (tmp_path / "b.notes").write_bytes(b"\0two")
+    tags = {"a.notes": {"x"}, "b.notes": ["x"]}
+    reader = FileReader(loader=lambda path: Document(Path(path).name, metadata={"tags": tags[Path(path).name]}))
+    with open_index(tmp_path / "index", "hashing", create=True) as index:
+        cut = ChunkerConfig(lambda document: split(document, len, 100), "1")
+        report = sync_index(index, scan_folders([tmp_path], "*.notes", []), cut, lambda *_: None, reader=reader).report
+        assert [chunk.metadata["tags"] for chunk in index.chunks()] == [["x"]]
+    assert [(Path(failure.path).name, failure.reason.partition(";")[0]) for failure in report.failures] == [
+        ("a.notes", "its metadata: 'tags' holds a set, which cannot be stored")
+    ]
 
 
 def test_one_text_has_the_source_of_its_file_and_several_have_numbers(notes):

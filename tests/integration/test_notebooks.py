@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -49,6 +50,25 @@ def test_saved_notebook_is_its_source_executed(source, runner):
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     assert runner.machine_paths(saved) == []
     assert saved.metadata.kernelspec.name == "python3"
+
+
+EXTRA_OF = {"matplotlib": "plot", "langchain_core": "langchain", "llama_index": "llamaindex"}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_the_first_cell_names_the_extras_that_the_notebook_needs(source, runner):
+    first, *others = runner.build(source).cells
+    imported = set(re.findall(r"^(?:from|import) (\w+)", "\n".join(cell.source for cell in others), re.MULTILINE))
+    needed = {extra for module, extra in EXTRA_OF.items() if module in imported}
+    command = re.search(r"`pip install -e (?:'\.\[([\w,]+)\]'|\.)(.*) jupyterlab`", first.source)
+    assert command is not None
+    assert set(filter(None, (command[1] or "").split(","))) - {"demo"} == needed
+    assert ("langchain-classic" in command[2]) is ("langchain_classic" in imported)
+
+
+def test_every_notebook_is_linked_from_a_page_of_docs():
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
+    assert [path.stem for path in SOURCES if not any(f"/{path.stem}.ipynb" in page for page in pages)] == []
 
 
 def test_paths_of_this_machine_are_found(runner):

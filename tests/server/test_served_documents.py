@@ -214,14 +214,17 @@ def test_progress_is_told_to_the_own_namespace_alone(server):
 
 def test_a_document_that_fails_says_why_and_stops_no_other(server):
     ingestion = server.send(
-        {"id": "long", "chunks": [A, "word " * 5000]}, {"id": "blank", "text": " \n"}, {"id": "b", "chunks": [B]}
+        {"id": "short", "chunks": ["So it is."]},
+        {"id": "blank", "text": " \n"},
+        {"id": "long", "chunks": [A, "word " * 5000]},
+        {"id": "b", "chunks": [B]},
     )
     counts = server.wait(ingestion)
-    assert (counts["num_stored"], counts["num_failed"]) == (2, 1)
-    reasons = {each["id"]: each for each in server.documents.summary("", "kb", ingestion)["reasons"]}
-    assert set(reasons) == {"long", "blank"}
-    assert "split it into chunks" in reasons["long"]["reason"]
-    assert (reasons["blank"]["status"], reasons["blank"]["reason"]) == ("stored", "it has no visible text")
+    assert (counts["num_stored"], counts["num_failed"]) == (3, 1)
+    long, short, blank = server.documents.summary("", "kb", ingestion)["reasons"]  # failed documents come first
+    assert "split it into chunks" in long["reason"]
+    assert (short["id"], short["status"], short["reason"][:25]) == ("short", "stored", "'So it is.' has 5 tokens;")
+    assert (blank["id"], blank["status"], blank["reason"]) == ("blank", "stored", "it has no visible text")
     assert server.wait(server.send({"id": "long", "chunks": [A]}))["num_failed"] == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from datetime import date, time
 from decimal import Decimal
 from itertools import islice
 from typing import Any, BinaryIO
@@ -214,10 +215,13 @@ def stream_parquet(file: BinaryIO, text_field: str = "") -> ParsedRecords:
         raise UnreadableDocumentError(f"is a damaged Parquet file ({error}); write it again") from error
 
 
+_SCALARS = (str, int, float, date, time, Decimal)  # `metadata_to_json` writes these
+
+
 def _as_json(value: Any) -> Any:
-    """Return a column's value as JSON; dates, decimals and others become text."""
+    """Return a column's value as JSON, a date, a time or a Decimal; others become text."""
     if isinstance(value, dict):
         return {str(name): _as_json(item) for name, item in value.items()}
     if isinstance(value, list):
         return [_as_json(item) for item in value]
-    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
+    return value if value is None or isinstance(value, _SCALARS) else str(value)

@@ -468,7 +468,7 @@ class VllmClient(EngineBase):
         """
         text = as_chunk(chunk).text.strip()
         counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": _chunk_id(text), "chunks": [text]}])
-        if reasons:
+        if reasons and reasons[0]["status"] != "stored":
             raise RagblendError(f"the chunk was not stored: {reasons[0]['reason']}")
         return counts["new_kv_bytes"]
 
@@ -505,7 +505,8 @@ class VllmClient(EngineBase):
             try:
                 _, reasons = self.send_documents(CHUNK_COLLECTION, documents)
                 for reason in reasons:
-                    log.warning("a missed chunk was not stored: %s", reason["reason"])
+                    what = "was stored" if reason["status"] == "stored" else "was not stored"
+                    log.warning("a missed chunk %s: %s", what, reason["reason"])
             except RagblendError as error:  # the answer is complete already; the next miss sends them again
                 self._sent -= new
                 level = logging.DEBUG if isinstance(error, EngineClosedError) else logging.WARNING
@@ -523,9 +524,9 @@ class VllmClient(EngineBase):
     ) -> tuple[Counter[str], list[dict[str, str]]]:
         """Send documents to `POST /v1/ragblend/documents`, and wait until the server has stored them.
 
-        Return the server's counts (`DocumentCounts`), and a DocumentReason for each document that is not stored or
-        has no chunk. `progress` is called with "prefill", the number of prefilled chunks, and the number of all chunks.
-        Raises RagblendError for a server without ragblend, and for a failed request.
+        Return the server's counts (`DocumentCounts`), and a DocumentReason for each document that has a reason.
+        `progress` is called with "prefill", the number of prefilled chunks, and the number of all chunks. Raises
+        RagblendError for a server without ragblend, and for a failed request.
         """
         if not self.blends:
             raise RagblendError(

@@ -301,7 +301,7 @@ def test_rows_of_parquet_are_documents(tmp_path):
     documents = read(tmp_path, "a.parquet", make_parquet(rows, row_group_size=300))
     assert [document.text for document in documents] == [row["text"] for row in rows]
     assert below(tmp_path, documents[699].source) == "a.parquet#699"
-    assert dict(documents[3].metadata) == {"title": "T", "day": "2026-03-01", "price": "1.50", "tags": ["a"]}
+    assert dict(documents[3].metadata) == {"title": "T", "day": day, "price": price, "tags": ["a"]}
     asked = [{"question": "q", "ctxs": [{"title": "T", "text": "x"}, {"title": "U", "text": "y"}]}]
     nested = read(tmp_path, "b.parquet", make_parquet(asked))
     assert [(below(tmp_path, one.source), one.text, dict(one.metadata)) for one in nested] == [

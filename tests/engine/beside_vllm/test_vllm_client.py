@@ -509,11 +509,13 @@ def test_what_a_server_cannot_store_is_in_the_report(client, script):
     script.reasons = [
         {"id": "a", "status": "failed", "reason": "it is too long"},
         {"id": "b", "status": "stored", "reason": "it has no visible text"},
+        {"id": "c", "status": "stored", "reason": "'So.' has 2 tokens"},
     ]
-    documents = [Document(A, id="a", metadata={"source": "a.txt"}), Document(" ", id="b")]
+    documents = [Document(A, id="a", metadata={"source": "a.txt"}), Document(" ", id="b"), Document("So.", id="c")]
     report = precompute_documents(documents, client)
     assert report.failures == [("a of a.txt", "it is too long")]
     assert report.skipped == [("b", "it has no visible text")]
+    assert report.notes == [("c", "'So.' has 2 tokens")]
 
 
 def test_an_index_sends_its_documents_with_their_vectors(client, script, tmp_path):

@@ -1,0 +1,59 @@
+"""`ragblend doctor` and `stats` name a store's embedder, and how to replace hashed words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import CommandRunner
+
+from ragblend.catalog.registry import SimilarContextVariant, open_registry
+from ragblend.corpus.embedders import HashingEmbedder, embedder_version
+from ragblend.engine.store.disk import DiskStore
+from ragblend.index import open_index
+from ragblend.operations import doctor
+
+INSTALL = "pip install 'ragblend[demo]'"
+
+
+def fill(store: Path, indexed: str, similar: str) -> None:
+    disk = DiskStore(store)
+    if indexed:
+        with open_index(store, HashingEmbedder(), create=True) as index:
+            index.write_metadata(embedder=indexed, embedder_version=embedder_version(indexed))
+    if similar:
+        with open_registry(disk) as registry:
+            registry.add(["a lamp"])
+            registry.record_variants([SimilarContextVariant("entry", "a lamp", bytes(8))], similar)
+
+
+@pytest.mark.parametrize(
+    ("indexed", "similar", "is_installed", "ok", "finding", "fix"),
+    [
+        ("", "", True, True, "MiniLM is installed", ""),
+        ("", "", False, False, "no offline embedding model is installed", INSTALL),
+        ("hashing", "", True, False, "embedded by hashing, which compares words", "delete "),
+        ("hashing", "", False, False, "embedded by hashing, which compares words", f"{INSTALL}, then delete "),
+        ("", "hashing 1", True, False, "embedded by hashing 1, which compares words", "add the documents of"),
+        ("", "hashing 1", False, False, "embedded by hashing 1, which compares words", f"{INSTALL}, then add the doc"),
+        ("minilm", "minilm 2", True, True, "embedded by minilm, minilm 2", ""),
+        ("", "minilm 2, 384", False, False, "embedded by minilm 2, 384, which is not installed", INSTALL),
+        ("", "my/model 2, 768", False, True, "embedded by my/model 2, 768", ""),
+    ],
+)
+def test_doctor_says_which_embedder_a_store_has_and_how_to_change_it(
+    indexed, similar, is_installed, ok, finding, fix, tmp_path, monkeypatch, capsys
+):
+    fill(tmp_path, indexed, similar)
+    monkeypatch.setattr(doctor, "is_minilm_installed", lambda: is_installed)
+    run = CommandRunner(capsys)
+    (check,) = (each for each in run.facts("doctor", "--store", str(tmp_path))["checks"] if each["name"] == "embedder")
+    _, is_ok, found, advice, _ = check.values()
+    assert is_ok is ok
+    assert finding in found
+    assert advice.startswith(fix)
+    assert bool(advice) is bool(fix)
+    if indexed or similar:
+        _, out, _ = run("stats", "--store", str(tmp_path))
+        assert ("hashing compares words, not meaning; for MiniLM: " in out) is ("hashing" in indexed + similar)
+        assert not similar or f"similar chunks of 1 text are found by {similar}" in out
