@@ -104,7 +104,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
 
     Only a few of the removed or skipped files, and a few notes, are printed; `ragblend --verbose` prints all of them.
     """
-    from ragblend.corpus.folder_scan import display_source
+    from ragblend.corpus.folder_scan import display_source, source_path
     from ragblend.engine.store.tiered import format_bytes
 
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
@@ -116,10 +116,13 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     skipped = [
         f"{display_source(path)} {arguments_to_flags(reason.partition(';')[0])}" for path, reason in report.skipped
     ]
+    renamed = [f"{display_source(old)} -> {display_source(new)}" for old, new in report.renamed.items()]
+    gone = [source for source in report.removed if source_path(source) not in report.renamed]
     lines = [
         f"{plural(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
         f"{plural(report.num_chunks, 'chunk')}, {plural(report.num_tokens, 'token')}",
-        *([f"gone: {shown(map(display_source, report.removed))}"] if report.removed else []),
+        *([f"renamed: {shown(renamed)}"] if renamed else []),
+        *([f"gone: {shown(map(display_source, gone))}"] if gone else []),
         *(
             [f"{plural(report.num_removed_kv, 'KV cache')} of changed or removed documents removed"]
             if report.num_removed_kv
