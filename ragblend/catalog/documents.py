@@ -187,15 +187,25 @@ class IndexedDocuments:
         The key of a text is `text_key(text.strip())`. Only one chunk of each text is read. A text without chunks, or
         whose chunk is damaged, is left out.
         """
-        found = {}
+        return {row.text_key: row.vector for row in self._rows_with_texts(texts)}
+
+    def find_chunks(self, texts: Iterable[str]) -> dict[str, Chunk]:
+        """Return for each of `texts` a chunk with that text, by the text without white space at its ends.
+
+        A text without chunks, or whose chunk is damaged, is left out.
+        """
+        return {row.text.strip(): as_chunk(row) for row in self._rows_with_texts(texts)}
+
+    def _rows_with_texts(self, texts: Iterable[str]) -> list[Row[Any]]:
+        """Return the row of one chunk for each text. A text may be in every document, so only one is read.
+
+        A damaged row is left out.
+        """
+        found: list[Row[Any]] = []
         with self.read_transaction() as connection:
             for some in split_into_batches(dict.fromkeys(text_key(text.strip()) for text in texts)):
-                # A text may be in every document, so only one of its chunks is read. A damaged one is left out, and
-                # the caller embeds the text again.
                 ids = connection.execute(_A_CHUNK_OF_EACH, {"values": some}).scalars().all()
-                for row in self._rows(_WITH_IDS, values=ids):
-                    if is_intact_chunk(row):
-                        found[row.text_key] = row.vector
+                found += filter(is_intact_chunk, self._rows(_WITH_IDS, values=ids))
         return found
 
     def row_ids(self, newer_than: int = -1) -> NDArray[np.int64]:

@@ -83,6 +83,11 @@ _DOCUMENT_WITH_IDS = (
     )
     .order_by(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
 )
+_TEXTS_WITH_IDS = (
+    select(TEXTS.c.text, TOKEN_IDS.c.ids)
+    .join(TOKEN_IDS, TOKEN_IDS.c.key == TEXTS.c.key)
+    .where(is_in_values(TOKEN_IDS.c.ids), *_OWNED_IDS)
+)
 _IDS_OF_TEXTS = select_checked(TOKEN_IDS, is_in_values(TOKEN_IDS.c.key), *_OWNED_IDS)
 _DELETE_IDS = delete(TOKEN_IDS).where(equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
 _OWNERS_OF_IDS = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "key")).order_by(
@@ -387,6 +392,17 @@ class ChunkRegistry(Catalog):
         """Return the token ids of a row number; None if the row was deleted or is damaged."""
         rows = self._rows(_IDS_OF_NUMBER, b_number=number)
         return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
+
+    def texts_with_ids(
+        self, chunks: Iterable[Sequence[int]], tokenizer: str, namespace: str
+    ) -> dict[tuple[int, ...], str]:
+        """Return {token ids: text} of the chunks with these token ids. Reads all rows of the tokenizer."""
+        wanted = {np.asarray(ids, "<u4").tobytes(): tuple(ids) for ids in chunks}
+        found: dict[tuple[int, ...], str] = {}
+        for some in split_into_batches(wanted):
+            rows = self._rows(_TEXTS_WITH_IDS, values=some, tokenizer=tokenizer, namespace=namespace)
+            found.update((wanted[row.ids], row.text) for row in rows)
+        return found
 
     def document_id_of_row(self, number: int, namespace: str) -> str:
         """Return the id of a document in the namespace that has the text of this row number; "" for none."""

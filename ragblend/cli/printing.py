@@ -104,7 +104,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
 
     Only a few of the removed or skipped files, and a few notes, are printed; `ragblend --verbose` prints all of them.
     """
-    from ragblend.corpus.folder_scan import display_source
+    from ragblend.corpus.folder_scan import display_source, source_path
     from ragblend.engine.store.tiered import format_bytes
 
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
@@ -116,10 +116,13 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     skipped = [
         f"{display_source(path)} {arguments_to_flags(reason.partition(';')[0])}" for path, reason in report.skipped
     ]
+    renamed = [f"{display_source(old)} -> {display_source(new)}" for old, new in report.renamed.items()]
+    gone = [source for source in report.removed if source_path(source) not in report.renamed]
     lines = [
         f"{plural(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
         f"{plural(report.num_chunks, 'chunk')}, {plural(report.num_tokens, 'token')}",
-        *([f"gone: {shown(map(display_source, report.removed))}"] if report.removed else []),
+        *([f"renamed: {shown(renamed)}"] if renamed else []),
+        *([f"gone: {shown(map(display_source, gone))}"] if gone else []),
         *(
             [f"{plural(report.num_removed_kv, 'KV cache')} of changed or removed documents removed"]
             if report.num_removed_kv
@@ -166,18 +169,13 @@ def source_facts(hit: SearchHit) -> dict[str, Any]:
 
 
 def print_sources(hits: Sequence[SearchHit]) -> None:
-    """Print the retrieved chunks, one per line: file, page and heading, or character positions if it has neither."""
-    from ragblend.corpus.citations import PLACE_FIELDS, describe_source
-    from ragblend.corpus.folder_scan import display_source
+    """Print the retrieved chunks, one per line: name (`describe_chunk`), similarity and first words."""
+    from ragblend.corpus.citations import describe_chunk
 
     for number, hit in enumerate(hits, start=1):
-        chunk = hit.chunk
-        text = " ".join(chunk.text.split())
+        text = " ".join(hit.chunk.text.split())
         text = text if len(text) <= 160 else text[:157] + "..."
-        place = f"{display_source(chunk.source)}:{chunk.start}-{chunk.end}"
-        if PLACE_FIELDS & chunk.metadata.keys():
-            place = describe_source(chunk.source, chunk.metadata)
-        print_line(f"[{number}] {place} ({hit.score:.2f}) {text}")
+        print_line(f"[{number}] {describe_chunk(hit.chunk)} (similarity {hit.score:.2f}) {text}")
 
 
 def wait_and_print_shadow(engine: Engine, settings: Settings) -> None:

@@ -16,6 +16,7 @@ PLACE_FIELDS = frozenset({"page", "page_label", "headings"})
 """Fields of a chunk's metadata that locate the chunk in its file."""
 
 _MAX_HEADING_CHARS = 200
+_MAX_QUOTED_CHARS = 36
 _MAX_DEPTH = 6
 
 
@@ -69,6 +70,33 @@ def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
     if isinstance(named, str) and named.strip():
         parts.append(f'"{_shorten(named)}"')
     return escape_control(", ".join(parts)) or "chunk"
+
+
+def describe_chunk(chunk: Chunk) -> str:
+    """Return one line that names a chunk: its file with page and heading, or else with character positions.
+
+    A chunk without a source is named by its first words.
+
+    >>> describe_chunk(Chunk("The rent is due.", "lease.txt", 40)), describe_chunk(Chunk("The rent is due."))
+    ('lease.txt, characters 40-56', '"The rent is due."')
+    """
+    if PLACE_FIELDS & chunk.metadata.keys():
+        return describe_source(chunk.source, chunk.metadata)
+    if chunk.source:
+        return f"{display_source(chunk.source)}, characters {chunk.start}-{chunk.end}"
+    return quote_beginning(chunk.text)
+
+
+def quote_beginning(text: str) -> str:
+    """Return the first characters of `text` in quotes, on one line, with control characters escaped.
+
+    >>> quote_beginning(" The rent\\nis due. "), quote_beginning("The rent is due on the first day of each month.")
+    ('"The rent is due."', '"The rent is due on the first day of..."')
+    """
+    words = " ".join(text[: 4 * _MAX_QUOTED_CHARS].split())
+    if len(words) > _MAX_QUOTED_CHARS:
+        words = f"{words[:_MAX_QUOTED_CHARS].rstrip()}..."
+    return escape_control(f'"{words}"')
 
 
 def citation_facts(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,13 +87,19 @@ class BlendReport:
         return report
 
     def summary(self) -> str:
-        """Return one line of text: stored chunks, reused and recomputed tokens, milliseconds to the first token."""
-        share = f"{self.num_reused_tokens} of {self.prompt_tokens} prompt tokens reused"
-        hits = f"{self.num_chunk_hits}/{self.num_chunks} chunks from the store"
-        text = f"{hits}, {share}, {self.num_recomputed_tokens} recomputed, first token after {self.ttft_s * 1e3:.0f} ms"
-        if self.attention_stale is not None:
-            text += f"; {self.attention_stale:.0%} of the question's attention on stale tokens"
-        return text
+        """Return one line of text: stored chunks, reused and recomputed tokens, milliseconds to the first token.
+
+        If stored chunks were not used, the line says why instead of counting them.
+        """
+        facts = [f"{self.num_chunk_hits}/{self.num_chunks} chunks from the store"]
+        if self.mode == "full" or self.refused_reason:
+            facts = [f"stored KV not used: {self.refused_reason}" if self.refused_reason else "full prefill"]
+        elif not self.num_chunks:
+            facts = ["no stored chunk found in the prompt"]
+        facts.append(f"{self.num_reused_tokens} of {self.prompt_tokens} prompt tokens reused")
+        if self.mode == "blend":
+            facts.append(f"{self.num_recomputed_tokens} recomputed")
+        return f"{', '.join(facts)}, first token after {self.ttft_s * 1e3:.0f} ms"
 
 
 def merge_runs_by_chunk(report: BlendReport, prompt: MatchedPrompt) -> None:

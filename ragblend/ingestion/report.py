@@ -33,7 +33,8 @@ class IngestReport:
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
     num_removed_kv: int = 0  # deleted entries: of changed or removed chunks, and of chunks with them in the context
-    removed: list[str] = field(default_factory=list)  # documents that were removed
+    removed: list[str] = field(default_factory=list)  # documents that were removed, those of renamed files included
+    renamed: dict[str, str] = field(default_factory=dict)  # old path of a file -> new path, with the same bytes
     failures: list[ReadFailure] = field(default_factory=list)
     skipped: list[ReadFailure] = field(default_factory=list)  # files that are no documents
     ignored: list[str] = field(default_factory=list)  # files and folders that `.gitignore` excludes

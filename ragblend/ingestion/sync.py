@@ -60,7 +60,7 @@ class SyncResult:
 
     report: IngestReport
     sources: list[str] = field(default_factory=list)  # of new, updated and unchanged documents, in reading order
-    new_versions: set[str] = field(default_factory=set)  # versions of files that are new in the index
+    new_files: dict[str, list[str]] = field(default_factory=dict)  # digest -> paths of files that are new in the index
 
 
 def sync_index(
@@ -190,7 +190,7 @@ class _SyncPass:
         self._finished.append((record, [] if self.keep_missing else sorted(missing_sources)))
         self.result.sources += sources
         if path not in self._records:
-            self.result.new_versions.add(version)
+            self.result.new_files.setdefault(_digest(version), []).append(path)
 
     def _flush_if_many(self) -> None:
         if sum(len(chunks) for _, _, chunks in self._waiting) >= _EMBED_BATCH:
@@ -235,6 +235,9 @@ class _SyncPass:
         for record in self.index.files().values():
             if self.scan.is_covered(record.path) and self._is_missing(record):
                 self._remove(self._known.get(record.path, ()))
+                same = self.result.new_files.get(_digest(record.version))
+                if same and _is_deleted(record.path):
+                    self.report.renamed[record.path] = same.pop(0)
 
     def _is_missing(self, record: IngestedFile) -> bool:
         path, scan = record.path, self.scan
@@ -266,10 +269,16 @@ def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -
     `result` has the same bytes. The documents of a moved file are in the index twice.
     """
     lost: dict[str, int] = {}
-    for record in index.files().values() if result.new_versions else ():
-        if record.version in result.new_versions and not scan.is_covered(record.path) and _is_deleted(record.path):
+    for record in index.files().values() if result.new_files else ():
+        is_new = bool(result.new_files.get(_digest(record.version)))
+        if is_new and not scan.is_covered(record.path) and _is_deleted(record.path):
             lost[record.top] = lost.get(record.top, 0) + 1
     return lost
+
+
+def _digest(version: str) -> str:
+    """Return the digest of a file's bytes in its version, see `_make_file_version`."""
+    return version.partition(":")[0]
 
 
 def _is_deleted(path: str) -> bool:

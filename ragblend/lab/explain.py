@@ -14,6 +14,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor
 
+from ragblend.corpus.citations import describe_chunk, describe_source, quote_beginning
 from ragblend.engine.fusion.fuse import relative_deviation
 from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.generation import EngineKeywords, EngineRequest, GenerationStream, PrefillResult
@@ -22,13 +23,13 @@ from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.options import Mode, RatioChoice
-from ragblend.prompt.types import Prompt, SegmentKind
+from ragblend.prompt.types import ChunkRun, Prompt, SegmentKind
 
 TokenState = Literal["exact", "computed", "recomputed", "reused"]
 STATES: tuple[TokenState, ...] = ("exact", "computed", "recomputed", "reused")
-"""exact: stored KV that equals full prefill's, in the prefix or in the chunk directly after it. computed: no KV was
-stored, so it was computed in this prompt (the question, missing chunks). recomputed: stored KV that was replaced.
-reused: stored KV that was kept."""
+"""exact: KV that was there and equals full prefill's: of a prefix in memory, or stored of the chunk directly after it.
+computed: no KV was there, so it was computed in this prompt (the question, text around the chunks, missing chunks).
+recomputed: stored KV that was replaced. reused: stored KV that was kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,23 @@ class ExplainedToken:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedSegment:
-    """A span of the prompt in reading order: its first position, its tokens and, for a chunk, its report."""
+    """A span of the prompt in reading order: text, or a run, which is a part of a chunk or the whole chunk.
+
+    If the prompt interrupts a chunk with other text, the chunk has several runs. They have the same `number` and
+    `chunk`, whose counts are those of all runs together.
+    """
 
     kind: SegmentKind
-    start: int
+    start: int  # position of its first token
     tokens: tuple[ExplainedToken, ...]
+    number: int | None = None  # of the chunk in the prompt, from 1: `report.chunks[number - 1]`; None for text
+    name: str = ""  # of the chunk: its file with page and heading, or its first words; "" for text
     chunk: ChunkReport | None = None
     read_s: float | None = None  # seconds for reading its stored KV; None if none was read
+
+    def count(self, state: TokenState) -> int:
+        """Return the number of tokens in that state."""
+        return sum(token.state == state for token in self.tokens)
 
     @property
     def deviation(self) -> float | None:
@@ -95,7 +106,7 @@ class Explanation:
 
     def count(self, state: TokenState) -> int:
         """Return the number of tokens in that state."""
-        return sum(token.state == state for token in self.tokens)
+        return sum(segment.count(state) for segment in self.segments)
 
 
 def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
@@ -212,36 +223,47 @@ def _segments(
     recomputed = set(_plain(blended.recomputed))
     attention = _plain(blended.attention) or None
     last, num_resident = request.prompt.num_tokens - 1, blended.report.num_prefix_tokens
+    run_at = {run.start: run for run in request.prompt.runs}
     for segment in request.prompt.segments:
         chunk = None if segment.chunk is None else blended.report.chunks[segment.chunk]
         is_stored = chunk is not None and chunk.hit and segment.chunk in found
         tokens, token_ids = [], request.prompt.token_ids[segment.start : segment.end]
         for place, text in enumerate(engine.renderer.token_texts(token_ids)):
             row = segment.start + place
-            state = _state(chunk, row < num_resident, row in recomputed, row == last)
+            has_kv = row < num_resident or (chunk is not None and chunk.hit)
             tokens.append(
                 ExplainedToken(
                     token_ids[place],
                     text,
-                    state,
+                    # The last token's logits select the first token of the answer, so it is always computed.
+                    _state(has_kv and row != last, row in recomputed, row < blended.num_exact),
                     deviations[row] if is_stored else None,
                     remaining[row],
                     attention[row] if attention is not None else None,
                 )
             )
-        yield ExplainedSegment(segment.kind, segment.start, tuple(tokens), chunk, blended.read_s.get(segment.start))
+        number = None if segment.chunk is None else segment.chunk + 1
+        name = _name(run_at.get(segment.start), tokens)
+        read_s = blended.read_s.get(segment.start)
+        yield ExplainedSegment(segment.kind, segment.start, tuple(tokens), number, name, chunk, read_s)
 
 
-def _state(chunk: ChunkReport | None, is_resident: bool, is_recomputed: bool, is_last: bool) -> TokenState:
-    if is_last:
-        return "computed"  # its logits select the first token of the answer, so it is never reused
-    if is_resident:
-        return "exact"
-    if chunk is None or not chunk.hit:
+def _state(has_kv: bool, is_recomputed: bool, is_exact: bool) -> TokenState:
+    if not has_kv:
         return "computed"
-    if chunk.exact:
-        return "exact"
-    return "recomputed" if is_recomputed else "reused"
+    if is_recomputed:
+        return "recomputed"
+    return "exact" if is_exact else "reused"
+
+
+def _name(run: ChunkRun | None, tokens: Sequence[ExplainedToken]) -> str:
+    if run is None:
+        return ""
+    if run.chunk is not None:
+        return describe_chunk(run.chunk)
+    if run.document:
+        return describe_source(run.document, {})
+    return quote_beginning("".join(token.text for token in tokens))
 
 
 def _question(engine: TransformersEngine, request: EngineRequest) -> str:

@@ -7,13 +7,15 @@ Depends on explanations and the templates `explain.html` and `tokens.*`, not on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from ragblend import __version__
-from ragblend.lab.explain import ExplainedSegment, ExplainedToken, Explanation
+from ragblend.corpus.citations import quote_beginning
+from ragblend.corpus.folder_scan import display_source
+from ragblend.lab.explain import STATES, ExplainedSegment, ExplainedToken, Explanation
+from ragblend.lab.tables import Column, format_table
 
 OPEN_TOKENS = 1500  # prompts up to this length show all chunks unfolded
 LONG_TEXT = 400  # tokens from which other text than chunks is folded
@@ -21,7 +23,7 @@ STEPS = 10  # shades of a color
 _BINS = 160  # the most cells in the strip of a folded chunk
 _SCALES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _CLASSES = {"exact": "e", "computed": "c", "recomputed": "r", "reused": "k"}
-_KINDS = {"prefix": "prefix", "text": "text", "suffix": "question", "chunk": "chunk"}
+_TITLES = {"prefix": "Prefix, before the first chunk", "text": "Text", "suffix": "Question, after the last chunk"}
 
 
 def render_html(explanation: Explanation) -> str:
@@ -31,6 +33,7 @@ def render_html(explanation: Explanation) -> str:
         page=explanation,
         full=explanation.full_report,
         mean_line=_mean_line(explanation),
+        advice=_advice(explanation),
         version=__version__,
         **_token_facts(explanation),
     )
@@ -99,10 +102,10 @@ def _blocks(explanation: Explanation, scale: float) -> list[dict[str, Any]]:
     num_tokens = explanation.report.prompt_tokens
     return [
         {
-            "title": _title(segment, number),
+            "title": _title(segment, part),
             "source": segment.chunk.source if segment.chunk is not None else "",
             "facts": _facts(segment),
-            "missed": segment.chunk is not None and not segment.chunk.hit,
+            "missed": _is_missing(segment, explanation),
             "open": num_tokens <= OPEN_TOKENS,
             "chunk": segment.chunk,
             "tokens": [
@@ -110,38 +113,42 @@ def _blocks(explanation: Explanation, scale: float) -> list[dict[str, Any]]:
             ],
             "bins": _bins(segment, scale, num_tokens),
         }
-        for number, segment in _numbered(explanation)
+        for segment, part in _with_parts(explanation)
     ]
 
 
-def _numbered(explanation: Explanation) -> Iterator[tuple[int, ExplainedSegment]]:
-    """Return the segments, each with the number of chunks up to it."""
-    numbers = accumulate(segment.kind == "chunk" for segment in explanation.segments)
-    return zip(numbers, explanation.segments, strict=True)
+def _with_parts(explanation: Explanation) -> Iterator[tuple[ExplainedSegment, str]]:
+    """Yield the segments, each with "part N of M" if its chunk has several runs, else ""."""
+    numbers = [segment.number for segment in explanation.segments]
+    for place, (segment, number) in enumerate(zip(explanation.segments, numbers, strict=True)):
+        num_parts = 0 if number is None else numbers.count(number)
+        yield segment, f"part {numbers[: place + 1].count(number)} of {num_parts}" if num_parts > 1 else ""
 
 
-def _title(segment: ExplainedSegment, number: int) -> str:
+def _is_missing(segment: ExplainedSegment, explanation: Explanation) -> bool:
+    """Return True for a chunk without stored KV. If full prefill ran for another reason, no chunk is missing."""
+    return segment.chunk is not None and not segment.chunk.hit and not explanation.report.refused_reason
+
+
+def _title(segment: ExplainedSegment, part: str) -> str:
     if segment.chunk is None:
-        return _KINDS[segment.kind].capitalize()
-    return f"{number}. {PurePath(segment.chunk.source).name or 'chunk'}"
+        return "Whole prompt" if segment.kind == "suffix" and not segment.start else _TITLES[segment.kind]
+    path = display_source(segment.chunk.source)
+    name = segment.name.replace(path, PurePath(path).name, 1) if path else segment.name
+    return ", ".join(filter(None, (f"{segment.number}. {name}", part)))
 
 
 def _facts(segment: ExplainedSegment) -> list[str]:
     chunk, facts = segment.chunk, [_tokens(len(segment.tokens))]
+    counts = {state: number for state in STATES if (number := segment.count(state))}
+    facts += counts if len(counts) == 1 else [f"{_count(number)} {state}" for state, number in counts.items()]
     if chunk is not None and chunk.hit:
-        if chunk.exact:
-            facts.append("exact: directly after the prefix, as it was stored")
-        else:
-            facts.append(f"{_count(chunk.num_recomputed_tokens)} recomputed")
-            facts += [f"mean deviation {segment.deviation:.2g}"] if segment.deviation is not None else []
-            if chunk.prefix_match == "approximate":
-                facts.append("stored after another prefix")
+        if segment.count("exact") < len(segment.tokens) and segment.deviation is not None:
+            facts.append(f"mean deviation {segment.deviation:.2g}")
+        if chunk.prefix_match == "approximate":
+            facts.append("stored after another prefix")
         if segment.read_s is not None:
             facts.append(f"read in {_duration(segment.read_s)}")
-    elif segment.kind == "prefix":
-        facts.append("exact")
-    else:
-        facts.append("computed")
     if segment.attention is not None:
         facts.append(f"{_percent(segment.attention)} of the attention")
     return facts
@@ -219,15 +226,89 @@ def _tokens(number: int) -> str:
 # -- the text
 
 
-def _shorten(title: str) -> str:
-    return title if len(title) <= 34 else "..." + title[-31:]
-
-
-def explanation_lines(explanation: Explanation) -> Sequence[str]:
-    """Return the explanation as lines of text: answers, one line per segment, the report."""
+def explanation_lines(explanation: Explanation) -> list[str]:
+    """Return the explanation as lines of text: both answers, a table of the prompt's parts, advice, the report."""
     same = "the same, token for token" if explanation.answers_identical else "it differs"
-    lines = [f"blend         {explanation.answer}", f"full prefill  {explanation.full_answer}  ({same})", ""]
-    for number, segment in _numbered(explanation):
-        missed = ["not in the store"] if segment.chunk is not None and not segment.chunk.hit else []
-        lines.append(f"{_shorten(_title(segment, number)):<36}{', '.join([*missed, *_facts(segment)])}")
-    return [*lines, "", explanation.report.summary()]
+    return [
+        f"blend         {explanation.answer}",
+        f"full prefill  {explanation.full_answer}  ({same})",
+        "",
+        *_table(explanation),
+        "",
+        *(f"{name:<12}{meaning}" for name, meaning in _MEANINGS.items()),
+        "",
+        *filter(None, (_advice(explanation), explanation.report.summary())),
+    ]
+
+
+_LABEL_CHARS = 52
+_SHORT_TEXT = 8  # tokens up to which texts between chunks share a row
+_MEANINGS = {
+    "exact": "full prefill's own KV, stored or in memory: of the prefix, and of the chunk directly after it",
+    "reused": "stored KV, kept; the report counts exact tokens as reused, too",
+    "recomputed": "stored KV, replaced, because the rule selected the token",
+    "computed": "no KV was there: text around the chunks, and chunks that are not in the store",
+    "attention": "share of the question's attention that this part gets",
+}
+
+
+def _table(explanation: Explanation) -> list[str]:
+    """Return a line of titles, a line per run and per text, one for all short texts between chunks, and their sum."""
+    rows, question = list[dict[str, Any]](), list[dict[str, Any]]()
+    short: list[ExplainedSegment] = []
+    for segment, part in _with_parts(explanation):
+        notes = [part]
+        if segment.chunk is not None:
+            notes.append("not in the store" if _is_missing(segment, explanation) else "")
+            notes.append("stored after another prefix" if segment.chunk.prefix_match == "approximate" else "")
+        if segment.kind == "text" and len(segment.tokens) <= _SHORT_TEXT:
+            short.append(segment)
+        else:
+            (question if segment.kind == "suffix" else rows).append(_row(_label(segment), [segment], notes))
+    if short:
+        rows.append(_row(f"between chunks, in {len(short)} place{'s' * (len(short) > 1)}", short))
+    rows += [*question, _row("all", explanation.segments)]
+    title = "part of the prompt"
+    width = max(len(label) for label in (title, *(row["label"] for row in rows)))
+    columns: list[Column] = [(title, f"<{width + 1}s", "label"), ("tokens", ">7,d", "tokens")]
+    columns += [(state, f">{len(state) + 2},d", state) for state in ("exact", "reused", "recomputed", "computed")]
+    if explanation.report.attention_stale is not None:
+        columns.append(("attention", ">11s", "attention"))
+    columns += [("", "<3s", lambda row: ""), ("", "<1s", "notes")]
+    return format_table(columns, rows)
+
+
+def _row(label: str, segments: Sequence[ExplainedSegment], notes: Iterable[str] = ()) -> dict[str, Any]:
+    attention = [segment.attention for segment in segments if segment.attention is not None]
+    return {
+        "label": label if len(label) <= _LABEL_CHARS else f"{label[:18]}...{label[21 - _LABEL_CHARS :]}",
+        "tokens": sum(len(segment.tokens) for segment in segments),
+        **{state: sum(segment.count(state) for segment in segments) for state in STATES},
+        "attention": _percent(sum(attention)) if attention else None,
+        "notes": ", ".join(filter(None, notes)),
+    }
+
+
+def _label(segment: ExplainedSegment) -> str:
+    if segment.number is not None:
+        return f"{segment.number}. {segment.name}"
+    if segment.kind == "text":
+        return f"text {quote_beginning(''.join(token.text for token in segment.tokens))}"
+    return _title(segment, "").lower()
+
+
+def _advice(explanation: Explanation) -> str:
+    """Return what brings a differing answer closer to full prefill's; "" if the answers are the same."""
+    num_reused = explanation.count("reused")
+    if explanation.answers_identical or not num_reused:
+        return ""
+    stale = explanation.report.attention_stale
+    kept = f"{_tokens(num_reused)} have their stored KV"
+    if stale is not None:
+        kept = (
+            f"{_percent(stale)} of the question's attention goes to the {_tokens(num_reused)} whose stored KV was kept"
+        )
+    return (
+        f"{kept}. A higher --ratio recomputes more of them; `ragblend calibrate` finds the ratio that your questions "
+        "need."
+    )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.corpus.citations import describe_chunk
 from ragblend.engine.base import LEAST_QUOTE, LocalEngine
 from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.frameworks.content import text_and_chunks
+from ragblend.index import ChunkIndex
 from ragblend.lab.near_texts import NearText, find_near_texts
 from ragblend.prompt.token_index import EDGE, WINDOW
-from ragblend.prompt.types import Message, Prompt, ToolCall
+from ragblend.prompt.types import Chunk, ChunkRun, Message, Prompt, ToolCall
 
 STDIN = "-"
 _EXPECTED = 'give messages, such as [{"role": "user", "content": "..."}], an OpenAI request body, or plain text'
@@ -62,29 +66,79 @@ def _from_json(body: Any) -> Prompt:
     return Prompt.from_messages(turns, tools, chunks)
 
 
-def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any]]:
+def name_stored_chunks(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | None) -> Prompt:
+    """Return the same prompt, in which the stored chunks are named that the engine finds in it.
+
+    A report then has their sources. `index`: the documents that `ingest` read; None if the store has none.
+    """
+    found = {run.chunk_ids for run in engine.match(prompt).runs if run.chunk is None}
+    with open_registry(engine.store, create=False) as registry:
+        texts = registry.texts_with_ids(found, engine.renderer.fingerprint, engine.namespace).values()
+        chunks = [*prompt.chunks, *_find_chunks(texts, registry, index).values()]
+    if prompt.is_chat:
+        return Prompt.from_messages(prompt.messages, prompt.tools, chunks)
+    return Prompt.from_text(prompt.messages[0].content, chunks)
+
+
+def _find_chunks(texts: Collection[str], registry: ChunkRegistry, index: ChunkIndex | None) -> dict[str, Chunk]:
+    """Return for each text a chunk that has it. Its source is a file, else COLLECTION/ID, else ""."""
+    indexed = index.find_chunks(texts) if index is not None else {}
+    found = {}
+    for text in texts:
+        names = (f"{key.collection}/{key.id}".lstrip("/") for key in registry.documents_of(text) if key.id)
+        found[text] = indexed.get(text.strip()) or Chunk(text, next(names, ""))
+    return found
+
+
+def find_missed_reuse(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | None = None) -> list[dict[str, Any]]:
     """Return JSON objects for stored texts that the prompt contains in large part, but whose KV is not wholly reused.
 
-    "document": a document with the text, as COLLECTION/ID; "" if none is known, for example for an ingested folder.
-    "text": the stored text. "share": share of the text's words that the prompt contains. "reason": why the KV is not
-    reused. `find_near_texts` chooses at most MAX_NEAR texts among all of the store, including those of other namespaces
-    and tokenizers.
+    "document": the file or the document (COLLECTION/ID) with the text; "" if none is known. "name": one line that names
+    the text (`describe_chunk`). "text": the stored text. "share": share of the text's words that the prompt contains.
+    "num_tokens": tokens of the text. "num_missed_tokens": how many of them are not found in the prompt. "missed": the
+    longest part of the text that is not found; the text itself if no part is. "reason": why it is not found.
+
+    `find_near_texts` chooses at most MAX_NEAR texts among all of the store, including those of other namespaces and
+    tokenizers. `index`: the documents that `ingest` read; None if the store has none.
     """
-    num_matched: Counter[tuple[int, ...]] = Counter()
+    runs: defaultdict[tuple[int, ...], list[ChunkRun]] = defaultdict(list)
     for run in engine.match(prompt).runs:
-        num_matched[run.chunk_ids] += run.num_tokens
+        runs[run.chunk_ids].append(run)
+
+    def missed_part(text: str) -> tuple[int, int, str]:
+        """Return the number of the text's tokens, how many are in no run, and the longest such part."""
+        ids = engine.renderer.chunk_ids(text)
+        is_found = np.zeros(len(ids), bool)
+        for run in runs[ids]:
+            is_found[run.chunk_start : run.chunk_start + run.num_tokens] = True
+        bounds = np.flatnonzero(np.diff(np.concatenate(([True], is_found, [True])).astype(int))).reshape(-1, 2)
+        longest = max(bounds.tolist(), key=lambda part: part[1] - part[0], default=[0, 0])
+        is_whole = not is_found.any()
+        return len(ids), int((~is_found).sum()), text if is_whole else engine.renderer.plain_text(ids[slice(*longest)])
 
     def is_matched(text: str) -> bool:
-        ids = engine.renderer.chunk_ids(text)
-        return num_matched[ids] > max(0, len(ids) - EDGE - 1)
+        num_tokens, num_missed, _ = missed_part(text)
+        return num_tokens - num_missed > max(0, num_tokens - EDGE - 1)
 
     with open_registry(engine.store, create=False) as registry:
         near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
+        chunk_of = _find_chunks([each.text for each in near], registry, index)
         missed = []
         for each in near:
-            names = (f"{key.collection}/{key.id}".lstrip("/") for key in registry.documents_of(each.text) if key.id)
-            reason = _reason(each, engine, registry)
-            missed.append({"document": next(names, ""), "text": each.text, "share": each.share, "reason": reason})
+            chunk = chunk_of[each.text]
+            num_tokens, num_missed, part = missed_part(each.text)
+            missed.append(
+                {
+                    "document": chunk.source,
+                    "name": describe_chunk(chunk),
+                    "text": each.text,
+                    "share": each.share,
+                    "num_tokens": num_tokens,
+                    "num_missed_tokens": num_missed,
+                    "missed": part,
+                    "reason": _reason(each, engine, registry),
+                }
+            )
         return missed
 
 

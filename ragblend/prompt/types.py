@@ -15,7 +15,7 @@ import numpy as np
 
 from ragblend.errors import UsageError
 from ragblend.options import ContextPolicy
-from ragblend.prompt.token_index import is_long_enough
+from ragblend.prompt.token_index import EDGE, is_long_enough
 
 CHUNK_SEPARATOR = "\n\n"
 """Separator of chunks, and of the last chunk and the question, in prompts that this package assembles."""
@@ -307,8 +307,9 @@ class MatchedPrompt:
     def runs_by_chunk(self) -> list[list[int]]:
         """Return the runs grouped by chunk: for each matched chunk, the indices of its runs in `runs`, in order.
 
-        Two adjacent runs are in one group if the second is a later part of the same chunk. A chunk that the prompt
-        contains twice has two groups.
+        Two adjacent runs are in one group if the second is a later part of the same chunk. Up to EDGE tokens may be in
+        both, because text inserted into a chunk may repeat what follows it. A chunk that the prompt contains twice has
+        two groups.
         """
         found: list[list[int]] = []
         for index, run in enumerate(self.runs):
@@ -316,7 +317,7 @@ class MatchedPrompt:
             if (
                 before is not None
                 and run.chunk_ids == before.chunk_ids
-                and run.chunk_start >= before.chunk_start + before.num_tokens
+                and run.chunk_start >= before.chunk_start + before.num_tokens - EDGE
             ):
                 found[-1].append(index)
             else:

@@ -48,7 +48,7 @@ def test_logs_are_one_json_object_and_a_picture(run):
     last = facts["curve"][-1]
     assert last["bytes"] == last["tokens"] * facts["kv_bytes_per_token"]
     assert last["lru"] == pytest.approx(facts["shares"]["elsewhere"])
-    assert facts["verdict"].endswith("worth it (of 90 requests only: log more)")
+    assert facts["verdict"].endswith("(only 90 requests: log more)")
     config = AutoConfig.from_pretrained(WEIGHTS)
     itemsize = 4 if "float32" in str(config.dtype) else 2
     expected = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * itemsize

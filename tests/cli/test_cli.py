@@ -435,8 +435,13 @@ def test_a_folder_ingested_again_from_elsewhere_is_followed_and_deletions_are_li
     assert stats["sources"] == [f"{docs}/r.jsonl#0", f"{docs}/sub/b.md"]
     assert stats["num_stored_chunks"] == 2
     monkeypatch.chdir(docs.parent)
+    (docs / "sub" / "b.md").rename(docs / "c.md")
+    code, out, _ = run("ingest", "docs", *place)
+    assert (code, "renamed: docs/sub/b.md -> docs/c.md\n" in out, "gone" in out) == (0, True, False)
+    (docs / "c.md").rename(docs / "sub" / "b.md")
+    run("ingest", "docs", *place)
     assert "  docs/r.jsonl#0\n" in run("stats", *place)[1]
-    assert "docs/sub/b.md:0-23" in run("search", "Who plays chess?", "--store", "s")[1]
+    assert "docs/sub/b.md, characters 0-23" in run("search", "Who plays chess?", "--store", "s")[1]
 
 
 @pytest.mark.parametrize(

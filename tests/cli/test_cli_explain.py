@@ -51,7 +51,7 @@ def test_a_page_is_written_to_the_given_path(run, home):
     code, out, err = run("explain", QUESTION, "--rule", "cacheblend", "--html", "out/e.html", *PLACE)
     assert code == 0
     assert out.splitlines()[0].startswith("blend ")
-    assert "recomputed, mean deviation" in out
+    assert re.search(r"^1\. /.*\n(.*\n)*all +\d+ ", out, re.MULTILINE)
     assert err.splitlines() == ["out/e.html written"]
     assert QUESTION in (home / "out" / "e.html").read_text(encoding="utf-8")
 
@@ -91,14 +91,26 @@ def test_a_request_body_is_rendered_and_matched_like_a_request(run, source, tmp_
     content = [{"type": "text", "text": source["text"]}, {"type": "text", "text": f"\n\n{QUESTION}"}]
     out = explain_prompt(run, tmp_path, {"model": "any", "messages": [{"role": "user", "content": content}]})
     assert "1/1 chunks from the store" in out
+    assert re.search(r"\n1\. /.*\.\.\..*\"", out)
     assert "not reused" not in out
     assert "no stored text" not in out
 
 
 def test_a_rewritten_chunk_is_named_with_its_document_and_the_difference(run, source, tmp_path):
     out = explain_prompt(run, tmp_path, [{"role": "user", "content": f"{source['text'].upper()}\n\n{QUESTION}"}])
-    assert "0/0 chunks from the store" in out
-    assert f"not reused: {source['source']}, 100% of whose words are in the prompt\n  differs in letter case: " in out
+    assert "no stored chunk found in the prompt" in out
+    whole = rf'not reused: {source["source"]}, ".*", all \d+ tokens; 100% of its words are in the prompt\n'
+    assert re.search(whole + "  differs in letter case: ", out)
+
+
+def test_of_a_chunk_that_is_reused_in_part_the_part_that_is_not_is_named(run, source, tmp_path):
+    words = source["text"].split(" ")
+    words[8:8] = ["XYZZY"]
+    out = explain_prompt(run, tmp_path, f"{' '.join(words)}\n\n{QUESTION}")
+    assert "1/1 chunks from the store" in out
+    missed, all_tokens, part = re.search(r"not reused: .*, (\d+) of (\d+) tokens: \"(.*)\"; ", out).groups()
+    assert 0 < int(missed) < int(all_tokens) / 2
+    assert " ".join(source["text"].split()).startswith(part.removesuffix("..."))
 
 
 def test_a_prompt_from_stdin_without_a_stored_text_says_so(run, monkeypatch):
@@ -115,7 +127,9 @@ def test_a_chunk_with_too_many_changed_words_is_named_as_the_nearest_with_its_sh
     assert (
         "no stored text is in this prompt, and none has 50% of its words in parts of at least 5 words in a row" in out
     )
-    assert re.search(rf"the nearest stored text: {source['source']}, \d+% of whose words are in the prompt\n  \w", out)
+    assert re.search(
+        rf"the nearest stored text: {source['source']}, .*; \d+% of its words are in the prompt\n  \w", out
+    )
     assert "not reused" not in out
 
 

@@ -233,7 +233,8 @@ def test_a_source_is_printed_with_page_and_heading_or_with_its_characters(capsys
     ]
     printing.print_sources(hits)
     assert capsys.readouterr().out == (
-        '[1] handbook.pdf, pp. 12-13, "Leave" (0.50) Thirty days.\n[2] notes.txt:7-18 (0.25) Plain text.\n'
+        '[1] handbook.pdf, pp. 12-13, "Leave" (similarity 0.50) Thirty days.\n'
+        "[2] notes.txt, characters 7-18 (similarity 0.25) Plain text.\n"
     )
     facts = printing.source_facts(hits[0])
     assert facts == {"source": "handbook.pdf", "start": 40, "end": 52, "score": 0.5, "text": "Thirty days."} | {

@@ -20,6 +20,7 @@ from ragblend.catalog.registry import open_registry
 from ragblend.chunker import adapt_splitter
 from ragblend.corpus import documents
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
+from ragblend.corpus.folder_scan import source_path
 from ragblend.corpus.readers.formats import READERS
 from ragblend.corpus.readers.types import ParsedRecord
 from ragblend.engine.store.disk import DiskStore
@@ -144,6 +145,33 @@ def test_a_file_that_is_gone_is_gone_from_everything(corpus, way):
     assert (report.num_removed_kv, report.failures) == (1, [])
     assert corpus.texts() == {KERN}
     assert corpus.engine.store.disk_tier.pins() == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("a.txt", "b.txt"), ("a.txt", "sub/a.txt"), ("a.txt", "a.md"), ("r.jsonl", "s.jsonl")],
+    ids=["name", "folder", "ending", "records"],
+)
+def test_a_renamed_file_is_reported_as_renamed_and_keeps_its_kv(corpus, old, new):
+    corpus.write(a_txt=FOX, r_jsonl=[KERN, BELL])
+    corpus.ingest()
+    (corpus.docs / new).parent.mkdir(exist_ok=True)
+    (corpus.docs / old).rename(corpus.docs / new)
+    report = corpus.ingest()
+    assert report.renamed == {f"{corpus.docs}/{old}": f"{corpus.docs}/{new}"}
+    assert {source_path(source) for source in report.removed} == {f"{corpus.docs}/{old}"}
+    assert (report.num_new_kv, report.num_removed_kv, report.num_known_kv) == (0, 0, 3)
+    assert corpus.texts() == {FOX, KERN, BELL}
+
+
+def test_a_file_that_went_and_a_copy_that_came_before_are_not_renamed(corpus):
+    corpus.write(a_txt=FOX, b_txt=KERN)
+    corpus.ingest()
+    corpus.write(c_txt=FOX, d_txt=f"{KERN} She left.")
+    (corpus.docs / "b.txt").unlink()
+    assert corpus.ingest().renamed == {}, "the copied file is still there, and the other has other bytes"
+    (corpus.docs / "a.txt").unlink()
+    assert corpus.ingest().renamed == {}, "the copy was there before"
 
 
 def test_the_last_file_that_goes_empties_the_index(corpus):

@@ -13,9 +13,10 @@ from ragblend.engine.generation import Conversation
 from ragblend.engine.transformers.layers import cache_argument_name
 from ragblend.errors import UsageError
 from ragblend.lab.explain import STATES, Comparison, explain
-from ragblend.lab.explain_page import render_html
+from ragblend.lab.explain_page import explanation_lines, render_html
+from ragblend.lab.prompt_file import name_stored_chunks
 from ragblend.options import Mode
-from ragblend.prompt.types import Prompt
+from ragblend.prompt.types import Chunk, Prompt
 
 
 @pytest.fixture
@@ -54,6 +55,73 @@ def test_states_are_those_of_the_report(explanation):
     assert [segment.chunk for segment in (exact, missed, blended)] == report.chunks
     assert (missed.read_s, missed.deviation, prefix.chunk) == (None, None, None)
     assert exact.read_s >= 0
+
+
+ONE, TWO, THREE = (chunk.text for chunk in CHUNKS)
+FOUR = (
+    "it is that question and that answer with the other chunk in it and what is of the theory to the question of that"
+)
+LONG = (f"{ONE} {TWO}", f"{THREE} {FOUR}")
+"""Stored chunks that stay two runs each if other words stand between their halves."""
+SENT = {
+    "whole": f"{LONG[0]}\n\n{LONG[1]}\n\nwhat is that?",
+    "first interrupted": f"{ONE} prime prime prime {TWO}\n\n{LONG[1]}\n\nwhat is that?",
+    "second interrupted": f"{LONG[0]}\n\n{THREE} prime prime prime {FOUR}\n\nwhat is that?",
+    "first twice": f"{LONG[0]}\n\n{LONG[1]}\n\n{LONG[0]}\n\nwhat is that?",
+    "after an instruction": f"answer with that chunk.\n\n{LONG[0]}\n\n{LONG[1]}\n\nwhat is that?",
+    "at the end": f"what is that?\n\n{LONG[0]}\n\n{LONG[1]}",
+    "none": "what is that?",
+}
+
+
+@pytest.mark.parametrize("is_warm", [False, True], ids=["first prompt", "prefix in memory"])
+@pytest.mark.parametrize("form", SENT)
+def test_figures_of_runs_add_up_to_their_chunks_and_to_the_report(tiny_engine, form, is_warm):
+    engine = tiny_engine("llama")
+    for text in LONG:
+        engine.precompute(Chunk(text, source="a.txt"))
+    prompt = name_stored_chunks(engine, Prompt(question=SENT[form]), None)
+    if is_warm:
+        engine.generate(prompt, max_tokens=1)
+    else:
+        engine._prefixes.clear()
+    explanation = explain(engine, prompt, rule="ask", recompute_ratio=0.3, max_tokens=2)
+    report, segments = explanation.report, explanation.segments
+    assert [segment.start for segment in segments] == [
+        sum(len(before.tokens) for before in segments[:place]) for place in range(len(segments))
+    ]
+    assert explanation.count("exact") + explanation.count("reused") == report.num_reused_tokens
+    assert explanation.count("recomputed") == report.num_recomputed_tokens
+    for number, chunk in enumerate(report.chunks, start=1):
+        runs = [segment for segment in segments if segment.number == number]
+        assert sum(len(run.tokens) for run in runs) == chunk.num_tokens
+        assert sum(run.count("recomputed") for run in runs) == chunk.num_recomputed_tokens <= chunk.num_tokens
+        assert all(run.chunk is chunk and chunk.hit and run.name.startswith('"') for run in runs)
+    assert {segment.number for segment in segments} - {None} == set(range(1, report.num_chunks + 1))
+    for token in explanation.tokens:
+        assert token.state != "exact" or token.remaining < 1e-4
+        assert token.state != "computed" or token.deviation is None or token is explanation.tokens[-1]
+    if report.attention_stale is not None:
+        stale = sum(token.attention for token in explanation.tokens if token.state == "reused")
+        assert stale == pytest.approx(report.attention_stale, abs=1e-5)
+    lines = explanation_lines(explanation)
+    assert sum("part 2 of 2" in line for line in lines) == ("interrupted" in form)
+    heads = lines[3].split()[4:]
+    sums = dict(zip(heads, next(line for line in lines if line.startswith("all ")).split()[1:], strict=False))
+    assert int(sums["tokens"]) == report.prompt_tokens
+    assert all(int(sums[state]) == explanation.count(state) for state in STATES)
+    assert ("Prefix" in render_html(explanation)) == bool(report.num_chunks)
+
+
+def test_full_prefill_that_was_faster_reports_no_missing_chunk(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_choose_ratio", lambda *_: (1.0, "loading takes 3 s"))
+    explanation = explain(engine, PROMPT, max_tokens=2)
+    assert {token.state for token in explanation.tokens} == {"computed"}
+    for shown in ("\n".join(explanation_lines(explanation)), render_html(explanation)):
+        assert "loading takes 3 s" in shown
+        assert "0/3" not in shown
+        assert 'class="miss"' not in shown
+        assert "   not in the store" not in shown
 
 
 def test_attention_adds_up_to_the_reports_shares(explanation):

@@ -137,8 +137,27 @@ def test_the_deviation_scale_is_a_round_number_that_nearly_all_tokens_stay_below
     assert deviation_scale(replace(explanation, segments=())) == 0.05
 
 
-def test_the_terminal_gets_a_line_per_part(explanation):
+def test_the_terminal_gets_a_line_per_run_and_one_for_the_short_texts_between_them(explanation):
     lines = explanation_lines(explanation)
     assert lines[0].endswith(explanation.answer)
-    assert sum("not in the store" in line for line in lines) == 1
-    assert len(lines) == len(explanation.segments) + 5
+    assert sum(line.endswith("   not in the store") for line in lines) == 1
+    first = lines.index(next(line for line in lines if line.startswith("part of the prompt")))
+    labels = [line[:40].rstrip() for line in lines[first + 1 : lines.index("", first)]]
+    assert [label.partition(" ")[0] for label in labels] == [
+        "prefix,",
+        "1.",
+        "2.",
+        "3.",
+        "4.",
+        "between",
+        "question,",
+        "all",
+    ]
+    assert labels[1].startswith("1. a<i>.md, characters 0-")
+
+
+def test_advice_is_given_for_another_answer_only(explanation):
+    for is_same in (True, False):
+        judged = replace(explanation, answers_identical=is_same)
+        for shown in ("\n".join(explanation_lines(judged)), render_html(judged)):
+            assert ("--ratio" in shown) == (not is_same)

@@ -8,7 +8,7 @@ from tiny_prompts import CHUNKS
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.errors import NotFoundError, UsageError
-from ragblend.lab.prompt_file import find_missed_reuse, read_prompt
+from ragblend.lab.prompt_file import find_missed_reuse, name_stored_chunks, read_prompt
 from ragblend.prompt.types import Chunk, Message, Prompt, ToolCall
 
 USER = {"role": "user", "content": "Who signed?"}
@@ -53,6 +53,25 @@ def test_other_json_is_refused(tmp_path, written):
 def test_a_missing_file_is_named():
     with pytest.raises(NotFoundError, match=r"nowhere\.json does not exist"):
         read_prompt("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "source"),
+    [(DocumentKey("contracts", "lease"), "contracts/lease"), (DocumentKey("", "lease"), "lease"), (DocumentKey(), "")],
+    ids=["collection and id", "id", "no id"],
+)
+def test_stored_chunks_are_named_by_their_documents_and_the_prompt_stays_the_same(tiny_engine, key, source):
+    engine = tiny_engine()
+    with open_registry(engine.store) as registry:
+        registry.add([TEXT], key)
+    engine.precompute(TEXT)
+    for sent in (Prompt(question=f"{TEXT}\n\nwhat is that?"), Prompt.from_text(f"{TEXT}\n\nwhat is that?")):
+        named = name_stored_chunks(engine, sent, None)
+        assert [(chunk.text, chunk.source) for chunk in named.chunks] == [(TEXT, source)]
+        before, after = engine.match(sent), engine.match(named)
+        assert (after.token_ids, [run.start for run in after.runs]) == (before.token_ids, [1])
+        assert after.runs[0].chunk == named.chunks[0]
+        assert named.is_chat == sent.is_chat
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,8 @@ def analysis_lines(found: Mapping[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"{shares['prefix']:>6.1%} repeat as a prefix: prefix caching reuses them",
-        f"{shares['elsewhere']:>6.1%} repeat elsewhere: only stored chunks reuse them",
+        f"{shares['prefix']:>6.1%} of the tokens repeat the start of an earlier prompt: prefix caching reuses them",
+        f"{shares['elsewhere']:>6.1%} repeat text from elsewhere in earlier prompts: only stored chunks reuse them",
         f"{shares['new']:>6.1%} are new",
         *_chunk_lines(found),
         *_curve_lines(found),
@@ -141,10 +141,15 @@ def analysis_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def _chunk_lines(found: Mapping[str, Any]) -> list[str]:
-    if not found["chunks"]:
+    chunks = found["chunks"]
+    if not chunks:
         return []
-    lines = ["", f"{found['num_chunks']} chunks are repeated", f"  {'chunk':<18}{'tokens':>7}{'requests':>10}"]
-    for each in found["chunks"]:
+    title = f"{plural(found['num_chunks'], 'chunk')} of text repeated"
+    if len(chunks) < found["num_chunks"]:
+        title += f", the {len(chunks)} in most requests"
+    title += ":" if "text" in chunks[0] else " (--show-texts prints how each begins):"
+    lines = ["", title, f"  {'hash':<18}{'tokens':>7}{'requests':>10}"]
+    for each in chunks:
         text = "" if "text" not in each else f"  {' '.join(each['text'].split())}"
         lines.append(f"  {each['hash']:<18}{each['tokens']:>7}{each['requests']:>10}{text}")
     return lines
@@ -155,21 +160,24 @@ def _curve_lines(found: Mapping[str, Any]) -> list[str]:
         return []
     from ragblend.engine.store.tiered import format_bytes
 
-    lines = ["", f"  {'store of':<12}{'finds':>8}   of all prompt tokens"]
+    lines = ["", "Share of all prompt tokens that a store of this size would serve:"]
     for point in found["curve"]:
-        size = f"{point['tokens']} tok" if point["bytes"] is None else format_bytes(point["bytes"])
-        lines.append(f"  {size:<12}{point['lru']:>8.1%}")
+        size = f"{point['tokens']} tokens" if point["bytes"] is None else format_bytes(point["bytes"])
+        lines.append(f"  {size:<16}{point['lru']:>8.1%}")
     return lines
 
 
 def _saving_lines(found: Mapping[str, Any]) -> list[str]:
     facts = found["saving"]
     seconds = facts["unit"] == "seconds"
-    name, unit = ("TTFT", " s") if seconds else ("tokens computed", "")
-    lines = ["", f"  {'mean per request':<18}{name:>16}{'prompts in the same time':>26}"]
-    for mode in ("full", "prefix", "blend"):
+    title, unit = ("time to first token", " s") if seconds else ("tokens computed", "")
+    names = {"full": "full prefill", "prefix": "prefix caching", "blend": "blending"}
+    if "ratio" in found:
+        names["blend"] += f", {found['ratio']:.0%} recomputed"
+    lines = ["", f"  {'mean per request':<26}{title:>20}{'prompts in the same time':>26}"]
+    for mode, name in names.items():
         faster = facts.get(f"{mode}_throughput", 1.0)
-        lines.append(f"  {mode:<18}{f'{facts[mode]:.4g}{unit}':>16}{f'{faster:.2f}x':>26}")
+        lines.append(f"  {name:<26}{f'{facts[mode]:.4g}{unit}':>20}{f'{faster:.2f}x':>26}")
     if not seconds:
         lines.append("  in seconds: ragblend profile --model MODEL --json > machine.json, then --profile machine.json")
     return lines

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ from ragblend.files.output import check_output_path, write_output
 from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.index import SearchHit
@@ -67,8 +66,12 @@ def explain(
     with waiting_lines(opening_title(settings)) as progress, open_engine(settings) as engine:
         progress.begin("comparing blended with full prefill")
         assert isinstance(engine, TransformersEngine)
-        missed = _find_missed_reuse(engine, sent, settings) if sent is not None else []
-        asked, hits = (sent, []) if sent is not None else _retrieved_prompt(engine, question or "", settings)
+        missed: list[dict[str, Any]] = []
+        hits: Sequence[SearchHit] = []
+        if sent is not None:
+            asked, missed = _read_sent_prompt(engine, sent, settings)
+        else:
+            asked, hits = _retrieved_prompt(engine, question or "", settings)
         explanation = explain_prompt(engine, asked, **replace(settings, mode="blend", temperature=0.0).generation)
     if page is not None:
         write_output(page, render_html(explanation).encode(), "--html")
@@ -86,9 +89,9 @@ def explain(
         least = f"{LEAST_SHARE:.0%} of its words in parts of at least {run}" if missed else run
         print_line(f"\nno stored text is in this prompt, and none has {least}")
     for each in missed:
-        name = each["document"] or repr(shorten(each["text"], 40, placeholder="..."))
         label = "not reused" if is_near else "the nearest stored text"
-        print_line(f"\n{label}: {name}, {each['share']:.0%} of whose words are in the prompt\n  {each['reason']}")
+        print_line(f"\n{label}: {each['name']}{_missed_part(each)}; {each['share']:.0%} of its words are in the prompt")
+        print_line(f"  {each['reason']}")
     if html is None:
         print_notice("see every token: add --html explain.html")
 
@@ -104,14 +107,25 @@ def _retrieved_prompt(
     return Prompt([hit.chunk for hit in hits], question, settings.system), hits
 
 
-def _find_missed_reuse(engine: TransformersEngine, prompt: Prompt, settings: Settings) -> list[dict[str, Any]]:
-    """Return the stored texts that are in the prompt in another form, with the names of their documents."""
+def _read_sent_prompt(
+    engine: TransformersEngine, sent: Prompt, settings: Settings
+) -> tuple[Prompt, list[dict[str, Any]]]:
+    """Return the prompt with its stored chunks named, and the stored texts that are in it in another form."""
     from ragblend.index import open_index
-    from ragblend.lab.prompt_file import find_missed_reuse
+    from ragblend.lab.prompt_file import find_missed_reuse, name_stored_chunks
 
-    found = find_missed_reuse(engine, prompt)
-    with suppress(NotFoundError), open_index(settings.store) as index:  # also one of another namespace
-        source_of = {chunk.text.strip(): chunk.source for chunk in index.chunks()} if found else {}
-        for each in found:
-            each["document"] = each["document"] or source_of.get(each["text"], "")
-    return found
+    with ExitStack() as opened:
+        index = None
+        with suppress(NotFoundError):  # a store may have only documents of an application
+            index = opened.enter_context(open_index(settings.store))
+        return name_stored_chunks(engine, sent, index), find_missed_reuse(engine, sent, index)
+
+
+def _missed_part(missed: Mapping[str, Any]) -> str:
+    """Return which tokens of a stored text are not reused, and their beginning unless they are the whole text."""
+    from ragblend.corpus.citations import quote_beginning
+
+    num_missed, num_tokens = missed["num_missed_tokens"], missed["num_tokens"]
+    if num_missed == num_tokens:
+        return f", all {num_tokens} tokens"
+    return f", {num_missed} of {num_tokens} tokens: {quote_beginning(missed['missed'])}"

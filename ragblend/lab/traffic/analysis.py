@@ -21,7 +21,7 @@ from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.lab.traffic.cost_model import mean_work_by_mode
 from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hit_tokens, merge_adjacent_chunks
 from ragblend.lab.traffic.logs import Piece, RequestLog
-from ragblend.lab.traffic.passages import PrefixCache, RepeatedPassages
+from ragblend.lab.traffic.passages import LEAST, PrefixCache, RepeatedPassages
 from ragblend.lab.traffic.tokens import Ids, Tokenizer
 
 TOP = 10  # number of listed chunks
@@ -72,7 +72,7 @@ def analyze(
             "an OpenAI request; docs/performance.md has the commands that convert other logs"
         )
     uses = count_chunk_uses(passages)
-    chunks = merge_adjacent_chunks(uses, passages.starts)
+    chunks = [each for each in merge_adjacent_chunks(uses, passages.starts) if each[1] - each[0] >= LEAST]
     return {
         "traces": log.files,
         "num_requests": len(counts[0]),

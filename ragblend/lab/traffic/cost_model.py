@@ -78,16 +78,14 @@ def blending_verdict(facts: Mapping[str, Any]) -> str:
     """Return one line for the result of `analyze`: whether blending pays, and the reason if it does not."""
     saving, num_requests = facts["saving"], facts["num_requests"]
     beyond = saving["blend_saves_beyond_prefix"]
+    judged = "worth it" if beyond >= WORTH else "hardly worth it" if beyond >= MARGINAL else "not worth it"
     line = (
-        f"blending would save {saving['blend_saves']:.1%} of the prefill "
-        f"{'time' if saving['unit'] == 'seconds' else 'work'}, prefix caching alone {saving['prefix_saves']:.1%}; "
-        f"of what that leaves, {beyond:.1%}"
+        f"blending is {judged}: it would save {saving['blend_saves']:.1%} of the prefill "
+        f"{'time' if saving['unit'] == 'seconds' else 'work'}, prefix caching alone {saving['prefix_saves']:.1%}"
     )
-    few = f" (of {num_requests} requests only: log more)" if num_requests < FEW else ""
-    if beyond >= WORTH:
-        return f"{line}: worth it{few}"
-    judged = "hardly worth it" if beyond >= MARGINAL else "not worth it"
-    return f"{line}: {judged}, because {_reason(facts['shares'], saving['num_slower'], num_requests)}{few}"
+    if beyond < WORTH:
+        line += f", because {_reason(facts['shares'], saving['num_slower'], num_requests)}"
+    return line + (f" (only {num_requests} requests: log more)" if num_requests < FEW else "")
 
 
 def _reason(shares: Mapping[str, float], num_slower: int, num_requests: int) -> str:

@@ -41,7 +41,10 @@ class ChunkUses(NamedTuple):
 
 
 def count_chunk_uses(passages: RepeatedPassages) -> ChunkUses:
-    """Cut repeated passages into chunks where a repetition begins or ends. Return the chunks with their uses."""
+    """Cut repeated passages into chunks where a repetition begins or ends. Return the chunks with their uses.
+
+    No chunk contains tokens of two passages, which come from different places of the log.
+    """
     sources = np.frombuffer(passages.run_sources, np.int64)
     ends = sources + np.frombuffer(passages.run_lengths, np.int32)
     requests = np.frombuffer(passages.run_requests, np.int64)
@@ -49,7 +52,9 @@ def count_chunk_uses(passages: RepeatedPassages) -> ChunkUses:
     if not len(bounds):
         empty = np.empty(0, np.int64)
         return ChunkUses(empty, empty, empty, empty)
-    cuts = bounds[np.concatenate(([True], np.diff(bounds) > SNAP))]
+    starts = np.frombuffer(passages.starts, np.int64)
+    homes = np.searchsorted(starts, bounds, "right")
+    cuts = bounds[np.concatenate(([True], (np.diff(bounds) > SNAP) | (np.diff(homes) > 0)))]
     sizes = np.diff(np.append(cuts, bounds[-1]))
     first = np.searchsorted(cuts, sources, "right") - 1
     last = np.searchsorted(cuts, ends, "right") - 1
@@ -58,7 +63,7 @@ def count_chunk_uses(passages: RepeatedPassages) -> ChunkUses:
     offsets = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans, spans)
     chunks, when = np.repeat(first, spans) + offsets, np.repeat(requests, spans)
     used = np.unique(chunks)
-    homes = np.searchsorted(np.frombuffer(passages.starts, np.int64), cuts[used], "right") - 1
+    homes = np.searchsorted(starts, cuts[used], "right") - 1
     chunks = np.concatenate((used, chunks))
     when = np.concatenate((np.frombuffer(passages.first_requests, np.int64)[homes], when))
     order = np.lexsort((np.arange(len(when)), when))

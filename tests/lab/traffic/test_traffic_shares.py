@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.lab.traffic.analysis import analyze
 from ragblend.lab.traffic.cost_model import blending_verdict, mean_work_by_mode
+from ragblend.lab.traffic.passages import LEAST
 from ragblend.lab.traffic.tokens import EstimatingTokenizer, ModelTokenizer, Tokenizer
 
 POINT = 0.01
@@ -37,13 +39,14 @@ def assert_close(found: dict[str, Any], truth: Generated) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("sessions", "worth it"), ("questions", ": worth it"), ("agents", "not worth it, because 8")],
+    [("sessions", "worth it"), ("questions", "is worth it"), ("agents", "is not worth it: it would save")],
 )
 def test_shares_are_the_true_ones_and_the_verdict_follows(kind, words, tmp_path):
     truth = made(kind, EstimatingTokenizer())
     found = analyze([write(tmp_path / "log", truth)], EstimatingTokenizer())
     assert_close(found, truth)
     assert words in blending_verdict(found)
+    assert ("because 8" in blending_verdict(found)) == (kind == "agents")
 
 
 def test_a_models_tokens_give_the_same_shares(make_tokenizer, tmp_path):
@@ -91,6 +94,24 @@ def test_chunks_are_named_and_shown_only_with_show_texts(tmp_path):
     assert plain[0]["requests"] >= plain[-1]["requests"] >= 2
     log = path.read_text()
     assert all(each["text"].strip()[:40] in log for each in shown)
+
+
+@pytest.mark.parametrize("label", ["", "[{}] ", "Passage {}:\n"], ids=["bare", "numbered", "titled"])
+def test_a_listed_chunk_is_text_of_one_request_and_no_shorter_than_a_passage(tmp_path, label):
+    rng = random.Random(0)
+    words = [f"{chr(97 + first)}{chr(97 + second)}o" for first in range(26) for second in range(26)]
+    passages = [" ".join(rng.choices(words, k=rng.randint(40, 90))) for _ in range(12)]
+    prompts = []
+    for number in range(60):
+        chosen = enumerate(rng.sample(passages, 4), start=1)
+        parts = [label.format(place) + passage for place, passage in chosen]
+        prompts.append("\n\n".join([*parts, f"Question: who signed {rng.choice(words)} {number}?"]))
+    log = write(tmp_path / "log", [{"prompt": prompt} for prompt in prompts])
+    found = analyze([log], EstimatingTokenizer(), show_texts=True)
+    assert found["num_chunks"] >= len(found["chunks"]) == 10
+    for chunk in found["chunks"]:
+        assert chunk["tokens"] >= LEAST
+        assert any(chunk["text"] in prompt for prompt in prompts), chunk["text"]
 
 
 def test_a_log_without_requests_is_an_error_with_the_number_of_lines(tmp_path):

@@ -115,6 +115,7 @@ def test_an_example_is_answered_side_by_side_and_the_slider_moves_its_tokens(pag
     first = page.states()
     assert all(first.values()), "tokens of all four states"
     assert str(first["recomputed"]) in page["counts"].text
+    assert "the chunks\u2019 stored KV was computed alone" in page["blend"].text
     assert page["ratio-shown"].text == "15 %"
     assert len(page.all("#sources li")) >= 3
 

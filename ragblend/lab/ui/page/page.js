@@ -5,6 +5,7 @@
 const MODES = ["full", "prefix", "reuse", "blend"];
 const RATIOS = [0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1];
 const POLL_MS = 700;
+const CONTEXTS = { none: "alone", similar: "after similar chunks" };
 
 const $ = (id) => document.getElementById(id);
 let facts = null; // what the server said of itself last
@@ -96,7 +97,7 @@ function describe() {
   const around = neighbours ? `, each with the ${neighbours} before and after it` : "";
   const nearest = k === 1 ? "the part of your documents that fits a question best" : `the ${k} parts of your documents that fit a question best`;
   $("about").textContent = `${model} answers from ${nearest}${around}.`;
-  $("about").title = `rule ${rule}, context ${context}, ${count(k, "chunk")} retrieved per question`;
+  $("about").title = `${count(k, "chunk")} retrieved per question, each stored alone${context === "similar" ? " and after similar chunks" : ""}; rule ${rule} chooses what is recomputed`;
   $("demo-note").hidden = !facts.is_demo;
   const list = $("documents");
   list.hidden = !num_documents;
@@ -273,9 +274,10 @@ function lines(event) {
   const { mode, agreement } = event;
   const found = [`${event.num_reused_tokens.toLocaleString("en")} of ${count(event.prompt_tokens, "token")} reused`];
   if (mode === "blend") {
-    found.push(`${event.num_recomputed_tokens.toLocaleString("en")} recomputed: rule ${event.rule}, ${percent(event.recompute_ratio)}`);
-    found.push(`${percent(event.charged_budget)} of the chunks\u2019 prefill work`);
-    if (event.contexts.length) found.push(`stored in context ${event.contexts.join(", ")}`);
+    found.push(`${event.num_recomputed_tokens.toLocaleString("en")} recomputed: ${percent(event.recompute_ratio)} of the chunks\u2019 tokens, chosen by rule ${event.rule}`);
+    found.push(`${percent(event.charged_budget)} of the work of prefilling the chunks`);
+    const before = event.contexts.map((context) => CONTEXTS[context] ?? context).join(" or ");
+    if (before) found.push(`the chunks\u2019 stored KV was computed ${before}`);
   }
   if (agreement?.first_token_kl !== undefined)
     found.push(agreement.first_token_kl < 0.0005 ? "first token as full prefill\u2019s" : `first token ${agreement.first_token_kl.toPrecision(2)} nats from full prefill\u2019s`);
