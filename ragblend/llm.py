@@ -122,8 +122,8 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
     ) -> Runnable[LanguageModelInput, Any]:
         """Return this model with answers in the form of `schema`.
 
-        `schema`: a Pydantic class, a TypedDict, a dataclass, a function, a tool or a JSON schema. An answer is an object
-        if `schema` is a Pydantic class, else a dict. `method`: "json_schema" constrains answers to the schema,
+        `schema`: a Pydantic class, a TypedDict, a dataclass, a function, a tool or a JSON schema. An answer is an
+        object if `schema` is a Pydantic class, else a dict. `method`: "json_schema" constrains answers to the schema,
         "function_calling" makes the model call a tool with that schema, "json_mode" allows any JSON object. Only
         "function_calling" adds the schema to the prompt; for the two JSON methods, describe the fields in the prompt.
 

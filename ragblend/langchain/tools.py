@@ -230,7 +230,7 @@ def _check_is_whole(answer: Generation, needs_call: bool) -> bool:
     else:
         is_called = bool(getattr(message, "tool_calls", None))
     is_cut = message.response_metadata.get("finish_reason") == "length"
-    if is_called or not (needs_call or is_cut or not _is_json(answer.text)):
+    if not is_cut and (is_called or (not needs_call and _is_json(answer.text))):
         return is_called
     wanted = "has no complete call" if needs_call else "is no complete JSON"
     raise OutputParserException(

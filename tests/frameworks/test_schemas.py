@@ -202,6 +202,17 @@ async def test_an_answer_that_was_cut_is_an_error_in_every_form_of_the_call(cut,
         assert found["raw"].response_metadata["ragblend"]
 
 
+@pytest.mark.parametrize("method", METHODS[:2])
+def test_an_answer_that_was_cut_is_an_error_if_invoke_streams_inside(method, engine):
+    chat = ChatBlend(engine=engine, streaming=True, max_tokens=120)
+    whole = chat.with_structured_output(OBJECT, method=method, include_raw=True).invoke(ASKED)
+    assert whole["parsed"]["kind"] in ("round", "square")
+    size = whole["raw"].usage_metadata["output_tokens"]
+    for cut in (3, size // 2, size - 2):  # LangChain completes a call that was streamed
+        with pytest.raises(OutputParserException, match="raise max_tokens"):
+            chat.with_structured_output(OBJECT, method=method, max_tokens=cut).invoke(ASKED)
+
+
 def test_a_number_that_was_cut_is_an_error(chat):
     held = chat.with_structured_output({"type": "integer", "minimum": 10**11}, max_tokens=3)
     with pytest.raises(OutputParserException, match="is no complete JSON"):
