@@ -120,14 +120,18 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Return this model with answers in the form of `schema`: a Pydantic class, a TypedDict or a JSON schema.
+        """Return this model with answers in the form of `schema`.
 
-        An answer is an object if `schema` is a Pydantic class, else a dict. `method`: "json_schema" constrains answers
-        to the schema, "function_calling" makes the model call a tool with that schema, "json_mode" allows any JSON
-        object. Only "function_calling" adds the schema to the prompt; for the two JSON methods, describe the fields in
-        the prompt. If max_tokens cuts an answer, the JSON methods raise OutputParserException. With `include_raw=True`,
-        each result is {"raw": AIMessage, "parsed": ..., "parsing_error": ...}, and a parser's error is not raised.
-        Raises UsageError for another `method`, and if `schema` is None with a `method` other than "json_mode".
+        `schema`: a Pydantic class, a TypedDict, a dataclass, a function, a tool or a JSON schema. An answer is an
+        object if `schema` is a Pydantic class, else a dict. `method`: "json_schema" constrains answers to the schema,
+        "function_calling" makes the model call a tool with that schema, "json_mode" allows any JSON object. Only
+        "function_calling" adds the schema to the prompt; for the two JSON methods, describe the fields in the prompt.
+
+        An answer that is cut by max_tokens or a stop string raises OutputParserException, in a stream after the last
+        piece. With `include_raw=True`, each result is {"raw": AIMessage, "parsed": ..., "parsing_error": ...}, and a
+        parser's error is not raised. Raises UsageError for another `method` or kind of `schema`, if `schema` is None
+        with a `method` other than "json_mode", and if it allows other values than objects with a `method` other than
+        "json_schema".
         """
         return bind_structured_output(self, schema, method=method, include_raw=include_raw, strict=strict, **kwargs)
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any
+
+from pydantic import BaseModel
 
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
@@ -41,6 +43,7 @@ try:
     from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
     from llama_index.core.llms.function_calling import FunctionCallingLLM
     from llama_index.core.llms.llm import ToolSelection
+    from llama_index.core.llms.structured_llm import StructuredLLM
     from llama_index.core.tools import BaseTool
 except ImportError as error:
     raise ImportError("ragblend.llamaindex needs LlamaIndex: pip install 'ragblend[llamaindex]'") from error
@@ -151,18 +154,44 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
             **kwargs,
         }
 
+    def as_structured_llm(self, output_cls: Any, **kwargs: Any) -> StructuredLLM:
+        """Return this model with answers that are objects of the Pydantic class `output_cls`."""
+        return super().as_structured_llm(_check_class(output_cls), **kwargs)
+
+    def structured_predict(self, output_cls: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the answer to `prompt` as an object of the Pydantic class `output_cls`.
+
+        Raises ValueError if `max_tokens` cuts the answer, as the three other forms of this method do.
+        """
+        return super().structured_predict(_check_class(output_cls), prompt, *args, **kwargs)
+
+    async def astructured_predict(self, output_cls: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `structured_predict` without blocking the event loop."""
+        return await super().astructured_predict(_check_class(output_cls), prompt, *args, **kwargs)
+
     def _structured_stream_call(
         self, output_cls: Any, prompt: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
         # LlamaIndex requires a call only if it does not stream.
         asked = {**(llm_kwargs or {}), "demanded": True}
-        return super()._structured_stream_call(output_cls, prompt, asked, **kwargs)
+        found = None
+        for found in super()._structured_stream_call(_check_class(output_cls), prompt, asked, **kwargs):
+            yield found
+        _check_is_whole(found, output_cls)
 
     async def _structured_astream_call(
         self, output_cls: Any, prompt: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
         asked = {**(llm_kwargs or {}), "demanded": True}
-        return await super()._structured_astream_call(output_cls, prompt, asked, **kwargs)
+        objects = await super()._structured_astream_call(_check_class(output_cls), prompt, asked, **kwargs)
+
+        async def whole_objects() -> AsyncGenerator[Any]:
+            found = None
+            async for found in objects:
+                yield found
+            _check_is_whole(found, output_cls)
+
+        return whole_objects()
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
@@ -258,6 +287,21 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
             text += piece
             yield CompletionResponse(text=text, delta=piece)
         yield _completion(self, stream.result).model_copy(update={"text": text, "delta": ""})
+
+
+def _check_class(output_cls: Any) -> Any:
+    if not isinstance(output_cls, type) or not issubclass(output_cls, BaseModel) or output_cls is BaseModel:
+        raise UsageError(
+            f"output_cls is {str(output_cls)[:80]}; pass a Pydantic class. Put another type into one of its fields: "
+            "class Answer(BaseModel): value: TYPE"
+        )
+    return output_cls
+
+
+def _check_is_whole(found: Any, output_cls: type) -> None:
+    """Raise ValueError if the last object of a stream is a partial one: LlamaIndex' class with optional fields."""
+    if not isinstance(found, output_cls):
+        raise ValueError(f"the answer is no complete {output_cls.__name__}; raise max_tokens if it was cut")
 
 
 def _one_answer(request: Request) -> Request:

@@ -67,30 +67,34 @@ def _parsed_arguments(arguments: str) -> Any:
 def turn_arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
     """Yield the prompt's turns, and then other versions of the turns for templates that reject the first version.
 
-    A prompt with tool calls or results has two versions. In both, tool results have the name of their tool. In the
-    second one, call ids have nine letters and digits, for Mistral.
+    1. The turns as they are; tool results have the name of their tool.
+    2. Adjacent turns of one role are one turn, for Gemma and Mistral.
+    3. System texts after the first turn are user turns, and adjacent turns of one role are one turn.
+    4. The first system text is a user turn, too.
 
-    For other prompts, the second version merges adjacent turns of one role, for Gemma and Mistral. If the first turn is
-    a system text, a third version also moves this text to the start of the next turn. If there is no next turn, the
-    text becomes a user turn.
+    If the prompt has tool calls or results, each version is followed by one in which the ids of calls have nine letters
+    and digits, for Mistral.
     """
-    if any(message.calls or message.role == "tool" for message in prompt.messages):
-        named = _with_tool_names(prompt.messages)
-        yield named
-        yield _with_short_call_ids(named)
-        return
-    messages = prompt.messages
-    yield messages
+    messages = _with_tool_names(prompt.messages)
+    merged = _merge_adjacent(messages)
+    as_user = [replace(message, role="user") if message.role == "system" else message for message in merged]
+    uses_tools = any(message.calls or message.role == "tool" for message in messages)
+    for version in (messages, merged, _merge_adjacent([*merged[:1], *as_user[1:]]), _merge_adjacent(as_user)):
+        yield version
+        if uses_tools:
+            yield _with_short_call_ids(version)
+
+
+def _merge_adjacent(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with adjacent ones of a role joined by a blank line. Tool calls and results stay apart."""
     merged: list[Message] = []
     for message in messages:
-        if merged and merged[-1].role == message.role:
-            message = replace(message, content=merged.pop().content + CHUNK_SEPARATOR + message.content)
-        merged.append(message)
-    yield merged
-    if merged[0].role == "system":
-        system, first = merged[0], merged[1:2]
-        content = system.content + CHUNK_SEPARATOR + first[0].content if first else system.content
-        yield [Message(first[0].role if first else "user", content), *merged[2:]]
+        before = merged[-1] if merged else None
+        if before is not None and before.role == message.role != "tool" and not (before.calls or message.calls):
+            merged[-1] = replace(before, content=before.content + CHUNK_SEPARATOR + message.content)
+        else:
+            merged.append(message)
+    return merged
 
 
 def _with_short_call_ids(messages: Sequence[Message]) -> list[Message]:

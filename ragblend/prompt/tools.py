@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ragblend.errors import UsageError
+from ragblend.prompt.schemas import describes_object
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -156,6 +157,12 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
             raise UsageError(
                 f"the tool {str(tool)[:80]!r} is no function with a name of letters, digits and _.:-; write it as "
                 "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': SCHEMA}}"
+            )
+        parameters = function.get("parameters")
+        if parameters and not describes_object(parameters):
+            raise UsageError(
+                f"the parameters of the tool {function['name']!r} are {str(parameters)[:80]}, but the arguments of a "
+                "call are an object; write them as {'type': 'object', 'properties': {...}}"
             )
 
 

@@ -149,15 +149,6 @@ def test_raw_answers_come_with_what_was_parsed_or_why_not(chat):
     assert isinstance(cut["parsing_error"], OutputParserException)
 
 
-@pytest.mark.parametrize(
-    ("schema", "cut"),
-    [(Named, {"max_tokens": 8}), (Named, {"stop": ['"}']}), (SCHEMA, {"max_tokens": 8}), (SCHEMA, {"stop": ["old"]})],
-)
-def test_a_part_of_an_answer_is_not_taken_for_all_of_it(chat, schema, cut):
-    with pytest.raises(OutputParserException, match=r"is no JSON .* raise max_tokens .* leave out stop strings"):
-        chat.with_structured_output(schema).invoke("Which?", **cut)
-
-
 def test_a_called_tool_leaves_nothing_to_parse(chat):
     for schema in (Tower, SCHEMA):
         held = chat.with_structured_output(schema, tools=[ring], tool_choice="ring", include_raw=True)

@@ -18,7 +18,7 @@ from transformers.utils import chat_template_utils
 from ragblend.demo import WEIGHTS
 from ragblend.errors import UsageError
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import CHUNK_SEPARATOR, Chunk, Prompt
+from ragblend.prompt.types import CHUNK_SEPARATOR, Chunk, Message, Prompt, ToolCall
 
 WORDS = (
     "the", " chunk", "\n", "\n\n", "  ", "é", "日本", "<|im|>", "<|end|>", "</s>", ".", '"', "{", "ragblendcontrol"
@@ -206,6 +206,39 @@ def test_no_text_is_lost_where_the_template_refuses_a_turn(name, turns, byte_lev
     places = [text.index(part) for _, content in REFUSED[turns] for part in content.split("\n\n")]
     assert places == sorted(places)
     assert text.count("[INST]") + text.count("<|im|>user") == 1
+
+
+_ONLY_FIRST = (
+    "{% for m in messages[1:] %}{% if m.role == 'system' %}{{ raise_exception('first') }}{% endif %}{% endfor %}"
+)
+_NONE = _ONLY_FIRST.replace("[1:]", "")
+ROLES = {"s": "system", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
+
+
+def letters_as_prompt(letters: str) -> Prompt:
+    """A prompt with a turn for each letter: s, u, a, c (an answer that calls a tool) or t (its result)."""
+    call = ToolCall("look", "{}", "call00001")
+    calls, call_ids = {"c": (call,)}, {"t": call.id}
+    turns = enumerate(letters)
+    return Prompt.from_messages(
+        [Message(ROLES[each], f"said {n}", calls.get(each, ()), call_ids.get(each, "")) for n, each in turns]
+    )
+
+
+@pytest.mark.parametrize("refuses", [_ONLY_FIRST, _NONE], ids=["later ones", "all"])
+@pytest.mark.parametrize(
+    ("turns", "template"),
+    [(turns, "merges") for turns in ("us", "usu", "uas", "uasu", "uassu", "sus", "susu", "suas", "suasu")]
+    + [("uctsct", "calls")],
+)
+def test_a_refused_system_turn_is_a_user_turn_wherever_it_is(turns, template, refuses, make_tokenizer):
+    renderer = Renderer(make_tokenizer(refuses + TEMPLATES[template].text, SPECIALS))
+    kept = 1 if refuses == _ONLY_FIRST else 0
+    repaired = turns[:kept] + turns[kept:].replace("s", "u")
+    text = text_of(renderer, renderer.render(letters_as_prompt(turns)))
+    assert text == text_of(renderer, renderer.render(letters_as_prompt(repaired)))
+    places = [text.index(f"said {number}") for number in range(len(turns))]
+    assert places == sorted(places)
 
 
 def test_a_template_that_refuses_a_system_turn_gets_its_text_in_the_first_user_turn(byte_level):
