@@ -36,6 +36,7 @@ _ACCENTS = {
     **dict.fromkeys("\u030cˇ", "check"),
     **dict.fromkeys("\u0306˘", "breve"),
 }
+_NUM_PARTS = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "msubsup": 3, "munder": 2, "mover": 2, "munderover": 3}
 _BRACES = frozenset("⏞⏟⏠⏡⎴⎵")  # above and below a term
 
 
@@ -75,6 +76,8 @@ def _write(element: Element, name: str, parts: _Parts) -> str:
     if name == "annotation":
         is_tex = "tex" in attribute(element, "encoding").lower()
         return _tex("".join(element.itertext())) if is_tex else ""
+    if name in _NUM_PARTS and len(parts) != _NUM_PARTS[name]:
+        return _join(parts)
     return _WRITERS.get(name, _join_parts)(element, parts)
 
 
@@ -261,7 +264,7 @@ _WRITERS: dict[str, Callable[[Element, _Parts], str]] = {
     "mfenced": _math_fenced,
     "mtable": lambda element, parts: _matrix([part.text for part in parts]),
     "mtr": lambda element, parts: ", ".join(part.text for part in parts),
-    "mlabeledtr": lambda element, parts: ", ".join(part.text for part in parts[1:]),
+    "mlabeledtr": lambda element, parts: ", ".join(part.text for part in parts),
     "semantics": _math_semantics,
     "maction": lambda element, parts: _text_at(parts, 0),
     "f": _office_fraction,

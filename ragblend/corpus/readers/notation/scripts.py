@@ -120,7 +120,7 @@ def _append(texts: list[str], kind: str, script: str, after: str) -> None:
 
 def _is_plain(before: str, words: str, after: str) -> bool:
     """Return True for raised text that is read as if it were not raised: ordinals, abbreviations, high signs."""
-    if (words.startswith("[") and words.endswith("]")) or _SHOWN_RAISED.issuperset(words):
+    if re.fullmatch(r"\[.*\]", words) or _SHOWN_RAISED.issuperset(words):
         return True
     if words in _ENGLISH_ORDINALS:
         return before[-1:].isalnum()
@@ -137,6 +137,8 @@ def _write(kind: str, before: str, words: str, after: str) -> str | None:
         return _TRADEMARKS[words]
     if kind == RAISED and words == "o" and re.search(r"[\dNn]\Z", before):
         return "º"
+    if words.startswith("[") and _FOOTNOTES.fullmatch(bare := words.replace("[", "").replace("]", "")):
+        return f"[{bare}]"  # only some of them are links
     is_alone = not before or before[-1].isspace()
     marks = _FOOTNOTES.fullmatch(words) if kind == RAISED else None
     if is_alone and words.isdecimal() and _ISOTOPE.match(after):
