@@ -33,6 +33,11 @@ _DICTIONARY_BYTES = 400  # before a stream
 _MIN_INFLATED, _MAX_RATIO = 16 << 20, 100  # pages of text are compressed to a quarter
 _MAX_FILTERS = 8
 _PIECE = 1 << 16
+# PDFium removes the line break after a hyphen: U+FFFE in a page's text, U+0002 in the text of a rectangle. From a page's
+# text it also drops these codes, which may be of glyphs without a letter.
+_HYPHEN = 2
+_DROPPED = re.compile("[\x02\x03\x93-\x96\x98]")
+_HYPHEN_MARK = re.compile("(?<=\\w)\x02(?=\\w)")
 _INVISIBLE = re.compile("[\\s\x00-\x1f\ufffe]+")
 
 _FIELD_TYPES = {raw.FPDF_FORMFIELD_TEXTFIELD, raw.FPDF_FORMFIELD_COMBOBOX, raw.FPDF_FORMFIELD_LISTBOX}
@@ -195,7 +200,19 @@ def _visible_text(textpage: PdfTextPage) -> str:
     is_whole = len("".join(text.split())) == len("".join(bounded.split())) or (
         len(_INVISIBLE.sub("", text)) == len(_INVISIBLE.sub("", bounded))
     )
-    return text if is_whole else bounded
+    if not is_whole:
+        return _HYPHEN_MARK.sub("\ufffe", bounded)
+    num_dropped = len(_DROPPED.findall(bounded)) - text.count("\ufffe")
+    return _read_characters(textpage) if num_dropped > 0 else text
+
+
+def _read_characters(textpage: PdfTextPage) -> str:
+    """Return the text with the characters that PDFium drops from it."""
+    codes = [raw.FPDFText_GetUnicode(textpage, at) for at in range(textpage.count_chars())]
+    chars = (
+        "\ufffe" if code == _HYPHEN and raw.FPDFText_IsHyphen(textpage, at) else chr(code) for at, code in enumerate(codes)
+    )
+    return "".join(chars).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _has_picture(page: PdfPage) -> bool:
