@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from contextlib import suppress
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ragblend.corpus.readers.blocks import collapse_whitespace
@@ -35,6 +35,7 @@ _FIXES = {
     # Without an option, ocrmypdf rejects a file that has text on some page.
     _PICTURE: "run OCR on the file, for example: ocrmypdf --skip-text FILE NEW",
     _GARBAGE: "run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW",
+    _LOST: "if words lack letters, run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW",
     _DAMAGE: "repair the file, for example: qpdf FILE NEW",
 }
 _NO_TEXT = "; if a viewer shows some, run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW"
@@ -78,7 +79,7 @@ def read_pdf(data: bytes) -> ParsedRecords:
     notes = [f"{_name_pages(pages)} {problem}; {_FIXES[problem]}" for problem, pages in problems.items()]
     if lost:
         characters = "1 character" if sum(lost.values()) == 1 else f"{sum(lost.values())} characters"
-        notes.append(f"{_name_pages(list(lost))} {characters} {_LOST}; {_FIXES[_GARBAGE]}")
+        notes.append(f"{_name_pages(list(lost))} {characters} {_LOST}; {_FIXES[_LOST]}")
     if contents.is_xfa:
         notes.append(_XFA)
     if not any(texts):

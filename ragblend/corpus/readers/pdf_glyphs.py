@@ -18,22 +18,18 @@ if TYPE_CHECKING:
 
 _MAX_CODE, _MAX_CHAR, _MAX_ROWS = 0xFF, 0x10FFFF, 100  # rows: of one section of a table
 _MAX_BYTES = 64 << 20  # pypdf needs about a second for 4 MB
-_NAMES = dict(
-    zip(
-        "space exclam quotedbl numbersign dollar percent ampersand quotesingle parenleft parenright asterisk plus comma "
-        "hyphen period slash zero one two three four five six seven eight nine colon semicolon less equal greater "
-        "question at bracketleft backslash bracketright underscore braceleft bar braceright endash emdash quoteleft "
-        "quoteright quotedblleft quotedblright quotedblbase guillemotleft guillemotright bullet ellipsis germandbls ae "
-        "AE oe OE oslash Oslash dotlessi lslash Lslash Euro section degree".split(),
-        " !\"#$%&'()*+,-./0123456789:;<=>?@[\\]_{|}–—‘’“”„«»•…ßæÆœŒøØıłŁ€§°",
-        strict=True,
-    ),
-    ff="ff",
-    fi="fi",
-    fl="fl",
-    ffi="ffi",
-    ffl="ffl",
+_NAMES_OF_SIGNS = (
+    "space exclam quotedbl numbersign dollar percent ampersand quotesingle parenleft parenright asterisk plus comma "
+    "hyphen period slash zero one two three four five six seven eight nine colon semicolon less equal greater question "
+    "at bracketleft backslash bracketright underscore braceleft bar braceright endash emdash quoteleft quoteright "
+    "quotedblleft quotedblright quotedblbase guillemotleft guillemotright bullet ellipsis germandbls ae AE oe OE "
+    "oslash Oslash dotlessi lslash Lslash Euro section degree"
 )
+_SIGNS = " !\"#$%&'()*+,-./0123456789:;<=>?@[\\]_{|}–—‘’“”„«»•…ßæÆœŒøØıłŁ€§°"
+_NAMES = {
+    **dict(zip(_NAMES_OF_SIGNS.split(), _SIGNS, strict=True)),
+    **{ligature: ligature for ligature in ("ff", "fi", "fl", "ffi", "ffl")},
+}
 _ACCENTS = {
     **{"grave": "\u0300", "acute": "\u0301", "circumflex": "\u0302", "tilde": "\u0303", "dieresis": "\u0308"},
     **{"ring": "\u030a", "caron": "\u030c", "cedilla": "\u0327", "ogonek": "\u0328", "breve": "\u0306"},
@@ -59,8 +55,8 @@ def name_glyphs(data: bytes) -> bytes | None:
         if len(data) > _MAX_BYTES or reader.is_encrypted:
             return None
         writer = PdfWriter(io.BytesIO(data), incremental=True)
-        numbers = range(1, int(reader.trailer["/Size"]))
-        if not sum(_add_table(writer, number) for number in numbers):
+        size: Any = reader.trailer["/Size"]
+        if not sum([_add_table(writer, number) for number in range(1, size)]):
             return None
         changed = io.BytesIO()
         writer.write(changed)
@@ -76,7 +72,7 @@ def _add_table(writer: PdfWriter, number: int) -> bool:
     from pypdf.generic import DecodedStreamObject, NameObject
 
     try:
-        font = writer.get_object(number)
+        font: Any = writer.get_object(number)
     except (ValueError, IndexError):  # a number that no object has
         return False
     encoding = _entry(font, "/Encoding") if _entry(font, "/Type") == "/Font" else None
@@ -119,8 +115,8 @@ def _find_letters(differences: Sequence[Any]) -> dict[int, str]:
 def decode_name(name: str) -> str:
     """Return the letters of a glyph's name by the rules of Adobe's glyph list; "" for an unknown name.
 
-    >>> decode_name("f_f_i"), decode_name("T_h.liga"), decode_name("uni00660069"), decode_name("eacute"), decode_name("a14")
-    ('ffi', 'Th', 'fi', 'é', '')
+    >>> decode_name("f_f_i"), decode_name("T_h.liga"), decode_name("uni00660069"), decode_name("eacute")
+    ('ffi', 'Th', 'fi', 'é')
     """
     letters = [_decode_component(each) for each in name.partition(".")[0].split("_")]
     return "".join(letters) if all(letters) else ""

@@ -82,6 +82,7 @@ class _Group:
     script: str = ""  # the mark of raised or lowered text
     element: Element | None = None  # of an equation
 
+
 class _CellDefinition(NamedTuple):
     """A cell of a row's definition: its left and right edge in twips, and its merge word or ""."""
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 64 << 20
 MAX_CELLS = 5_000_000  # with the empty ones between others; each takes 2 to 3 µs
 _TEXT_PARTS = ("xl/sharedstrings", "xl/worksheets/")
-_SHIFTED = re.compile(  # a run of a text that is raised or lowered
-    rb"""(vertAlign\s+val=["'](?:super|(sub))script["'](?:(?!<(?:\w+:)?r>).)*?<(?:\w+:)?t(?:\s[^<>]*)?>)([^<]*)""", re.DOTALL
+_RUN = rb"(?:(?!<(?:\w+:)?r>).)*?"  # the rest of a run
+_SHIFTED = re.compile(  # a run that is raised or lowered
+    rb"""(vertAlign\s+val=["'](?:super|(sub))script["']""" + _RUN + rb"<(?:\w+:)?t(?:\s[^<>]*)?>)([^<]*)", re.DOTALL
 )
 LARGE = "delete empty rows and columns that have a format, or save its sheets as CSV"
 

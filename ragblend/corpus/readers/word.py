@@ -41,10 +41,10 @@ from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
 # Fallback repeats Choice for older programs. rt is the reading above East Asian characters.
-_LEFT_OUT = frozenset(
-    {"del", "moveFrom", "Fallback", "rt", "pPr", "rPr", "tblPr", "trPr", "tcPr", "sdtPr", "sectPr", "oMathPara", "oMath"}
-)
 _EQUATIONS = frozenset({"oMathPara", "oMath"})  # read as a whole
+_LEFT_OUT = _EQUATIONS | {
+    *("del", "moveFrom", "Fallback", "rt", "pPr", "rPr", "tblPr", "trPr", "tcPr", "sdtPr", "sectPr"),
+}
 _CHARACTERS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 _FIRST_SURROGATE = 0xD800  # codes from this one upwards are symbols of a picture font (0xF000)
 

@@ -64,7 +64,7 @@ def strip_markup(markup: str) -> str:
 
 def _write_equations(markup: str) -> str:
     """Return `markup` with the text of each equation in place of its elements."""
-    pieces, offset = [], 0
+    pieces, offset = list[str](), 0
     begin: re.Match[str] | None = None
     for tag in _MATH.finditer(markup):
         if not tag["end"]:

@@ -18,10 +18,11 @@ from ragblend.corpus.readers.office_xml import attribute, child, walk
 
 _MAX_DEPTH = 100  # deeper parts are read without structure, because each level copies its text
 _TOKENS = frozenset({"mi", "mn", "mo", "mtext", "ms", "ci", "cn", "csymbol", "t"})
-_LEFT_OUT = frozenset(
+_LEFT_OUT_NAMES = (
     "annotation-xml mphantom del moveFrom rPr ctrlPr fPr radPr dPr naryPr accPr barPr mPr eqArrPr funcPr groupChrPr "
-    "limLowPr limUppPr phantPr sPrePr sSubPr sSubSupPr sSupPr boxPr borderBoxPr argPr oMathParaPr".split()
+    "limLowPr limUppPr phantPr sPrePr sSubPr sSubSupPr sSupPr boxPr borderBoxPr argPr oMathParaPr"
 )
+_LEFT_OUT = frozenset(_LEFT_OUT_NAMES.split())
 _INVISIBLE = {0x2061: "", 0x2062: "", 0x2063: ",", 0x2064: " ", 0xAD: "", 0x200B: ""}  # of functions, products, lists
 _STYLED = re.compile("[\U0001d400-\U0001d7ff]+")  # letters of the alphabets for formulas
 _DISPLAY_STYLE = re.compile(r"\{\\(?:display|text)style\s+(.*)\}", re.DOTALL)
@@ -120,7 +121,7 @@ def _are_divided(left: str, right: str) -> bool:
     if not last.isalnum():
         return False
     if first.isalpha() and last.isdigit():
-        return right[:2].isalpha() and len(right) > 1 or not left[0].isalnum()
+        return (len(right) > 1 and right[:2].isalpha()) or not left[0].isalnum()
     return not (first.isalpha() and last.isalpha() and len(left) == 1 and not right[1:2].isalpha())
 
 
@@ -222,7 +223,8 @@ def _property(element: Element, properties: str, name: str, default: str) -> str
 
 def _office_delimited(element: Element, parts: _Parts) -> str:
     left, mark, right = (
-        _property(element, "dPr", name, default) for name, default in (("begChr", "("), ("sepChr", "|"), ("endChr", ")"))
+        _property(element, "dPr", name, default)
+        for name, default in (("begChr", "("), ("sepChr", "|"), ("endChr", ")"))
     )
     return left + mark.join(part.text for part in parts) + right
 

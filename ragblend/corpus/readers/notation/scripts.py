@@ -25,24 +25,28 @@ _WORD = re.compile(r"[^\W\d_]+\Z")
 _SHOWN_RAISED = frozenset("®©™℠°ºª′″‴'\"’”.,;:…")  # they stand high, or are ordinary punctuation
 _TRADEMARKS = {"TM": "™", "(TM)": "™", "SM": "℠", "(SM)": "℠", "(R)": "®", "(C)": "©"}
 _ENGLISH_ORDINALS = frozenset({"st", "nd", "rd", "th"})
-_ORDINALS = frozenset(  # French, Spanish, Italian, Portuguese; after a number
+_ORDINAL_NAMES = (  # French, Spanish, Italian, Portuguese; after a number
     "e er ers es re res ère ères ere eres ème èmes eme emes ième ièmes ieme iemes nde ndes do ro to mo vo no os as ta "
-    "ma bis ter".split()
+    "ma bis ter"
 )
+_ORDINALS = frozenset(_ORDINAL_NAMES.split())
 _COUNTED = re.compile(r"\d[.)]?\Z|\b[IVXLCDM]+\Z")
-_ABBREVIATIONS = frozenset("Mme Mmes Mlle Mlles Mgr Mgrs Mrs Cie Vve Ste Stes Dre Dres Nos nos".split())
-_TITLES = frozenset("Mr Dr St Pr Me Mc Jr Sr".split())  # such an abbreviation stands before a name
+_ABBREVIATIONS = frozenset(
+    {"Mme", "Mmes", "Mlle", "Mlles", "Mgr", "Mgrs", "Mrs", "Cie", "Vve", "Ste", "Stes", "Dre", "Dres", "Nos", "nos"}
+)
+_TITLES = frozenset({"Mr", "Dr", "St", "Pr", "Me", "Mc", "Jr", "Sr"})  # an abbreviation if it stands before a name
 _NAME = re.compile(r"\.?\s?[^\W\d_a-z]")
 
 _FOOTNOTE = r"(?:\d{1,3}|[*∗†‡§¶#]{1,3}|[a-h])"
 _FOOTNOTES = re.compile(rf"\(?({_FOOTNOTE}(?:\s*[,;–-]\s*{_FOOTNOTE})*)\)?")
 _SENTENCE_END = re.compile(r"(?:[.,;:!?…%]|[^\W\d_]{2})[\"'”’»]\Z|[.,;:!?…%”»]\Z")
 _MIN_WORD = 3  # letters; shorter names before a raised number are variables, chemical symbols and units
-_RAISED_TO_POWERS = frozenset(  # longer ones
+_POWER_NAMES = (  # longer ones
     "sin cos tan cot sec csc log exp det max min lim sup inf arg ker dim sinh cosh tanh coth arcsin arccos arctan rank "
     "mol mmol kmol nmol rad bar psi cal kcal lbs mile miles meter meters metre metres inch inches foot feet yard yards "
-    "acre second seconds hour hours day days year years pixel pixels".split()
+    "acre second seconds hour hours day days year years pixel pixels"
 )
+_RAISED_TO_POWERS = frozenset(_POWER_NAMES.split())
 
 
 def write_scripts(text: str) -> str:
@@ -56,7 +60,9 @@ def write_scripts(text: str) -> str:
     """
     if not _MARK.search(text):
         return text
-    text = _FRACTION.sub(lambda found: f"{found[1]} {found[2]}/{found[3]}" if found[1] else f"{found[2]}/{found[3]}", text)
+    text = _FRACTION.sub(
+        lambda found: f"{found[1]} {found[2]}/{found[3]}" if found[1] else f"{found[2]}/{found[3]}", text
+    )
     open_parts: list[tuple[str, list[str]]] = [("", [])]  # (its mark, its texts) of the paragraph and each open part
     for mark, words, ahead in _tokens(text):
         if mark == END:
@@ -171,7 +177,7 @@ def attach(base: str, kind: str, script: str, after: str = "") -> str:
     """Return `base` with a raised or lowered `script`. `after`: the text that follows without a space.
 
     >>> attach("x", RAISED, "2"), attach("x", LOWERED, "i, j"), attach("log", LOWERED, "10", "2")
-    ('x^2', 'x_(i, j)', 'log_(10)2')
+    ('x^2', 'x_(i, j)', 'log_(10)')
     """
     last, following = script[-1:], after[:1]
     grows = following.isalnum() and (
