@@ -16,6 +16,7 @@ MAX_HEADING_LEVEL = 6
 _MAX_NESTED_TABLES = 32  # each level copies the text again
 _MAX_SPANNED_COLUMNS = 64
 _MIN_REPEATED, _MAX_REPEATED_RATIO = 10_000, 20  # characters per table; per character of the cells' own text
+_BORDER = " | "
 ALL_ROWS = 1 << 16
 """The number of rows of a cell that spans the following rows until one says otherwise."""
 
@@ -53,7 +54,7 @@ class RowPlacer:
 
     A cell that spans rows is repeated in each of them. A cell that spans columns leaves the further ones empty.
     `holds_covered`: True for formats that write a cell at every covered place, False for those that leave it out
-    (HTML). The repeated text is at most some multiple of the table's own.
+    (HTML). The repeated text is at most a multiple of the table's own.
     """
 
     def __init__(self, holds_covered: bool = True) -> None:
@@ -67,11 +68,10 @@ class RowPlacer:
         above, self._spans = self._spans, {}
         has_text = False
         for cell in cells:
-            if not self._holds_covered:
-                self._repeat(above, texts)
+            while not self._holds_covered and self._repeat(above, texts, len(texts)):
+                pass
             column = len(texts)
-            if cell.is_covered and column in above:
-                self._repeat(above, texts, most=1)
+            if cell.is_covered and self._repeat(above, texts, column):
                 continue
             text = " ".join(cell.paragraphs)
             has_text |= bool(text.strip())
@@ -82,24 +82,25 @@ class RowPlacer:
                 self._spans[column] = (text, cell.rows - 1, columns)
         if not self._holds_covered:
             for column in sorted(above):
-                texts += [""] * (column - len(texts))
-                self._repeat(above, texts)
+                self._repeat(above, texts, column)
         return texts if has_text else []
 
-    def _repeat(self, above: dict[int, tuple[str, int, int]], texts: list[str], most: int = 0) -> None:
-        """Append the cells from above that cover the next columns. most: their number; 0: no limit."""
-        num_repeated = 0
-        while (span := above.pop(column := len(texts), None)) is not None:
-            text, rows, columns = span
-            if rows > 1:
-                self._spans[column] = (text, rows - 1, columns)
-            if len(text) > self._num_left:
-                text = ""
-            self._num_left -= len(text)
-            texts += [text, *[""] * (columns - 1)]
-            num_repeated += 1
-            if num_repeated == most:
-                break
+    def _repeat(self, above: dict[int, tuple[str, int, int]], texts: list[str], column: int) -> bool:
+        """Append the cell from above that covers `column`. Return False if there is none."""
+        if column not in above:
+            return False
+        text, rows, columns = above.pop(column)
+        num_empty = column - len(texts)
+        num_chars = len(_BORDER) * (num_empty + columns)
+        if num_empty < 0 or num_chars > self._num_left:
+            return False
+        if num_chars + len(text) > self._num_left:
+            text = ""
+        self._num_left -= num_chars + len(text)
+        if rows > 1:
+            self._spans[column] = (text, rows - 1, columns)
+        texts += [*[""] * num_empty, text, *[""] * (columns - 1)]
+        return True
 
 
 class TextBlocks:
@@ -227,7 +228,7 @@ def table_row(cells: Sequence[str]) -> str:
     >>> table_row(["M8", "", "40\\nNm", ""])
     'M8 |  | 40 Nm'
     """
-    return " | ".join(map(collapse_whitespace, cells)).rstrip(" |")
+    return _BORDER.join(map(collapse_whitespace, cells)).rstrip(_BORDER)
 
 
 def table_lines(rows: Iterable[Iterable[TableCell]]) -> str:

@@ -23,7 +23,7 @@ _FORMATTING = "b|big|code|em|font|i|nobr|s|small|strike|strong|tt|u"
 _INLINE = f"{_FORMATTING}|a|abbr|acronym|bdi|bdo|cite|data|del|dfn|ins|kbd|label|mark|q|samp|span|time|var|wbr"
 _INLINE_NAMES = frozenset(_INLINE.split("|"))
 _INLINE_TAG = re.compile(rf"</?(?:{_INLINE}|{_INLINE.upper()})\s*>")  # a third of the time of IGNORECASE
-_TELLING = re.compile(r"""h(?:idden[\s"'=/>]|eaderlink)|katex-html|vertical-align:\s*su(?:b|per)""")
+_TELLING = re.compile(r"""h(?:idden[\s"'=/>]|eaderlink)|katex-html|MathJax|vertical-align:\s*su(?:b|per)""")
 _TAG_NAME = re.compile(r"<([a-zA-Z]+)\s[^<>]*\Z")
 _HEADER_LINK = re.compile(r"""<a\s[^<>]*headerlink[^<>]*>[^<]*</a>""")
 _XHTML = "http://www.w3.org/1999/xhtml"

@@ -207,7 +207,7 @@ def _visible_text(textpage: PdfTextPage) -> str:
         len(_INVISIBLE.sub("", text)) == len(_INVISIBLE.sub("", bounded))
     )
     if not is_whole:
-        return _HYPHEN_MARK.sub("\ufffe", bounded)
+        return _HYPHEN_MARK.sub("\ufffe", bounded) if "\ufffe" in text else bounded
     num_dropped = len(_DROPPED.findall(bounded)) - text.count("\ufffe")
     return _read_characters(textpage) if num_dropped > 0 else text
 

@@ -16,7 +16,7 @@ _MARK = re.compile(f"([{RAISED}{LOWERED}{END}])")
 _ISOTOPE = re.compile(rf"(?:{LOWERED}\d+{END})?[^\W\d_]{{1,2}}(?![^\W\d_])")
 _FRACTION = re.compile(rf"(\d?){RAISED}\s*(\d{{1,4}})\s*{END}\s*[/\u2044]\s*{LOWERED}\s*(\d{{1,4}})\s*{END}")
 _SIGNS = "-+\u2212\u2013\u00b1"
-_NUM_BEFORE, _NUM_AFTER = 200, 24  # characters that the decision considers
+_NUM_BEFORE, _NUM_PIECES, _NUM_AFTER = 200, 20, 24  # characters (and texts) around a part that its form depends on
 _MAX_SCRIPT = 40  # a longer text is small print and no index
 _MAX_NESTED = 20
 
@@ -71,7 +71,8 @@ def write_scripts(text: str) -> str:
                 _append(open_parts[-1][1], kind, "".join(texts), ahead)
         elif mark and len(open_parts) <= _MAX_NESTED:
             open_parts.append((mark, []))
-        open_parts[-1][1].append(words)
+        if words:
+            open_parts[-1][1].append(words)
     while len(open_parts) > 1:  # a part that its paragraph ends
         kind, texts = open_parts.pop()
         _append(open_parts[-1][1], kind, "".join(texts), "")
@@ -105,13 +106,11 @@ def _tokens(text: str) -> Iterator[tuple[str, str, str]]:
 
 def _append(texts: list[str], kind: str, script: str, after: str) -> None:
     """Append a raised or lowered `script` to the `texts` before it."""
-    tail, num_chars = [], 0
-    for piece in reversed(texts):
-        tail.append(piece[-_NUM_BEFORE:])
-        num_chars += len(tail[-1])
-        if num_chars >= _NUM_BEFORE:
+    before = ""
+    for piece in reversed(texts[-_NUM_PIECES:]):
+        before = piece[-_NUM_BEFORE:] + before
+        if len(before) >= _NUM_BEFORE:
             break
-    before = "".join(reversed(tail))
     words = script.strip()
     end = script[len(script.rstrip()) :]
     if not words:
