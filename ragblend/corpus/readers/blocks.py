@@ -63,7 +63,7 @@ class RowPlacer:
         self._num_left = _MIN_REPEATED  # characters that may still be repeated
 
     def place(self, cells: Iterable[TableCell]) -> list[str]:
-        """Return the texts of the next row's columns; [] for a row without text of its own."""
+        """Return the texts of the next row's columns; [] for a row that only repeats."""
         texts: list[str] = []
         above, self._spans = self._spans, {}
         has_text = False

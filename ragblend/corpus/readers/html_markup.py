@@ -23,7 +23,7 @@ _FORMATTING = "b|big|code|em|font|i|nobr|s|small|strike|strong|tt|u"
 _INLINE = f"{_FORMATTING}|a|abbr|acronym|bdi|bdo|cite|data|del|dfn|ins|kbd|label|mark|q|samp|span|time|var|wbr"
 _INLINE_NAMES = frozenset(_INLINE.split("|"))
 _INLINE_TAG = re.compile(rf"</?(?:{_INLINE}|{_INLINE.upper()})\s*>")  # a third of the time of IGNORECASE
-_TELLING = re.compile(r"""h(?:idden[\s"'=/>]|eaderlink)|katex-html|MathJax|vertical-align:\s*su(?:b|per)""")
+_MARKED_INLINE = re.compile(r"""h(?:idden[\s"'=/>]|eaderlink)|katex-html|MathJax|vertical-align:\s*su(?:b|per)""")
 _TAG_NAME = re.compile(r"<([a-zA-Z]+)\s[^<>]*\Z")
 _HEADER_LINK = re.compile(r"""<a\s[^<>]*headerlink[^<>]*>[^<]*</a>""")
 _XHTML = "http://www.w3.org/1999/xhtml"
@@ -80,7 +80,7 @@ def simplify_markup(page: str) -> str:
     if "<su" in page or "<SU" in page or "noteref" in page or "footnote-ref" in page:
         page = _NOTE_MARK.sub(_write_note_mark, page)
     # Inline elements affect the text only if some are hidden, raised or lowered.
-    keeps_inline = _has_telling_inline(page)
+    keeps_inline = _has_marked_inline(page)
 
     def rewrite(token: re.Match[str]) -> str:
         kind = token.lastgroup
@@ -104,9 +104,9 @@ def _write_note_mark(link: re.Match[str]) -> str:
     return f"{link['tags']}[{link['mark']}]" if is_raised_link or _IS_NOTE.search(tags) else link[0]
 
 
-def _has_telling_inline(page: str) -> bool:
+def _has_marked_inline(page: str) -> bool:
     """Return True if an inline element has an attribute that hides, raises or lowers it, or a word like one."""
-    for found in _TELLING.finditer(page):
+    for found in _MARKED_INLINE.finditer(page):
         start = page.rfind("<", max(0, found.start() - _MAX_ATTRIBUTES_CHARS), found.start())
         tag = _TAG_NAME.match(page[start : found.start() + 1]) if start >= 0 else None
         if tag and tag[1].lower() in _INLINE_NAMES:

@@ -180,7 +180,7 @@ class _ContentReader:
             self.blocks.end_table()
 
     def _read_object(self, element: Element) -> None:
-        """Read the equation that is a part of its own."""
+        """Read an equation in another part of the file."""
         part = f"{resolve_part('', attribute(element, 'href'))}/content.xml"
         if part in self._container:
             with suppress(UnreadableDocumentError):

@@ -49,7 +49,7 @@ def name_glyphs(data: bytes) -> bytes | None:
 
     log = logging.getLogger("pypdf")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # PDFium has read the file, whatever pypdf finds in it
+    log.setLevel(logging.CRITICAL)  # PDFium has read the file, which may be damaged
     try:
         reader = PdfReader(io.BytesIO(data))
         if len(data) > _MAX_BYTES or reader.is_encrypted:

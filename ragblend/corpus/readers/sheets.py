@@ -6,6 +6,7 @@ import datetime
 import io
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -71,20 +72,21 @@ def _mark_scripts(data: bytes) -> bytes:
     """Return a workbook with marks around raised and lowered text, of which calamine reads no formats."""
     if not data.startswith(ZIP_MAGIC):
         return data
-    with zipfile.ZipFile(io.BytesIO(data)) as workbook:
-        parts = {entry: workbook.read(entry) for entry in workbook.infolist()}
-    changed = {
-        entry: _SHIFTED.sub(_mark_run, part)
-        for entry, part in parts.items()
-        if entry.filename.lower().startswith(_TEXT_PARTS) and b"vertAlign" in part
-    }
-    if not changed:
-        return data
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as marked:
-        for entry, part in {**parts, **changed}.items():
-            marked.writestr(entry.filename, part)
-    return file.getvalue()
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as workbook:
+            names = [name for name in workbook.namelist() if name.lower().startswith(_TEXT_PARTS)]
+            marked = {
+                name: _SHIFTED.sub(_mark_run, part) for name in names if b"vertAlign" in (part := workbook.read(name))
+            }
+            if not marked:
+                return data
+            file = io.BytesIO()
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as changed:
+                for name in workbook.namelist():
+                    changed.writestr(name, marked.get(name) or workbook.read(name))
+        return file.getvalue()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError):
+        return data  # calamine names the damage
 
 
 def _mark_run(run: re.Match[bytes]) -> bytes:
