@@ -54,7 +54,7 @@ _Parts = Sequence[_Part]
 def read_equation(root: Element) -> str:
     """Return the equation at `root`, an element `math` or `oMath`, as text. Takes no recursion, at any depth."""
     open_parts: list[list[_Part]] = [[]]
-    num_deeper = 0  # open elements that have no list of their own
+    num_deeper = 0  # open elements that have no list
     for begins, element, name in walk(root, _LEFT_OUT):
         if begins:
             if len(open_parts) > _MAX_DEPTH:
