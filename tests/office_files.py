@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Sequence
 from urllib.parse import quote
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
@@ -80,23 +81,28 @@ def shape(*paragraphs: str, placeholder: str = "") -> str:
     return f"<p:sp>{kind}<p:txBody>{texts}</p:txBody></p:sp>"
 
 
-def make_odf(body: str, kind: str = "text") -> bytes:
-    """Return an OpenDocument file. kind: text, spreadsheet or presentation."""
+def make_odf(body: str, kind: str = "text", styles: str = "", parts: dict[str, str] | None = None) -> bytes:
+    """Return an OpenDocument file. kind: text, spreadsheet or presentation. styles: XML. parts: further ones."""
     names = " ".join(
         f'xmlns:{name}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"'
-        for name in ("office", "text", "table", "draw", "presentation")
+        for name in ("office", "text", "table", "draw", "presentation", "style")
     )
     inner = f"<office:body><office:{kind}>{body}</office:{kind}></office:body>"
-    content = f"<office:document-content {names}>{inner}</office:document-content>"
-    return make_zip({"mimetype": f"application/vnd.oasis.opendocument.{kind}", "content.xml": content})
+    styles = f"<office:automatic-styles>{styles}</office:automatic-styles>" if styles else ""
+    content = f"<office:document-content {names}>{styles}{inner}</office:document-content>"
+    mimetype = f"application/vnd.oasis.opendocument.{kind}"
+    return make_zip({"mimetype": mimetype, "content.xml": content, **(parts or {})})
 
 
-def make_xlsx(sheets: dict[str, str], styles: str = "", shared: list[str] | None = None) -> bytes:
-    """Return a workbook. sheets: {sheet name: XML of its rows}. shared: shared strings."""
+def make_xlsx(
+    sheets: dict[str, str], styles: str = "", shared: list[str] | None = None, merged: Sequence[str] = ()
+) -> bytes:
+    """Return a workbook. sheets: {sheet name: XML of its rows}. shared: shared strings. merged: ranges ("A1:A2")."""
     entries = "".join(
         f'<sheet name="{name}" sheetId="{number}" r:id="s{number}"/>' for number, name in enumerate(sheets, 1)
     )
     targets = {f"s{number}": f"worksheet worksheets/sheet{number}.xml" for number in range(1, len(sheets) + 1)}
+    merges = f"<mergeCells>{''.join(f'<mergeCell ref={each!r}/>' for each in merged)}</mergeCells>" if merged else ""
     strings = "".join(f"<si><t>{text}</t></si>" for text in shared or [])
     return make_zip(
         {
@@ -109,7 +115,7 @@ def make_xlsx(sheets: dict[str, str], styles: str = "", shared: list[str] | None
             "xl/sharedStrings.xml": f'<sst xmlns="{SHEETS}">{strings}</sst>',
             **{
                 f"xl/worksheets/sheet{number}.xml": f'<worksheet xmlns="{SHEETS}"><sheetData>{rows}'
-                "</sheetData></worksheet>"
+                f"</sheetData>{merges}</worksheet>"
                 for number, rows in enumerate(sheets.values(), 1)
             },
         }

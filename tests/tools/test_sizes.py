@@ -20,7 +20,7 @@ LONGER_FILES = {  # each entry needs a review
     "operations/maintenance.py": 490,
 }
 LARGER_FOLDERS = {
-    "corpus/readers": 33,  # one file per format
+    "corpus/readers": 34,  # one file per format
 }
 
 

@@ -14,6 +14,11 @@ from ragblend.errors import UnreadableDocumentError
 _LINE_BREAKS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
 MAX_HEADING_LEVEL = 6
 _MAX_NESTED_TABLES = 32  # each level copies the text again
+_MAX_SPANNED_COLUMNS = 64
+_MIN_REPEATED, _MAX_REPEATED_RATIO = 10_000, 20  # characters per table; per character of the cells' own text
+_BORDER = " | "
+ALL_ROWS = 1 << 16
+"""The number of rows of a cell that spans the following rows until one says otherwise."""
 
 
 @dataclass(slots=True)
@@ -27,18 +32,87 @@ class OpenParagraph:
     notes: list[str] = field(default_factory=list)
     prefix: str = ""
     is_hidden: bool = False  # True if the open run is hidden
+    script: str = ""  # the mark of the open run if it is raised or lowered
+
+
+@dataclass(slots=True)
+class TableCell:
+    """A cell of a table that is being read.
+
+    `columns`, `rows`: the numbers that it spans. `is_covered`: True for a cell in the file whose place belongs to the
+    cell above it, if that one spans rows.
+    """
+
+    paragraphs: list[str] = field(default_factory=list)
+    columns: int = 1
+    rows: int = 1
+    is_covered: bool = False
+
+
+class RowPlacer:
+    """Puts the cells of a table into columns, row by row.
+
+    A cell that spans rows is repeated in each of them. A cell that spans columns leaves the further ones empty.
+    `holds_covered`: True for formats that write a cell at every covered place, False for those that leave it out
+    (HTML). The repeated text is at most a multiple of the table's own.
+    """
+
+    def __init__(self, holds_covered: bool = True) -> None:
+        self._holds_covered = holds_covered
+        self._spans: dict[int, tuple[str, int, int]] = {}  # column: text, rows that are left, columns
+        self._num_left = _MIN_REPEATED  # characters that may still be repeated
+
+    def place(self, cells: Iterable[TableCell]) -> list[str]:
+        """Return the texts of the next row's columns; [] for a row that only repeats."""
+        texts: list[str] = []
+        above, self._spans = self._spans, {}
+        has_text = False
+        for cell in cells:
+            while not self._holds_covered and self._repeat(above, texts, len(texts)):
+                pass
+            column = len(texts)
+            if cell.is_covered and self._repeat(above, texts, column):
+                continue
+            text = " ".join(cell.paragraphs)
+            has_text |= bool(text.strip())
+            self._num_left += _MAX_REPEATED_RATIO * len(text)
+            columns = min(max(cell.columns, 1), _MAX_SPANNED_COLUMNS)
+            texts += [text, *[""] * (columns - 1)]
+            if cell.rows > 1:
+                self._spans[column] = (text, cell.rows - 1, columns)
+        if not self._holds_covered:
+            for column in sorted(above):
+                self._repeat(above, texts, column)
+        return texts if has_text else []
+
+    def _repeat(self, above: dict[int, tuple[str, int, int]], texts: list[str], column: int) -> bool:
+        """Append the cell from above that covers `column`. Return False if there is none."""
+        if column not in above:
+            return False
+        text, rows, columns = above.pop(column)
+        num_empty = column - len(texts)
+        num_chars = len(_BORDER) * (num_empty + columns)
+        if num_empty < 0 or num_chars > self._num_left:
+            return False
+        if num_chars + len(text) > self._num_left:
+            text = ""
+        self._num_left -= num_chars + len(text)
+        if rows > 1:
+            self._spans[column] = (text, rows - 1, columns)
+        texts += [*[""] * num_empty, text, *[""] * (columns - 1)]
+        return True
 
 
 class TextBlocks:
     """Collects a document's blocks and marks in reading order. Offsets of marks are offsets in the joined text.
 
-    `tables`: the open tables, outermost first. Each is a list of rows, a row a list of cells, and a cell a list of
-    paragraphs. The reader adds paragraphs of a table to `open_cell`.
+    `tables`: the open tables, outermost first. Each is a list of rows, and a row a list of cells. The reader adds
+    paragraphs of a table to `open_cell`.
     """
 
     def __init__(self) -> None:
         self.marks: list[Mark] = []
-        self.tables: list[list[list[list[str]]]] = []
+        self.tables: list[list[list[TableCell]]] = []
         self._blocks: list[str] = []
         self._num_chars = 0
         self._new_pages: list[str] = []
@@ -92,16 +166,16 @@ class TextBlocks:
         if self.tables:
             self.tables[-1].append([])
 
-    def begin_cell(self) -> None:
-        """Open a cell of the innermost table's last row, if there is one."""
+    def begin_cell(self, columns: int = 1, rows: int = 1, is_covered: bool = False) -> None:
+        """Open a cell of the innermost table's last row, if there is one. Arguments: see `TableCell`."""
         if self.tables and self.tables[-1]:
-            self.tables[-1][-1].append([])
+            self.tables[-1][-1].append(TableCell([], columns, rows, is_covered))
 
     @property
     def open_cell(self) -> list[str] | None:
         """The paragraphs of the innermost table's last cell; None if there is none."""
         rows = self.tables[-1] if self.tables else []
-        return rows[-1][-1] if rows and rows[-1] else None
+        return rows[-1][-1].paragraphs if rows and rows[-1] else None
 
     def end_table(self) -> None:
         """Close the innermost table. Add its blocks to the open cell of the table around it, or else to the text."""
@@ -154,23 +228,28 @@ def table_row(cells: Sequence[str]) -> str:
     >>> table_row(["M8", "", "40\\nNm", ""])
     'M8 |  | 40 Nm'
     """
-    return " | ".join(map(collapse_whitespace, cells)).rstrip(" |")
+    return _BORDER.join(map(collapse_whitespace, cells)).rstrip(_BORDER)
 
 
-def table_lines(rows: Sequence[Sequence[Sequence[str]]]) -> str:
-    """Return the lines of a table's rows, without empty rows. `rows[i][j]` is a list of a cell's paragraphs."""
-    lines = (table_row([" ".join(cell) for cell in row]) for row in rows)
+def table_lines(rows: Iterable[Iterable[TableCell]]) -> str:
+    """Return the lines of a table's rows, without empty rows.
+
+    >>> table_lines([[TableCell(["EU"], rows=2), TableCell(["A"])], [TableCell(is_covered=True), TableCell(["B"])]])
+    'EU | A\\nEU | B'
+    """
+    placer = RowPlacer()
+    lines = (table_row(placer.place(row)) for row in rows)
     return "\n".join(line for line in lines if line)
 
 
-def table_blocks(rows: Sequence[Sequence[Sequence[str]]]) -> list[str]:
+def table_blocks(rows: Sequence[Sequence[TableCell]]) -> list[str]:
     """Return the blocks of a table: one block with a line per row (see `table_lines`).
 
     A table with a single column is a frame around text. It gives one block per paragraph.
 
-    >>> table_blocks([[["M8"], ["40", "Nm"]], [["M10"], ["70 Nm"]]]), table_blocks([[["One", "Two"]]])
-    (['M8 | 40 Nm\\nM10 | 70 Nm'], ['One', 'Two'])
+    >>> table_blocks([[TableCell(["M8"]), TableCell(["40", "Nm"])]]), table_blocks([[TableCell(["One", "Two"])]])
+    (['M8 | 40 Nm'], ['One', 'Two'])
     """
     if all(len(row) <= 1 for row in rows):
-        return [paragraph for row in rows for cell in row for paragraph in cell]
+        return [paragraph for row in rows for cell in row for paragraph in cell.paragraphs]
     return [table_lines(rows)]

@@ -8,13 +8,25 @@ from collections.abc import Set
 from xml.etree.ElementTree import Element
 
 from ragblend.corpus.readers.blocks import table_row
-from ragblend.corpus.readers.office_xml import Relationship, attribute, child, local_name, outermost, parse_part
+from ragblend.corpus.readers.notation.equations import read_equation
+from ragblend.corpus.readers.notation.scripts import END, LOWERED, RAISED, write_scripts
+from ragblend.corpus.readers.office_xml import (
+    Relationship,
+    attribute,
+    child,
+    local_name,
+    outermost,
+    parse_number,
+    parse_part,
+    walk,
+)
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
 DRAWING_REFERENCES = frozenset({"chart", "relIds"})
 """Elements that refer to a chart or SmartArt."""
 
+_LEFT_OUT = frozenset({"Fallback", "oMathPara", "oMath"})
 _DATE_CODE = re.compile(r"yy|d[-/. ]m|m[-/. ]d", re.IGNORECASE)
 
 
@@ -34,13 +46,25 @@ def read_drawing(container: ZipContainer, relationships: dict[str, Relationship]
 
 
 def drawing_text(element: Element) -> str:
-    """Return the text inside an element of DrawingML, with its line breaks."""
-    texts = (
-        "\n" if local_name(below) == "br" else (below.text or "")
-        for below in element.iter()
-        if local_name(below) in ("t", "br")
-    )
-    return "".join(texts)
+    """Return the text inside an element of DrawingML, with its line breaks and equations."""
+    texts: list[str] = []
+    for begins, below, name in walk(element, _LEFT_OUT):
+        if name == "r" and (mark := _script(below)):
+            texts.append(mark if begins else END)
+        elif not name and local_name(below) != "Fallback":
+            texts.append(read_equation(below))
+        elif begins and name in ("t", "br"):
+            texts.append("\n" if name == "br" else below.text or "")
+    return write_scripts("".join(texts))
+
+
+def _script(run: Element) -> str:
+    """Return the mark of a raised or lowered run; "" for other runs. `baseline`: per mille of the font's size."""
+    properties = child(run, "rPr")
+    baseline = attribute(properties, "baseline") if properties is not None else ""
+    if not parse_number(baseline.removeprefix("-").removesuffix("%")):
+        return ""
+    return LOWERED if baseline.startswith("-") else RAISED
 
 
 def paragraph_lines(root: Element, left_out: Set[str] = frozenset()) -> str:

@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragblend.corpus.readers.blocks import TextBlocks, collapse_whitespace, fence_code, table_row
+from ragblend.corpus.readers.blocks import RowPlacer, TableCell, TextBlocks, collapse_whitespace, fence_code, table_row
 from ragblend.corpus.readers.encodings import unify_line_breaks
+from ragblend.corpus.readers.notation.scripts import END, LOWERED, RAISED, write_scripts
 from ragblend.corpus.readers.types import ParsedRecord
 
 _BLOCKS = frozenset(
@@ -27,7 +28,10 @@ _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 # A heading ends at these, because its end tag is missing.
 _END_HEADINGS = frozenset({"p", "ul", "ol", "dl", "table", "pre", "blockquote"})
 _LISTS = frozenset({"ul", "ol", "menu", "dir"})
-_STRUCTURED = frozenset({*_HEADINGS, *_LISTS, "li", "dt", "dd", "pre", "table", "tr", "td", "th"})
+_ROW_GROUPS = frozenset({"thead", "tbody", "tfoot"})
+_STRUCTURED = frozenset({*_HEADINGS, *_LISTS, *_ROW_GROUPS, "li", "dt", "dd", "pre", "table", "tr", "td", "th"})
+SCRIPTS = {"sup": RAISED, "sub": LOWERED}
+"""The marks of the elements that raise and lower text."""
 _MAX_CELL_CHARS = 2000  # a table with a longer cell only arranges the page
 _MAX_INDENTED = 8
 _BLANK_LINES = re.compile(r"\n{3,}")
@@ -41,6 +45,8 @@ class _Block(NamedTuple):
 
 @dataclass(slots=True)
 class _Cell:
+    columns: int = 1  # that it spans
+    rows: int = 1
     blocks: list[_Block] = field(default_factory=list)
     num_chars: int = 0
     holds_section: bool = False  # a heading, code or another table
@@ -49,6 +55,11 @@ class _Cell:
         self.blocks.append(block)
         self.num_chars += len(block.text)
         self.holds_section |= bool(block.heading) or block.text.startswith("```")
+
+    @property
+    def is_text(self) -> bool:
+        """True if the cell fits in a row's line."""
+        return not self.holds_section and self.num_chars <= _MAX_CELL_CHARS
 
     def extend(self, other: _Cell) -> None:
         self.blocks.extend(other.blocks)
@@ -72,6 +83,7 @@ class PageWriter:
         self._lists: list[int] = []  # the group of each open list
         self._term_group = 0
         self._tables: list[int] = []  # the group of each open table
+        self._placers: list[RowPlacer] = []  # of each open table, for the rows of its open group of rows
         self._rows: list[list[_Cell]] = []  # the cells of each open row
         self._cells: list[_Cell] = []  # each open cell
 
@@ -80,8 +92,8 @@ class PageWriter:
         if self._pieces or self._num_pre or not text.isspace():  # skips white space between two blocks
             self._pieces.append(text)
 
-    def open(self, tag: str) -> None:
-        """Begin an element."""
+    def open(self, tag: str, columns: int = 1, rows: int = 1) -> None:
+        """Begin an element. `columns`, `rows`: the numbers that a table's cell spans."""
         if tag in _BLOCKS:
             if self._num_pre:
                 self._num_pre += tag == "pre"
@@ -89,15 +101,19 @@ class PageWriter:
                 return
             self._end_block(tag in _END_HEADINGS)
             if tag in _STRUCTURED:
-                self._begin(tag)
+                self._begin(tag, columns, rows)
         elif tag == "br":
             self._break_line()
+        elif tag in SCRIPTS:
+            self._pieces.append(SCRIPTS[tag])
         elif "-" in tag:  # a custom element, which usually is a block
             self._pieces.append(" ")
 
     def close(self, tag: str) -> None:
         """End the element that was begun last."""
         if tag not in _BLOCKS:
+            if tag in SCRIPTS:
+                self._pieces.append(END)
             return
         if self._num_pre:
             self._num_pre -= tag == "pre"
@@ -116,7 +132,7 @@ class PageWriter:
         self._end_group()
         return self._output.build({"title": title})
 
-    def _begin(self, tag: str) -> None:
+    def _begin(self, tag: str, columns: int, rows: int) -> None:
         if tag in _HEADINGS:
             self._heading = _HEADINGS[tag]
         elif tag in _LISTS:
@@ -132,11 +148,14 @@ class PageWriter:
             self._num_pre = 1
         elif tag == "table":
             self._tables.append(self._new_group())
+            self._placers.append(RowPlacer(holds_covered=False))
             self._prefix, self._group, self._heading = "", 0, 0
+        elif tag in _ROW_GROUPS and self._placers:
+            self._placers[-1] = RowPlacer(holds_covered=False)
         elif tag == "tr" and self._tables:
             self._rows.append([])
         elif tag in {"td", "th"} and len(self._rows) > len(self._cells):
-            self._cells.append(_Cell())
+            self._cells.append(_Cell(columns, rows))
 
     def _end(self, tag: str) -> None:
         if tag in {"li", "dd", "dt"}:
@@ -153,6 +172,7 @@ class PageWriter:
             self._lists.pop()
         elif tag == "table":
             self._tables.pop()
+            self._placers.pop()
 
     def _new_group(self) -> int:
         self._num_groups += 1
@@ -195,7 +215,7 @@ class PageWriter:
         self._prefix, self._group = "", 0
 
     def _write_code(self) -> None:
-        text = unify_line_breaks("".join(self._pieces)).strip("\n").rstrip()
+        text = write_scripts(unify_line_breaks("".join(self._pieces))).strip("\n").rstrip()
         self._pieces.clear()
         if not text:
             return
@@ -207,10 +227,13 @@ class PageWriter:
     def _write_row(self, cells: list[_Cell]) -> None:
         """Write a row as a line, or its cells below each other if the table only arranges the page."""
         filled = [cell for cell in cells if cell.blocks]
-        is_line = all(not cell.holds_section and cell.num_chars <= _MAX_CELL_CHARS for cell in filled)
-        if is_line and len(cells) > 1 and filled:
-            line = table_row([" ".join(block.text.strip() for block in cell.blocks) for cell in cells])
-            self._emit(_Block(line, self._tables[-1]))
+        texts = self._placers[-1].place(
+            TableCell([block.text.strip() for block in cell.blocks if cell.is_text], cell.columns, cell.rows)
+            for cell in cells
+        )
+        has_columns = len(cells) > 1 or sum(map(bool, texts)) > 1
+        if all(cell.is_text for cell in filled) and has_columns and filled:
+            self._emit(_Block(table_row(texts), self._tables[-1]))
             if self._cells:
                 self._cells[-1].holds_section = True
             return
@@ -247,4 +270,4 @@ class PageWriter:
 
 def _join_words(pieces: list[str]) -> str:
     """Return the pieces as one line, without soft hyphens."""
-    return collapse_whitespace("".join(pieces).replace("\u00ad", ""))
+    return write_scripts(collapse_whitespace("".join(pieces).replace("\u00ad", "")))

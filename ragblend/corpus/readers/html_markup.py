@@ -20,15 +20,27 @@ _VOID = frozenset(
 # The parser reopens unclosed ones in every later block: 200 of them and 5,000 paragraphs of one letter (42 KB) give
 # a million elements.
 _FORMATTING = "b|big|code|em|font|i|nobr|s|small|strike|strong|tt|u"
-_INLINE = f"{_FORMATTING}|a|abbr|acronym|bdi|bdo|cite|data|del|dfn|ins|kbd|label|mark|q|samp|span|sub|sup|time|var|wbr"
+_INLINE = f"{_FORMATTING}|a|abbr|acronym|bdi|bdo|cite|data|del|dfn|ins|kbd|label|mark|q|samp|span|time|var|wbr"
 _INLINE_NAMES = frozenset(_INLINE.split("|"))
 _INLINE_TAG = re.compile(rf"</?(?:{_INLINE}|{_INLINE.upper()})\s*>")  # a third of the time of IGNORECASE
-_HIDDEN = re.compile(r"""h(?:idden[\s"'=/>]|eaderlink)""")
+_MARKED_INLINE = re.compile(r"""h(?:idden[\s"'=/>]|eaderlink)|katex-html|MathJax|vertical-align:\s*su(?:b|per)""")
 _TAG_NAME = re.compile(r"<([a-zA-Z]+)\s[^<>]*\Z")
 _HEADER_LINK = re.compile(r"""<a\s[^<>]*headerlink[^<>]*>[^<]*</a>""")
 _XHTML = "http://www.w3.org/1999/xhtml"
 _MAX_ATTRIBUTES_CHARS = 2000  # the parser compares each attribute of a tag with all others
 _ALT = re.compile(r"""(?<![\w-])alt\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""", re.IGNORECASE)
+
+TEX_SCRIPT = "math/tex"
+"""In the type of a script that holds an equation for MathJax."""
+_CDATA_MARKS = re.compile(r"%\s*<!\[CDATA\[|%\]\]>")
+_EQUATION_PICTURE = "mwe-math-fallback"  # MediaWiki shows it in place of the equation before it
+_WITH_ATTRIBUTES = frozenset({"td", "th", "math", "annotation", "mfrac", "mfenced"})
+_NOTE_MARK = re.compile(
+    r"(?P<tags><(?:sup|a)(?=[\s>])[^<>]*+>\s*+(?:<(?:sup|a|span)(?=[\s>])[^<>]*+>\s*+)?+)(?P<mark>[^\s<>\[\]]{1,8})"
+    r"(?=\s*+</(?:sup|a|span)\b)",
+    re.IGNORECASE,
+)
+_IS_NOTE = re.compile(r"footnote-?ref|noteref|<sup\s[^<>]*(?:foot|end)note")
 
 _ATTRIBUTES = r"""(?:
     [^>"']*+(?:(?<==)"[^"]*+"[^>"']*+)*+(?=>)                              # the usual ones, for speed
@@ -65,8 +77,10 @@ def simplify_markup(page: str) -> str:
     is_xhtml = page.lstrip("\ufeff \t\r\n").startswith("<?xml") or _XHTML in page[:1000]
     if "headerlink" in page:
         page = _HEADER_LINK.sub("", page)
-    # Inline elements affect the text only if some are hidden.
-    keeps_inline = _has_hidden_inline(page)
+    if "<su" in page or "<SU" in page or "noteref" in page or "footnote-ref" in page:
+        page = _NOTE_MARK.sub(_write_note_mark, page)
+    # Inline elements affect the text only if some are hidden, raised or lowered.
+    keeps_inline = _has_marked_inline(page)
 
     def rewrite(token: re.Match[str]) -> str:
         kind = token.lastgroup
@@ -75,16 +89,24 @@ def simplify_markup(page: str) -> str:
         if kind == "formatting":
             return f"<{token['end']}span"
         if kind == "inside":
-            return _rewrite_raw(token["raw"].lower(), token["inside"])
+            tag = token[0][: token.start("inside") - token.start()]
+            return _rewrite_raw(token["raw"].lower(), tag, token["inside"])
         return html.escape(token["cdata"]) if kind == "cdata" else ""
 
     markup = (_XML if is_xhtml else _HTML).sub(rewrite, page)
     return _limit_depth(markup if keeps_inline else _INLINE_TAG.sub("", markup))
 
 
-def _has_hidden_inline(page: str) -> bool:
-    """Return True if an inline element has an attribute that hides it, or a word like one."""
-    for found in _HIDDEN.finditer(page):
+def _write_note_mark(link: re.Match[str]) -> str:
+    """Return a raised link to a place in a page, or an element that is called a footnote's mark, with brackets."""
+    tags = link["tags"].lower()
+    is_raised_link = "<sup" in tags and "#" in tags
+    return f"{link['tags']}[{link['mark']}]" if is_raised_link or _IS_NOTE.search(tags) else link[0]
+
+
+def _has_marked_inline(page: str) -> bool:
+    """Return True if an inline element has an attribute that hides, raises or lowers it, or a word like one."""
+    for found in _MARKED_INLINE.finditer(page):
         start = page.rfind("<", max(0, found.start() - _MAX_ATTRIBUTES_CHARS), found.start())
         tag = _TAG_NAME.match(page[start : found.start() + 1]) if start >= 0 else None
         if tag and tag[1].lower() in _INLINE_NAMES:
@@ -94,32 +116,41 @@ def _has_hidden_inline(page: str) -> bool:
 
 def _rewrite_tag(name: str, attributes: str, is_xhtml: bool, keeps_inline: bool) -> str:
     if name == "img":
-        alt = _ALT.search(attributes)
+        alt = None if _EQUATION_PICTURE in attributes else _ALT.search(attributes)
         return f"<img alt={alt[1].replace('<', '&lt;')}>" if alt else ""
     if name in _INLINE_NAMES:
         if not keeps_inline:
             return ""
         name = "span" if name != "a" else name
-    is_closed = is_xhtml and attributes.endswith("/") and name not in _VOID
-    if len(attributes) > _MAX_ATTRIBUTES_CHARS or not _is_wanted(attributes):
-        attributes = ""
+    ends = attributes.endswith("/") and name not in _VOID
+    is_closed = is_xhtml and ends
+    if len(attributes) > _MAX_ATTRIBUTES_CHARS or not _is_wanted(name, attributes):
+        attributes = "/" if ends and not is_closed else ""  # it ends an element of an equation or a drawing
     elif is_closed:
         attributes = attributes[:-1]
     return f"<{name}{attributes}></{name}>" if is_closed else f"<{name}{attributes}>"
 
 
-def _is_wanted(attributes: str) -> bool:
+def _is_wanted(name: str, attributes: str) -> bool:
     """Return True for attributes that html.py evaluates. Written out for speed, because it is called at every tag."""
+    if name in _WITH_ATTRIBUTES:
+        return True
     return (
         "hidden" in attributes
+        or "vertical-align" in attributes
+        or "katex-" in attributes
+        or "MathJax" in attributes
         or "navigation" in attributes
         or "headerlink" in attributes
         or "title-block-header" in attributes
     )
 
 
-def _rewrite_raw(name: str, inside: str) -> str:
-    """Return the replacement of an element whose content is not markup."""
+def _rewrite_raw(name: str, tag: str, inside: str) -> str:
+    """Return the replacement of an element whose content is not markup. `tag`: with its attributes."""
+    if name == "script" and TEX_SCRIPT in tag:
+        tex = html.escape(_CDATA_MARKS.sub("", inside))
+        return f"<div>{tex}</div>" if "display" in tag else tex
     if name in {"title", "textarea"}:
         return f"<{name}>{inside.replace('<', '&lt;')}</{name}>"
     return f"<pre>{html.escape(inside)}</pre>" if name == "xmp" else ""
@@ -130,7 +161,7 @@ def _rewrite_raw(name: str, inside: str) -> str:
 # At most tags the parser searches all open elements: 50,000 nested <div> take ten seconds.
 _MAX_DEPTH = 1000
 _TAGS_AT_A_TIME = 2000
-_TAG_BEGINNING = re.compile(r"</?[a-zA-Z][^\s/>]*")
+_TAG_BEGINNING = re.compile(r"</?[a-zA-Z][^\s/>]*(?:/(?=>))?")  # with the slash that ends an element of a drawing
 _STRUCTURE = re.compile(r"</?(?!(?:p|h[1-6]|br|hr|img|title|textarea|html|head|body)[\s/>])[a-zA-Z][^\s/>]*")
 
 

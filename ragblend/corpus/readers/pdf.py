@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ragblend.corpus.readers.blocks import collapse_whitespace
 from ragblend.corpus.readers.pdf_text import (
     compose_accents,
+    find_odd,
     is_garbage,
     join_hyphens,
+    mark_lost,
     normalize_characters,
     remove_controls,
 )
@@ -26,11 +29,13 @@ if TYPE_CHECKING:
 
 _PICTURE = "a picture and no text"
 _GARBAGE = "garbled text"
+_LOST = "that the fonts do not name (read as \ufffd)"
 _DAMAGE = "contents that cannot be read"
 _FIXES = {
     # Without an option, ocrmypdf rejects a file that has text on some page.
     _PICTURE: "run OCR on the file, for example: ocrmypdf --skip-text FILE NEW",
     _GARBAGE: "run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW",
+    _LOST: "if words lack letters, run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW",
     _DAMAGE: "repair the file, for example: qpdf FILE NEW",
 }
 _NO_TEXT = "; if a viewer shows some, run OCR on the file, for example: ocrmypdf --force-ocr FILE NEW"
@@ -56,16 +61,25 @@ def read_pdf(data: bytes) -> ParsedRecords:
     Pages without readable text are left out and named in the record's notes. Raises UnreadableDocumentError for files
     with a password, damaged files and files without any text.
     """
+    from ragblend.corpus.readers.pdf_glyphs import name_glyphs
     from ragblend.corpus.readers.pdfium import read_contents
 
     contents = read_contents(data)
-    texts, problems = list[str](), dict[str, list[int]]()
+    if any(find_odd(normalize_characters(page.text)) for page in contents.pages) and (named := name_glyphs(data)):
+        with suppress(UnreadableDocumentError):
+            contents = read_contents(named)
+    texts, problems, lost = list[str](), dict[str, list[int]](), dict[int, int]()
     for number, page in enumerate(contents.pages, 1):
-        text, problem = _page_text(page)
+        text, problem, num_lost = _page_text(page)
         texts.append(text)
         if problem:
             problems.setdefault(problem, []).append(number)
+        if num_lost:
+            lost[number] = num_lost
     notes = [f"{_name_pages(pages)} {problem}; {_FIXES[problem]}" for problem, pages in problems.items()]
+    if lost:
+        characters = "1 character" if sum(lost.values()) == 1 else f"{sum(lost.values())} characters"
+        notes.append(f"{_name_pages(list(lost))} {characters} {_LOST}; {_FIXES[_LOST]}")
     if contents.is_xfa:
         notes.append(_XFA)
     if not any(texts):
@@ -79,12 +93,13 @@ def read_pdf(data: bytes) -> ParsedRecords:
     yield ParsedRecord("", text, metadata, marks, tuple(notes))
 
 
-def _page_text(page: PdfPageContents) -> tuple[str, str]:
-    """Return the page's text with its fields and notes, and the page's problem or ""."""
+def _page_text(page: PdfPageContents) -> tuple[str, str, int]:
+    """Return the page's text with its fields and notes, the page's problem or "", and the number of lost characters."""
     if page.is_damaged:
-        return "", _DAMAGE
+        return "", _DAMAGE, 0
     raw = normalize_characters(page.text)
-    text = remove_controls(raw)
+    text, num_lost = mark_lost(raw)
+    text = remove_controls(text)
     is_unreadable = is_garbage(raw) or bool(raw.strip() and not text)
     problem = _GARBAGE if is_unreadable else _PICTURE if page.has_picture else ""
     text = "" if problem else text
@@ -92,7 +107,7 @@ def _page_text(page: PdfPageContents) -> tuple[str, str]:
     lines = [f"{name}: {value}" if name else value for name, value in fields]
     notes = [note for note in map(_clean, page.notes) if note not in text]  # a highlight may quote the page
     blocks = [text, *("\n".join(dict.fromkeys(block)) for block in (lines, notes))]
-    return "\n\n".join(filter(None, blocks)), problem
+    return "\n\n".join(filter(None, blocks)), problem, 0 if problem else num_lost
 
 
 def _clean(text: str) -> str:

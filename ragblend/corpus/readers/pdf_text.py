@@ -20,8 +20,6 @@ _GLYPH_NAMES = re.compile(r"/[gG]\d{1,5}\b|\(cid:\d{1,6}\)")
 _CONTROLS = frozenset(map(chr, [*range(32), *range(0x7F, 0xA0)])) - {"\t", "\n"} | set("\u200b\u2060\ufeff\ufffe\uffff")
 _MANY_LINE_BREAKS = re.compile(r"\n{3,}")
 
-# PDFium removes the line break after a hyphen: U+FFFE in a page's text, U+0002 in the text of a rectangle.
-_HYPHEN_MARK = re.compile("(?<=\\w)\x02(?=\\w)")
 # A look-behind for the word before: a group would be tried from each of its letters.
 _HYPHEN = re.compile(r"(?<=[^\W\d_])[-\u2010\xad]\n(?=[^\W\d_])")
 _WORD = re.compile(r"[^\W\d_]++")
@@ -56,12 +54,33 @@ _VOWELS = "aeiouyAEIOUYıȷ"
 
 def normalize_characters(text: str) -> str:
     """Return a page's text with "\\n" line breaks. Ligatures and known private-use characters become ordinary ones."""
-    text = text.replace("\r\n", "\n").replace("\ufffe", "\xad\n")
-    if "\x02" in text:
-        text = _HYPHEN_MARK.sub("\xad\n", text)
+    text = text.replace("\r\n", "\n").replace("\ufffe", "\xad\n")  # PDFium's mark of a hyphen at a line's end
     for char in _CHARACTERS.keys() & set(text):
         text = text.replace(char, _CHARACTERS[char])
     return text
+
+
+def find_odd(text: str) -> set[str]:
+    """Return the characters of a normalized text that are no letters: control, private and unassigned ones, U+FFFD."""
+    return {char for char in set(text) if char == "\ufffd" or unicodedata.category(char) in _ODD} - set("\n\t")
+
+
+def mark_lost(text: str) -> tuple[str, int]:
+    """Return a page's text without odd characters (see `find_odd`), and their number.
+
+    The font does not say which letters they are. U+FFFD replaces those beside a letter or digit, so that no word
+    looks whole that is not.
+
+    >>> mark_lost("The Federal O\\x03ce \\x01"), mark_lost("1st")
+    (('The Federal O\ufffdce ', 2), ('1st', 0))
+    """
+    odd = "".join(find_odd(text))
+    if not odd:
+        return text, 0
+    num_lost = sum(map(text.count, odd))
+    odd = re.escape(odd)
+    text = re.sub(rf"(?<=\w)[{odd}]|[{odd}](?=\w)", "\ufffd", text)
+    return re.sub(f"(?!\ufffd)[{odd}]", "", text), num_lost
 
 
 def is_garbage(text: str) -> bool:
@@ -74,8 +93,7 @@ def is_garbage(text: str) -> bool:
     (False, True, True)
     """
     num_visible = len(text) - sum(map(text.count, " \n\t"))
-    odd = {char for char in set(text) if char == "\ufffd" or unicodedata.category(char) in _ODD} - set("\n\t")
-    if odd:
+    if odd := find_odd(text):
         num_lone = sum(char in odd for char in _LONE.findall(text))
         if sum(map(text.count, odd)) - num_lone > max(_MAX_FEW_ODD, _MAX_ODD_SHARE * num_visible):
             return True

@@ -1,4 +1,5 @@
-"""Reads a PDF's contents with PDFium: text of pages, form fields, notes, bookmarks, labels and title, unprocessed.
+"""Reads a PDF's contents with PDFium: text of pages, form fields, notes, bookmarks, labels and title, unprocessed but
+for raised and lowered digits.
 
 `read_contents` is the entry point. PDFium is not thread-safe, so one lock serves the process.
 """
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import pypdfium2.raw as raw
 from pypdfium2 import PdfBookmark, PdfDocument, PdfiumError, PdfPage, PdfTextPage
 
+from ragblend.corpus.readers.notation.scripts import END, LOWERED, RAISED, write_scripts
 from ragblend.errors import UnreadableDocumentError
 
 _LOCK = Lock()
@@ -33,6 +35,15 @@ _DICTIONARY_BYTES = 400  # before a stream
 _MIN_INFLATED, _MAX_RATIO = 16 << 20, 100  # pages of text are compressed to a quarter
 _MAX_FILTERS = 8
 _PIECE = 1 << 16
+# PDFium removes the line break after a hyphen: U+FFFE in a page's text, U+0002 in the text of a rectangle. It drops
+# these codes from a page's text, although glyphs without a letter may have them.
+_HYPHEN = 2
+_DROPPED = re.compile("[\x02\x03\x93-\x96\x98]")
+_HYPHEN_MARK = re.compile("(?<=\\w)\x02(?=\\w)")
+_NUMBER = re.compile(r"[-+\u2212\u2013]?\d[\d,]*")  # what may be raised beside other text
+_SMALLER = 0.87  # of the height of the character beside it
+_MIN_SHIFT = 0.06  # of that height, between the two baselines
+_MAX_GAP = 0.3  # of that height, between the two characters
 _INVISIBLE = re.compile("[\\s\x00-\x1f\ufffe]+")
 
 _FIELD_TYPES = {raw.FPDF_FORMFIELD_TEXTFIELD, raw.FPDF_FORMFIELD_COMBOBOX, raw.FPDF_FORMFIELD_LISTBOX}
@@ -176,7 +187,7 @@ def _read_page(document: PdfDocument, at: int, form: Any) -> PdfPageContents:
     try:
         with closing(document[at]) as page:
             with closing(page.get_textpage()) as textpage:
-                text = _visible_text(textpage)
+                text = _write_scripts(textpage, _visible_text(textpage))
             if form:
                 raw.FORM_OnAfterLoadPage(page, form)  # loads the state of check boxes
             fields, notes = _read_annotations(page, form)
@@ -195,7 +206,82 @@ def _visible_text(textpage: PdfTextPage) -> str:
     is_whole = len("".join(text.split())) == len("".join(bounded.split())) or (
         len(_INVISIBLE.sub("", text)) == len(_INVISIBLE.sub("", bounded))
     )
-    return text if is_whole else bounded
+    if not is_whole:
+        return _HYPHEN_MARK.sub("\ufffe", bounded) if "\ufffe" in text else bounded
+    num_dropped = len(_DROPPED.findall(bounded)) - text.count("\ufffe")
+    return _read_characters(textpage) if num_dropped > 0 else text
+
+
+def _read_characters(textpage: PdfTextPage) -> str:
+    """Return the text with the characters that PDFium drops from it."""
+    codes = [raw.FPDFText_GetUnicode(textpage, at) for at in range(textpage.count_chars())]
+    chars = (
+        "\ufffe" if code == _HYPHEN and raw.FPDFText_IsHyphen(textpage, at) else chr(code)
+        for at, code in enumerate(codes)
+    )
+    return "".join(chars).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _write_scripts(textpage: PdfTextPage, text: str) -> str:
+    """Return a page's text with its raised and lowered digits as `write_scripts` writes them.
+
+    Other characters are left as they are: letters do not change a number.
+    """
+    if textpage.count_chars() != len(text):
+        return text  # the places of its characters are not known
+    pieces, offset = list[str](), 0
+    for number in _NUMBER.finditer(text):
+        (at, end), start = number.span(), number.start()
+        base_at = _find_base(textpage, text, at, end)
+        base = _measure(textpage, base_at)
+        while at < end:
+            mark, first = _script(base, _measure(textpage, at)), at
+            while at < end and (at == first or _script(base, _measure(textpage, at)) == mark):
+                at += 1
+            if mark:
+                is_next_line = first == start and base_at < start - 1
+                pieces += (text[offset : base_at + 1 if is_next_line else first], mark, text[first:at], END)
+                offset = at
+    return write_scripts("".join([*pieces, text[offset:]])) if pieces else text
+
+
+class _Place(NamedTuple):
+    """The place of a character on its page."""
+
+    left: float
+    right: float
+    height: float
+    baseline: float
+
+
+def _measure(textpage: PdfTextPage, at: int) -> _Place:
+    box, x, y = raw.FS_RECTF(), ctypes.c_double(), ctypes.c_double()
+    raw.FPDFText_GetLooseCharBox(textpage, at, box)
+    raw.FPDFText_GetCharOrigin(textpage, at, x, y)
+    return _Place(box.left, box.right, box.top - box.bottom, y.value)
+
+
+def _find_base(textpage: PdfTextPage, text: str, start: int, end: int) -> int:
+    """Return the number of the character that a number belongs to if it is raised or lowered.
+
+    That is the character before it, also at the end of the line before: PDFium begins a line where the baseline
+    changes much. At the beginning of a word, it is the character after the number, or else its first digit.
+    """
+    if start and not text[start - 1].isspace():
+        return start - 1
+    if start > 2 and text[start - 2 : start] == "\r\n":
+        base, first = _measure(textpage, start - 3), _measure(textpage, start)
+        if abs(first.left - base.right) < _MAX_GAP * base.height and _script(base, first):
+            return start - 3
+    return end if end < len(text) and not text[end].isspace() else start
+
+
+def _script(base: _Place, place: _Place) -> str:
+    """Return the mark of a character that is raised or lowered beside another one; "" for other characters."""
+    shift = place.baseline - base.baseline
+    if place.height > _SMALLER * base.height or not _MIN_SHIFT * base.height < abs(shift) < base.height:
+        return ""
+    return RAISED if shift > 0 else LOWERED
 
 
 def _has_picture(page: PdfPage) -> bool:

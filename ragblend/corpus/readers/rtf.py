@@ -1,4 +1,4 @@
-"""RTF files: text in reading order with headings, tables, footnotes and list labels.
+"""RTF files: text in reading order with headings, tables, footnotes, equations and list labels.
 
 Left out: hidden and deleted text, headers and footers, comments, field codes, picture data. Read `_RtfReader.read`
 first. Control words are those of Microsoft's RTF specification 1.9.1.
@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import codecs
 import re
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+from xml.etree.ElementTree import Element, SubElement
 
-from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks, collapse_whitespace, table_blocks
+from ragblend.corpus.readers.blocks import (
+    ALL_ROWS,
+    OpenParagraph,
+    TableCell,
+    TextBlocks,
+    collapse_whitespace,
+    table_blocks,
+)
 from ragblend.corpus.readers.encodings import SAMPLE_CHARS, check_is_text
+from ragblend.corpus.readers.notation.equations import read_equation
+from ragblend.corpus.readers.notation.scripts import END, LOWERED, RAISED, write_scripts
 from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.errors import UnreadableDocumentError
 
@@ -33,6 +46,11 @@ _CHARACTERS = {
     "bullet": "\u2022", "lquote": "\u2018", "rquote": "\u2019", "ldblquote": "\u201c", "rdblquote": "\u201d",
     "~": " ", "_": "-", "{": "{", "}": "}", "\\": "\\",
 }  # fmt: skip
+_SCRIPTS = {"super": RAISED, "sub": LOWERED, "up": RAISED, "dn": LOWERED, "nosupersub": "", "plain": ""}
+_MIN_RAISED = 6  # half points of \\up and \\dn; less only levels out a line
+_EQUATION_VALUES = frozenset({"chr", "begChr", "endChr", "sepChr", "type", "pos"})  # their text is a property
+_VERTICAL_MERGES = frozenset({"clvmgf", "clvmrg"})  # the first cell, and one that continues it
+_SAME_EDGE = 120  # twips (2 mm)
 _PARAGRAPH_ENDS = frozenset({"par", "sect", "page", "\n", "\r"})
 _CHARSETS = {
     77: "mac_roman", 128: "cp932", 129: "cp949", 130: "johab", 134: "gbk", 136: "cp950", 161: "cp1253", 162: "cp1254",
@@ -57,10 +75,27 @@ def read_rtf(data: bytes) -> ParsedRecords:
 class _Group:
     """Properties that a group inherits from the group around it; they end with it."""
 
-    destination: str = "body"  # "body", "note", "title", "fonts"; "" for text that is left out
+    destination: str = "body"  # "body", "note", "title", "fonts", "equation"; "" for text that is left out
     font: str = ""
     is_hidden: bool = False
     num_fallback_chars: int = 1  # characters after a \\u to skip: they are for programs without Unicode
+    script: str = ""  # the mark of raised or lowered text
+    element: Element | None = None  # of an equation
+
+
+class _CellDefinition(NamedTuple):
+    """A cell of a row's definition: its left and right edge in twips, and its merge word or ""."""
+
+    left: int
+    right: int
+    merge: str
+
+
+class _Row(NamedTuple):
+    """A row of a table. `definitions`: of its cells; () if they are unknown."""
+
+    cells: list[list[str]]
+    definitions: tuple[_CellDefinition, ...] = ()
 
 
 class _RtfReader:
@@ -79,7 +114,9 @@ class _RtfReader:
         self._is_in_table = False
         self._outline_level = 0
         self._row: list[list[str]] = []
-        self._rows: list[list[list[str]]] = []
+        self._rows: list[_Row] = []
+        self._definitions: list[_CellDefinition] = []  # of the row's cells
+        self._left, self._merge = 0, ""  # of the next definition
 
     def read(self, source: str) -> None:
         """Collect the blocks of a file, given as one character per byte."""
@@ -123,8 +160,13 @@ class _RtfReader:
         group = self._groups[-1]
         if group.destination == "title":
             self.title.append(text)
+        elif group.destination == "equation" and group.element is not None:
+            if group.element.tag in _EQUATION_VALUES:
+                group.element.set("val", text)
+            else:
+                SubElement(group.element, "t").text = text
         elif group.destination in ("body", "note") and not group.is_hidden:
-            self._paragraphs[-1].texts.append(text)
+            self._paragraphs[-1].texts.append(f"{group.script}{text}{END}" if group.script else text)
 
     def _open_group(self) -> None:
         if len(self._groups) > _MAX_GROUP_DEPTH:
@@ -138,6 +180,8 @@ class _RtfReader:
         if group.destination == "note" and outer.destination != "note":
             note = "\n".join(line for line in _join(self._paragraphs.pop().texts).split("\n") if line.strip()).strip()
             self._paragraphs[-1].notes.append(f"[{self._num_notes}] {note}")
+        if group.destination == "equation" and outer.destination != "equation" and group.element is not None:
+            self._add(read_equation(group.element))
         return len(self._groups) > 1
 
     def _symbol(self, symbol: str) -> None:
@@ -159,6 +203,15 @@ class _RtfReader:
             self._add(_CHARACTERS[word])
         elif word in ("v", "deleted"):
             group.is_hidden = number != 0
+        elif word in _SCRIPTS:
+            is_on = number != 0 if word in ("super", "sub") else abs(number or _MIN_RAISED) >= _MIN_RAISED
+            group.script = _SCRIPTS[word] if is_on and number != 0 else ""
+        elif word == "moMath" and len(self._groups) > 1:  # follows \\*, perhaps in \\*\\moMathPara
+            group.destination, group.element = "equation", Element("oMath")
+        elif group.destination == "equation":
+            outer = self._groups[-2].element
+            if outer is not None and group.element is outer:  # the first word of the group is the element's name
+                group.element = SubElement(outer, word.removeprefix("m"))
         elif word in ("f", "fcharset", "cpg", "ansicpg", "mac", "pc", "pca"):
             self._encoding(group, word, number)
         elif word == "shpinst" and len(self._groups) > 1:  # a text box, which follows \\*
@@ -211,8 +264,18 @@ class _RtfReader:
             text, notes = self._take_paragraph()
             self._row.append([text, *notes])
         elif word in ("row", "nestrow"):
-            self._rows.append(self._row)
+            self._rows.append(_Row(self._row, tuple(self._definitions) if word == "row" else ()))
             self._row = []
+        elif word == "trowd":
+            self._definitions, self._left, self._merge = [], 0, ""
+        elif word == "trleft":
+            self._left = number or 0
+        elif word in _VERTICAL_MERGES:
+            self._merge = word
+        elif word == "cellx":
+            right = max(number or 0, self._left)
+            self._definitions.append(_CellDefinition(self._left, right, self._merge))
+            self._left, self._merge = right, ""
 
     def _end_paragraph(self) -> None:
         if self._is_in_table:
@@ -234,8 +297,32 @@ class _RtfReader:
         return _join(paragraph.texts).strip(), paragraph.notes
 
     def _end_table(self) -> None:
-        self.blocks.add(*table_blocks([*self._rows, self._row]))
+        self.blocks.add(*table_blocks(_place_cells([*self._rows, _Row(self._row)])))
         self._rows, self._row = [], []
+
+
+def _place_cells(rows: Sequence[_Row]) -> list[list[TableCell]]:
+    """Return the cells of a table's rows. A cell spans the columns between its edges; rows need not have equal ones."""
+    edges = list[int]()
+    for edge in sorted({edge for row in rows for one in row.definitions for edge in (one.left, one.right)}):
+        if not edges or edge > edges[-1] + _SAME_EDGE:
+            edges.append(edge)
+
+    def column(edge: int) -> int:
+        return bisect_left(edges, edge - _SAME_EDGE)
+
+    placed = []
+    for row in rows:
+        cells = [TableCell(paragraphs) for paragraphs in row.cells]
+        if len(cells) == len(row.definitions):
+            for cell, one in zip(cells, row.definitions, strict=True):
+                cell.columns = column(one.right) - column(one.left)
+                cell.rows = ALL_ROWS if one.merge == "clvmgf" else 1
+                cell.is_covered = one.merge == "clvmrg"
+            if row.cells and (num_before := column(row.definitions[0].left)):
+                cells.insert(0, TableCell(columns=num_before))
+        placed.append(cells)
+    return placed
 
 
 def _find_codec(number: int | None, default: str) -> str:
@@ -248,4 +335,4 @@ def _find_codec(number: int | None, default: str) -> str:
 
 def _join(parts: list[str]) -> str:
     """Return the joined parts. RTF writes characters beyond U+FFFF as two surrogates, in two parts."""
-    return "".join(parts).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return write_scripts("".join(parts)).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

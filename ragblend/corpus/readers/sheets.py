@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import datetime
 import io
-from typing import Any
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from ragblend.corpus.readers.blocks import table_row
-from ragblend.corpus.readers.rejected import OLE_MAGIC, describe_ole
+from ragblend.corpus.readers.blocks import RowPlacer, TableCell, table_row
+from ragblend.corpus.readers.notation.scripts import END, LOWERED, RAISED, write_scripts
+from ragblend.corpus.readers.rejected import OLE_MAGIC, ZIP_MAGIC, describe_ole
 from ragblend.errors import UnreadableDocumentError
+
+if TYPE_CHECKING:
+    from python_calamine import CalamineSheet
 
 MAX_TEXT_CHARS = 64 << 20
 MAX_CELLS = 5_000_000  # with the empty ones between others; each takes 2 to 3 µs
+_TEXT_PARTS = ("xl/sharedstrings", "xl/worksheets/")
+_RUN = rb"(?:(?!<(?:\w+:)?r>).)*?"  # the rest of a run
+_SHIFTED = re.compile(  # a run that is raised or lowered
+    rb"""(vertAlign\s+val=["'](?:super|(sub))script["']""" + _RUN + rb"<(?:\w+:)?t(?:\s[^<>]*)?>)([^<]*)", re.DOTALL
+)
 LARGE = "delete empty rows and columns that have a format, or save its sheets as CSV"
 
 
@@ -32,7 +45,7 @@ def read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
 def _read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
     from python_calamine import CalamineWorkbook, SheetTypeEnum
 
-    workbook = CalamineWorkbook.from_object(io.BytesIO(data))
+    workbook = CalamineWorkbook.from_object(io.BytesIO(_mark_scripts(data)))
     sheets = []
     num_chars = num_cells = 0
     for sheet in workbook.sheets_metadata:
@@ -43,8 +56,8 @@ def _read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
         num_cells += content.height * content.width
         if num_cells > MAX_CELLS:
             raise UnreadableDocumentError(f"has {num_cells} cells, more than the {MAX_CELLS} that are read; {LARGE}")
-        for row in content.iter_rows():
-            if line := table_row([_cell_text(value) for value in row]):
+        for row in _rows(content):
+            if line := table_row(row):
                 lines.append(line)
                 num_chars += len(line)
                 if num_chars > MAX_TEXT_CHARS:
@@ -53,6 +66,52 @@ def _read_sheets(data: bytes) -> list[tuple[str, list[str]]]:
                     )
         sheets.append((sheet.name, lines))
     return sheets
+
+
+def _mark_scripts(data: bytes) -> bytes:
+    """Return a workbook with marks around raised and lowered text, of which calamine reads no formats."""
+    if not data.startswith(ZIP_MAGIC):
+        return data
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as workbook:
+            names = [name for name in workbook.namelist() if name.lower().startswith(_TEXT_PARTS)]
+            marked = {
+                name: _SHIFTED.sub(_mark_run, part) for name in names if b"vertAlign" in (part := workbook.read(name))
+            }
+            if not marked:
+                return data
+            file = io.BytesIO()
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as changed:
+                for name in workbook.namelist():
+                    changed.writestr(name, marked.get(name) or workbook.read(name))
+        return file.getvalue()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError):
+        return data  # calamine names the damage
+
+
+def _mark_run(run: re.Match[bytes]) -> bytes:
+    return run[1] + (LOWERED if run[2] else RAISED).encode() + run[3] + END.encode()
+
+
+def _rows(sheet: CalamineSheet) -> Iterator[list[str]]:
+    """Yield the texts of a sheet's rows; a merged cell is repeated in each row that it spans."""
+    first_column = sheet.start[1] if sheet.start else 0  # of the rows that calamine yields; they begin at row 0
+    merged = {
+        (top, left - first_column): bottom - top + 1
+        for (top, left), (bottom, _) in sheet.merged_cell_ranges or ()
+        if bottom > top
+    }
+    covered = {column for _, column in merged}
+    placer = RowPlacer()
+    for number, values in enumerate(sheet.iter_rows()):
+        texts = [_cell_text(value) for value in values]
+        if not merged:
+            yield texts
+            continue
+        yield placer.place(
+            TableCell([text], rows=merged.get((number, column), 1), is_covered=not text and column in covered)
+            for column, text in enumerate(texts)
+        )
 
 
 def _describe_failure(data: bytes, error: BaseException) -> str:
@@ -71,4 +130,4 @@ def _cell_text(value: Any) -> str:
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
     if isinstance(value, datetime.datetime):
         return value.isoformat(" ").removesuffix(" 00:00:00")
-    return str(value)
+    return write_scripts(str(value))

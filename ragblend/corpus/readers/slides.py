@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import TextBlocks, table_lines
+from ragblend.corpus.readers.blocks import TableCell, TextBlocks, table_lines
 from ragblend.corpus.readers.drawings import DRAWING_REFERENCES, drawing_text, paragraph_lines, read_drawing
 from ragblend.corpus.readers.office_xml import (
     Relationship,
@@ -17,6 +17,7 @@ from ragblend.corpus.readers.office_xml import (
     find_main_part,
     local_name,
     outermost,
+    parse_number,
     parse_part,
     read_properties,
     read_relationships,
@@ -101,13 +102,18 @@ def _shape_text(container: ZipContainer, relationships: dict[str, Relationship],
     if local_name(shape) != "graphicFrame":
         return paragraph_lines(shape, _LEFT_OUT)
     rows = outermost(shape, "tr", left_out=_LEFT_OUT)
-    cells = [[cell for cell in row if local_name(cell) == "tc"] for row in rows]
-    table = table_lines([[list(map(drawing_text, _paragraphs(cell))) for cell in row] for row in cells])
+    table = table_lines([[_cell(cell) for cell in row if local_name(cell) == "tc"] for row in rows])
     drawings = [
         read_drawing(container, relationships, reference)
         for reference in outermost(shape, *DRAWING_REFERENCES, left_out=_LEFT_OUT)
     ]
     return "\n".join(line for line in (table, *drawings) if line)
+
+
+def _cell(cell: Element) -> TableCell:
+    rows = parse_number(attribute(cell, "rowSpan"), 1)
+    is_covered = attribute(cell, "vMerge") in ("1", "true")
+    return TableCell(list(map(drawing_text, _paragraphs(cell))), rows=rows, is_covered=is_covered)
 
 
 def _paragraphs(shape: Element) -> Iterator[Element]:

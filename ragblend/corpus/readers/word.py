@@ -1,4 +1,5 @@
-"""Word files (.docx): text in reading order with headings, list labels, tables, footnotes, text boxes and charts.
+"""Word files (.docx): text in reading order with headings, list labels, tables, footnotes, equations, text boxes and
+charts.
 
 Left out: deleted and hidden text, comments, headers and footers, picture data. Read `_BodyReader.read` first.
 """
@@ -8,13 +9,16 @@ from __future__ import annotations
 import posixpath
 from xml.etree.ElementTree import Element
 
-from ragblend.corpus.readers.blocks import OpenParagraph, TextBlocks
+from ragblend.corpus.readers.blocks import ALL_ROWS, OpenParagraph, TextBlocks
 from ragblend.corpus.readers.drawings import DRAWING_REFERENCES, read_drawing
 from ragblend.corpus.readers.html import read_html
+from ragblend.corpus.readers.notation.equations import read_equation
+from ragblend.corpus.readers.notation.scripts import END, write_scripts
 from ragblend.corpus.readers.office_xml import (
     attribute,
     child,
     find_main_part,
+    local_name,
     parse_number,
     parse_part,
     read_properties,
@@ -25,12 +29,22 @@ from ragblend.corpus.readers.rejected import OLE_MAGIC, ZIP_MAGIC, describe_ole
 from ragblend.corpus.readers.rtf import RTF_MAGIC, read_rtf
 from ragblend.corpus.readers.text import read_text
 from ragblend.corpus.readers.types import ParsedRecords
-from ragblend.corpus.readers.word_styles import ListLabels, Style, outline_level, read_styles, value_of
+from ragblend.corpus.readers.word_styles import (
+    ListLabels,
+    Style,
+    outline_level,
+    read_styles,
+    run_script,
+    value_of,
+)
 from ragblend.corpus.readers.zip_container import ZipContainer
 from ragblend.errors import UnreadableDocumentError
 
 # Fallback repeats Choice for older programs. rt is the reading above East Asian characters.
-_LEFT_OUT = frozenset({"del", "moveFrom", "Fallback", "rt", "pPr", "rPr", "tblPr", "trPr", "tcPr", "sdtPr", "sectPr"})
+_EQUATIONS = frozenset({"oMathPara", "oMath"})  # read as a whole
+_LEFT_OUT = _EQUATIONS | {
+    *("del", "moveFrom", "Fallback", "rt", "pPr", "rPr", "tblPr", "trPr", "tcPr", "sdtPr", "sectPr"),
+}
 _CHARACTERS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 _FIRST_SURROGATE = 0xD800  # codes from this one upwards are symbols of a picture font (0xF000)
 
@@ -88,15 +102,15 @@ class _BodyReader:
                 self._paragraph(begins, element)
             elif name in ("tbl", "tr", "tc"):
                 self._table(begins, element, name)
-            elif begins and self._paragraphs:
-                self._inline(self._paragraphs[-1], element, name)
+            elif self._paragraphs:
+                self._inline(self._paragraphs[-1], begins, element, name)
 
     def _paragraph(self, begins: bool, element: Element) -> None:
         if begins:
             self._paragraphs.append(OpenParagraph())
             return
         paragraph, properties = self._paragraphs.pop(), child(element, "pPr")
-        text = "".join(paragraph.texts).strip()
+        text = write_scripts("".join(paragraph.texts)).strip()
         style = self._styles.get(value_of(child(properties, "pStyle")), Style())
         if text:
             label = self._label(properties, style)
@@ -119,8 +133,17 @@ class _BodyReader:
 
     def _table(self, begins: bool, element: Element, name: str) -> None:
         blocks = self.blocks
-        if begins:
-            {"tbl": blocks.begin_table, "tr": blocks.begin_row, "tc": blocks.begin_cell}[name]()
+        if begins and name == "tbl":
+            blocks.begin_table()
+        elif begins and name == "tr":
+            blocks.begin_row()
+            if num_before := parse_number(value_of(child(element, "trPr", "gridBefore"))):
+                blocks.begin_cell(num_before)
+        elif begins:
+            columns = parse_number(value_of(child(element, "tcPr", "gridSpan")), 1)
+            merge = child(element, "tcPr", "vMerge")
+            is_first = value_of(merge) == "restart"
+            blocks.begin_cell(columns, ALL_ROWS if is_first else 1, merge is not None and not is_first)
         elif name == "tr" and child(element, "trPr", "del") is not None and blocks.tables:
             blocks.tables[-1].pop()
         elif name == "tbl":
@@ -129,24 +152,30 @@ class _BodyReader:
                 blocks.add(*self._pending)
                 self._pending.clear()
 
-    def _inline(self, paragraph: OpenParagraph, element: Element, name: str) -> None:
+    def _inline(self, paragraph: OpenParagraph, begins: bool, element: Element, name: str) -> None:
         """Add the content of a paragraph's run to the paragraph's text."""
         if name == "r":
-            switch = child(element, "rPr", "vanish")
-            paragraph.is_hidden = switch is not None and value_of(switch) not in ("0", "false", "off")
+            self._run(paragraph, begins, element)
         elif paragraph.is_hidden:
             return
-        elif name == "t":
-            paragraph.texts.append(element.text or "")
-        elif name in _CHARACTERS:
-            paragraph.texts.append(_CHARACTERS[name])
-        elif name == "sym":
-            paragraph.texts.append(_symbol(attribute(element, "char")))
-        elif name in self._notes:
+        elif begins and name in self._notes:
             # Removed, so that no note is repeated.
             self._reference(paragraph, self._notes[name].pop(attribute(element, "id"), ""))
-        elif name in DRAWING_REFERENCES:
+            paragraph.is_hidden = attribute(element, "customMarkFollows") in ("1", "true", "on")
+        elif begins and name in DRAWING_REFERENCES:
             paragraph.texts.append("\n" + read_drawing(self._container, self._relationships, element) + "\n")
+        else:
+            paragraph.texts.append(_text(begins, element, name))
+
+    def _run(self, paragraph: OpenParagraph, begins: bool, element: Element) -> None:
+        """Begin or end a run: text with the same properties."""
+        if not begins:
+            paragraph.texts.append(paragraph.script and END)
+            return
+        switch = child(element, "rPr", "vanish")
+        paragraph.is_hidden = switch is not None and value_of(switch) not in ("0", "false", "off")
+        paragraph.script = run_script(element, self._styles)
+        paragraph.texts.append(paragraph.script)
 
     def _reference(self, paragraph: OpenParagraph, note: str) -> None:
         if note:
@@ -158,17 +187,29 @@ class _BodyReader:
         """Return the texts of footnotes or endnotes by id."""
         if part not in self._container:
             return {}
-        return {attribute(note, "id"): _note_text(note) for note in parse_part(self._container, part)}
+        return {attribute(note, "id"): self._note_text(note) for note in parse_part(self._container, part)}
+
+    def _note_text(self, note: Element) -> str:
+        paragraphs = [OpenParagraph()]
+        for begins, element, name in walk(note, _LEFT_OUT):
+            if name == "p" and begins:
+                paragraphs.append(OpenParagraph())
+            elif name == "r":
+                self._run(paragraphs[-1], begins, element)
+            else:
+                paragraphs[-1].texts.append(_text(begins, element, name))
+        texts = (write_scripts("".join(paragraph.texts)).strip() for paragraph in paragraphs)
+        return "\n".join(text for text in texts if text)
 
 
-def _note_text(note: Element) -> str:
-    paragraphs: list[list[str]] = [[]]
-    for begins, element, name in walk(note, _LEFT_OUT):
-        if name == "p" and begins:
-            paragraphs.append([])
-        elif begins:
-            paragraphs[-1].append(element.text or "" if name == "t" else _CHARACTERS.get(name, ""))
-    return "\n".join(text for parts in paragraphs if (text := "".join(parts).strip()))
+def _text(begins: bool, element: Element, name: str) -> str:
+    """Return the text that an element adds to its paragraph."""
+    if not begins:
+        equation = read_equation(element) if not name and local_name(element) in _EQUATIONS else ""
+        return f"\n{equation}\n" if equation and local_name(element) == "oMathPara" else equation
+    if name == "t":
+        return element.text or ""
+    return _symbol(attribute(element, "char")) if name == "sym" else _CHARACTERS.get(name, "")
 
 
 def _symbol(code: str) -> str:

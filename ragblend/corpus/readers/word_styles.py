@@ -1,4 +1,4 @@
-"""Heading levels and list labels of a Word file's paragraphs, from its styles and lists."""
+"""Heading levels and list labels of a Word file's paragraphs, from its styles and lists; raised and lowered runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from xml.etree.ElementTree import Element
 
+from ragblend.corpus.readers.notation.scripts import LOWERED, RAISED
 from ragblend.corpus.readers.office_xml import attribute, child, local_name, parse_number, parse_part
 from ragblend.corpus.readers.zip_container import ZipContainer
 
@@ -17,14 +18,17 @@ _MAX_LABEL_CHARS = 40
 _ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"))
 _ROMAN_UNITS = ((9, "ix"), (5, "v"), (4, "iv"), (1, "i"))
 _MAX_ROMAN = 5000
+_SCRIPTS = {"superscript": RAISED, "subscript": LOWERED}
+_MIN_RAISED = 6  # half points; less only levels out a line
 
 
 class Style(NamedTuple):
-    """A paragraph style, with the properties of the styles on which it is based."""
+    """A style of paragraphs or runs, with the properties of the styles on which it is based."""
 
     heading_level: int = 0  # 0: body text
     list_id: str = ""  # "": not in a list
     list_level: int = 0  # 0: the outermost
+    script: str = ""  # "superscript", "subscript", "baseline"; "": as the text around it
 
 
 class ListLevel(NamedTuple):
@@ -36,14 +40,14 @@ class ListLevel(NamedTuple):
 
 
 def read_styles(container: ZipContainer, part: str) -> dict[str, Style]:
-    """Return the paragraph styles of a Word file by id; none if the file has no such part."""
+    """Return the styles of a Word file by id; none if the file has no such part."""
     root = parse_part(container, part) if part in container else ()
     elements = {attribute(one, "styleId"): one for one in root if local_name(one) == "style"}
     return {style_id: _resolve(elements, style_id) for style_id in elements}
 
 
 def _resolve(elements: dict[str, Element], style_id: str) -> Style:
-    level, list_id, list_level = 0, "", ""
+    level, list_id, list_level, script = 0, "", "", ""
     element = elements.get(style_id)
     for _ in range(_MAX_BASED_ON):
         if element is None:
@@ -52,8 +56,26 @@ def _resolve(elements: dict[str, Element], style_id: str) -> Style:
         numbering = child(element, "pPr", "numPr")
         list_id = list_id or value_of(child(numbering, "numId"))
         list_level = list_level or value_of(child(numbering, "ilvl"))
+        script = script or _script(child(element, "rPr"))
         element = elements.get(value_of(child(element, "basedOn")))
-    return Style(level, list_id, parse_number(list_level))
+    return Style(level, list_id, parse_number(list_level), script)
+
+
+def _script(properties: Element | None) -> str:
+    """Return the `Style.script` of a run's properties."""
+    position = value_of(child(properties, "position"))
+    if parse_number(position.removeprefix("-")) >= _MIN_RAISED:
+        return "subscript" if position.startswith("-") else "superscript"
+    return value_of(child(properties, "vertAlign"))
+
+
+def run_script(run: Element, styles: dict[str, Style]) -> str:
+    """Return the mark (`scripts.RAISED`, `scripts.LOWERED`) of a raised or lowered run; "" for other runs."""
+    properties = child(run, "rPr")
+    if properties is None:
+        return ""
+    style = styles.get(value_of(child(properties, "rStyle")), Style())
+    return _SCRIPTS.get(_script(properties) or style.script, "")
 
 
 def _heading_level(style: Element) -> int:

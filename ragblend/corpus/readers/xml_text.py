@@ -9,6 +9,8 @@ from __future__ import annotations
 import html
 import re
 
+from ragblend.corpus.readers.html import read_math
+from ragblend.corpus.readers.notation.scripts import END, LOWERED, RAISED, write_scripts
 from ragblend.corpus.readers.text import decode_document
 from ragblend.corpus.readers.types import ParsedRecord, ParsedRecords
 
@@ -19,6 +21,9 @@ _TAG = re.compile(
     | </?[\w:] [^<>"']*+ (?:"[^"<]*+"[^<>"']*+ | '[^'<]*+'[^<>"']*+)*+ >""",
     re.DOTALL | re.VERBOSE,
 )
+# Of JATS, DocBook, TEI and DITA
+_SHIFTED = re.compile(r"<(/?)(?:\w+:)?su(?:(b)|(?:p|per))(?:script)?(?:\s[^<>]*)?(?<!/)>")
+_MATH = re.compile(r"<(?P<end>/?)(?P<prefix>(?:\w+:)?)math(?:\s[^<>]*)?>")
 _REFERENCE = re.compile(r"&(?:#\d{1,7}|#x[0-9a-fA-F]{1,6}|[A-Za-z]\w{0,31});")
 
 
@@ -40,6 +45,7 @@ def strip_markup(markup: str) -> str:
     'one two three\\nfour & &x;'
     """
     markup = _CDATA.sub(lambda found: html.escape(found[1]), markup)
+    markup = _SHIFTED.sub(lambda found: END if found[1] else LOWERED if found[2] else RAISED, _write_equations(markup))
     pieces: list[str] = []
     num_tags, has_space, has_break = 0, False, False  # since the last text
     for number, segment in enumerate(_TAG.split(markup)):
@@ -53,7 +59,21 @@ def strip_markup(markup: str) -> str:
             blanks = segment[len(segment.rstrip()) :]
             num_tags, has_space, has_break = 0, bool(blanks), "\n" in blanks
     text = _REFERENCE.sub(lambda found: html.unescape(found[0]), "".join(pieces))
-    return "\n".join(line.strip() for line in text.split("\n")).strip()
+    return "\n".join(write_scripts(line.strip()) for line in text.split("\n")).strip()
+
+
+def _write_equations(markup: str) -> str:
+    """Return `markup` with the text of each equation in place of its elements."""
+    pieces, offset = list[str](), 0
+    begin: re.Match[str] | None = None
+    for tag in _MATH.finditer(markup):
+        if not tag["end"]:
+            begin = tag
+        elif begin is not None:
+            equation = re.sub(rf"(</?){begin['prefix']}", r"\1", markup[begin.start() : tag.start()])
+            pieces += (markup[offset : begin.start()], html.escape(read_math(equation)))
+            begin, offset = None, tag.end()
+    return "".join([*pieces, markup[offset:]])
 
 
 def _separator(num_tags: int, has_space: bool, has_break: bool) -> str:

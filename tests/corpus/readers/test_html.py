@@ -50,7 +50,7 @@ def assert_marks_point_at_headings(record: ParsedRecord) -> None:
         ("<pre>a\r\n```\nb</pre>", "````\na\n```\nb\n````"),
         ("<pre>one line</pre>", "one line"),
         ("<pre><div>a</div><div>b</div>c<br>d</pre>", "```\na\nb\nc\nd\n```"),
-        ("un<b>bold</b>ly H<sub>2</sub>O<my-part>one</my-part><my-part>two</my-part>", "unboldly H2O one two"),
+        ("un<b>bold</b>ly H<sub>2</sub>O<my-part>one</my-part><my-part>two</my-part>", "unboldly H_2O one two"),
         ("<p>soft&shy;hyphen 5&nbsp;m\u3000x", "softhyphen 5 m x"),
         ("see <img src=x alt='the pump'>now<img>", "see the pump now"),
         ("<select><option>a<option>b</select><textarea>t &lt; <b></textarea>", "a\n\nb\n\nt < <b>"),

@@ -54,6 +54,83 @@ def test_kerning_is_space_where_it_is_wide_and_ligatures_are_letters():
     assert read(make_pdf(line("the \\256rst \\257oor"))).text == "the first floor"  # octal: fi and fl in Helvetica
 
 
+def font(names: str, kind: str = "Type1", more: str = "") -> str:
+    """A font of the kind whose codes from 1 on have these glyph names."""
+    return f"<</Type/Font/Subtype/{kind}/BaseFont/Foo/Encoding<</Type/Encoding/Differences[1 {names}]>>{more}>>"
+
+
+TYPE3 = f"/FontBBox[0 0 9 9]/FontMatrix[.1 0 0 .1 0 0]/CharProcs<<>>/FirstChar 1/LastChar 120/Widths[{'6 ' * 120}]"
+LIGATURES = "The Federal O\\003ce \\001rst o\\002er"
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "more"),
+    [
+        ("/fi/ff/ffi", "Type1", ""),  # PDFium knows them
+        ("/f_i/f_f/f_f_i", "Type1", ""),
+        ("/f_i.liga/ff.alt/uni006600660069", "TrueType", ""),
+        ("/fi/ff/ffi 32/space 84/T", "Type3", TYPE3),  # PDFium reads no names of type 3
+    ],
+)
+def test_names_of_glyphs_are_letters(names, kind, more):
+    record = read(make_pdf(line(LIGATURES), font=font(names, kind, more)))
+    assert (record.text, record.notes) == ("The Federal Office first offer", ())
+
+
+def test_names_of_glyphs_leave_the_rest_of_the_file_as_it_is():
+    others = {"annotations": [TENANT % ""], "bookmarks": [("The Federal Office", 1)], "title": "Guide"}
+    named, plain = (make_pdf(line("x"), line(text), font=font("/f_i/f_f/f_f_i"), **others) for text in (LIGATURES, "y"))
+    assert read(named)._replace(text="")[2:] == read(plain)._replace(text="")[2:]
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "num"),
+    [
+        ("/g1/g2/g3", "The Federal O\ufffdce \ufffdrst o\ufffder", 3),  # control codes, two of which PDFium drops
+        ("/uniE001/uniE002/uniE003", "The Federal O\ufffdce \ufffdrst o\ufffder", 3),  # private use
+        ("/fi/ff/uniFFFD", "The Federal O\ufffdce first offer", 1),
+        ("/fi/ff/g3", "The Federal O\ufffdce first offer", 1),
+    ],
+)
+def test_glyphs_that_no_name_explains_are_noted(names, text, num):
+    page = lines(LIGATURES, *["to all who have read this page"] * 3)
+    record = read(make_pdf(line("Readable"), page, font=font(names)))
+    assert text in record.text
+    characters = "1 character" if num == 1 else f"{num} characters"
+    assert record.notes[0].startswith(f"page 2 has {characters} that the fonts do not name (read as \ufffd); if words")
+
+
+def test_a_hyphen_at_a_line_end_is_told_from_a_glyph_without_a_letter():
+    record = read(make_pdf(lines("hyphen-", "ated O\\003ce"), font=font("/g1/g2/g3")))
+    assert record.text == "hyphenated O\ufffdce"
+
+
+def rising(*parts: tuple[str, int]) -> str:
+    """Return the operators that print texts beside each other, (text, points above the line); shifted ones smaller."""
+    return " ".join(f"/F1 {7 if rise else 12} Tf {rise} Ts ({text}) Tj" for text, rise in parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ((("6.022 x 10", 0), ("23", 5), (" mol", 0), ("-1", 5)), "6.022 x 10^23 mol^-1"),
+        ((("H", 0), ("2", -2), ("O and log", 0), ("10", -2), ("2", 0)), "H_2O and log_(10)2"),
+        ((("It is due.", 0), ("1", 5)), "It is due.[1]"),
+        ((("1", 5), ("Paid monthly", 0)), "[1] Paid monthly"),
+        ((("Use 3", 0), ("1", 4), ("/", 0), ("2", -2)), "Use 3 1/2"),
+        ((("In 2024, 12.5 and A4", 0),), "In 2024, 12.5 and A4"),
+        ((("1", 0), ("st", 3), (" of May", 0)), "1st of May"),  # only digits change a number
+    ],
+)
+def test_raised_and_lowered_digits_do_not_join_a_number(parts, text):
+    assert read(make_pdf(f"BT 20 350 Td {rising(*parts)} ET")).text == text
+
+
+def test_a_raised_number_that_pdfium_puts_on_a_line_of_its_own_returns():
+    content = f"BT 1 0 0 1 20 350 Tm {rising(('Value 10', 0))} 1 0 0 1 66.7 357 Tm /F1 7 Tf (23) Tj ET"
+    assert read(make_pdf(content)).text == "Value 10^23"
+
+
 def test_words_that_a_line_end_divides_are_joined():
     assert read(make_pdf(lines("hyphen-", "ated word"))).text == "hyphenated word"
     assert read(make_pdf(lines("the post-office", "and a post-", "office at the Anglo-", "Saxon"))).text == (
