@@ -108,6 +108,11 @@ class Explanation:
         """Return the number of tokens in that state."""
         return sum(segment.count(state) for segment in self.segments)
 
+    def attention_on(self, *states: TokenState) -> float | None:
+        """Return the share of the question's attention on tokens in these states; None without a query probe."""
+        known = [token.attention for token in self.tokens if token.attention is not None and token.state in states]
+        return None if self.report.attention_stale is None else sum(known)
+
 
 def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
     """Answer `prompt` by blending and by full prefill, and return how both answers and the KV of all tokens compare.

@@ -299,16 +299,10 @@ def _label(segment: ExplainedSegment) -> str:
 
 def _advice(explanation: Explanation) -> str:
     """Return what brings a differing answer closer to full prefill's; "" if the answers are the same."""
-    num_reused = explanation.count("reused")
-    if explanation.answers_identical or not num_reused:
+    kept, attended = _tokens(explanation.count("reused")), explanation.attention_on("reused")
+    if explanation.answers_identical or not explanation.count("reused"):
         return ""
-    stale = explanation.report.attention_stale
-    kept = f"{_tokens(num_reused)} have their stored KV"
-    if stale is not None:
-        kept = (
-            f"{_percent(stale)} of the question's attention goes to the {_tokens(num_reused)} whose stored KV was kept"
-        )
-    return (
-        f"{kept}. A higher --ratio recomputes more of them; `ragblend calibrate` finds the ratio that your questions "
-        "need."
-    )
+    stale = f"Of {kept} the stored KV was kept."
+    if attended is not None:
+        stale = f"{_percent(attended)} of the question's attention goes to the {kept} whose stored KV was kept."
+    return f"{stale} A higher --ratio recomputes more of them; `ragblend calibrate` finds the ratio for your questions."

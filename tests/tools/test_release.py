@@ -102,7 +102,9 @@ def test_sdist_and_wheel_hold_what_git_keeps(tmp_path):
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
     assert f"\nVersion: {ragblend.__version__}\n" in metadata
-    assert "prefills RAG chunks when documents are ingested" in metadata.partition("\n\n")[2], "README.md is what PyPI shows"
+    assert "prefills RAG chunks when documents are ingested" in metadata.partition("\n\n")[2], (
+        "README.md is what PyPI shows"
+    )
     # Both are found out when they do not.
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
