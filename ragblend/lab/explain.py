@@ -60,7 +60,7 @@ class ExplainedSegment:
     start: int  # position of its first token
     tokens: tuple[ExplainedToken, ...]
     number: int | None = None  # of the chunk in the prompt, from 1: `report.chunks[number - 1]`; None for text
-    name: str = ""  # of the chunk: its file with page and heading, or its first words; "" for text
+    name: str = ""  # of the chunk, see `describe_chunk`; "" for text
     chunk: ChunkReport | None = None
     read_s: float | None = None  # seconds for reading its stored KV; None if none was read
 

@@ -229,19 +229,20 @@ def _tokens(number: int) -> str:
 def explanation_lines(explanation: Explanation) -> list[str]:
     """Return the explanation as lines of text: both answers, a table of the prompt's parts, advice, the report."""
     same = "the same, token for token" if explanation.answers_identical else "it differs"
+    has_attention = explanation.report.attention_stale is not None
     return [
         f"blend         {explanation.answer}",
         f"full prefill  {explanation.full_answer}  ({same})",
         "",
         *_table(explanation),
         "",
-        *(f"{name:<12}{meaning}" for name, meaning in _MEANINGS.items()),
+        *(f"{name:<12}{meaning}" for name, meaning in _MEANINGS.items() if name != "attention" or has_attention),
         "",
         *filter(None, (_advice(explanation), explanation.report.summary())),
     ]
 
 
-_LABEL_CHARS = 52
+_LABEL_CHARS = 64
 _SHORT_TEXT = 8  # tokens up to which texts between chunks share a row
 _MEANINGS = {
     "exact": "full prefill's own KV, stored or in memory: of the prefix, and of the chunk directly after it",

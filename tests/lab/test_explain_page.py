@@ -164,7 +164,7 @@ def test_the_terminal_gets_a_line_per_run_and_one_for_the_short_texts_between_th
         "question,",
         "all",
     ]
-    assert labels[1].startswith("1. a<i>.md, characters 0-")
+    assert labels[1].startswith('1. a<i>.md, "the theory of')
 
 
 def test_advice_is_given_for_another_answer_only(explanation):
