@@ -169,13 +169,18 @@ def source_facts(hit: SearchHit) -> dict[str, Any]:
 
 
 def print_sources(hits: Sequence[SearchHit]) -> None:
-    """Print the retrieved chunks, one per line: name (`describe_chunk`), similarity and first words."""
-    from ragblend.corpus.citations import describe_chunk
+    """Print the retrieved chunks, one per line: file, page and heading, or character positions if it has neither."""
+    from ragblend.corpus.citations import PLACE_FIELDS, describe_source
+    from ragblend.corpus.folder_scan import display_source
 
     for number, hit in enumerate(hits, start=1):
-        text = " ".join(hit.chunk.text.split())
+        chunk = hit.chunk
+        text = " ".join(chunk.text.split())
         text = text if len(text) <= 160 else text[:157] + "..."
-        print_line(f"[{number}] {describe_chunk(hit.chunk)} (similarity {hit.score:.2f}) {text}")
+        place = f"{display_source(chunk.source)}, characters {chunk.start}-{chunk.end}"
+        if PLACE_FIELDS & chunk.metadata.keys():
+            place = describe_source(chunk.source, chunk.metadata)
+        print_line(f"[{number}] {place} (similarity {hit.score:.2f}) {text}")
 
 
 def wait_and_print_shadow(engine: Engine, settings: Settings) -> None:

@@ -19,6 +19,11 @@ from ragblend.config import Settings, arguments_to_flags
 from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, StoreFullError
 from ragblend.files.places import expand_user_path
 
+_CONTEXTS = {
+    "none": "each chunk is stored once, computed alone",
+    "similar": "each chunk is stored twice, computed alone and after similar chunks",
+}
+
 
 @with_settings("store remote")
 def push(settings: Settings, json_: JsonOption = False) -> None:
@@ -134,7 +139,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     lines += [
         f"KV of {plural(len(entries), 'chunk')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),
-        *([f"context: {facts['context']}"] if facts["context"] else []),
+        *([f"context {facts['context']}: {_CONTEXTS[facts['context']]}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
         *([f"pinned: {join_names(map(display_source, sorted(disk.pins())), 20)}"] if disk.pins() else []),
         *([remote_line(facts["remote"])] if facts["remote"] else []),

@@ -73,18 +73,14 @@ def describe_source(source: str, metadata: Mapping[str, Any]) -> str:
 
 
 def describe_chunk(chunk: Chunk) -> str:
-    """Return one line that names a chunk: its file with page and heading, or else with character positions.
+    """Return one line that names a chunk: its document with page and heading, or else with the chunk's first words.
 
-    A chunk without a source is named by its first words.
-
-    >>> describe_chunk(Chunk("The rent is due.", "lease.txt", 40)), describe_chunk(Chunk("The rent is due."))
-    ('lease.txt, characters 40-56', '"The rent is due."')
+    >>> describe_chunk(Chunk("The rent is due.", "lease.txt")), describe_chunk(Chunk("The rent is due."))
+    ('lease.txt, "The rent is due."', '"The rent is due."')
     """
     if PLACE_FIELDS & chunk.metadata.keys():
         return describe_source(chunk.source, chunk.metadata)
-    if chunk.source:
-        return f"{display_source(chunk.source)}, characters {chunk.start}-{chunk.end}"
-    return quote_beginning(chunk.text)
+    return ", ".join(filter(None, (display_source(chunk.source), quote_beginning(chunk.text))))
 
 
 def quote_beginning(text: str) -> str:

@@ -60,7 +60,7 @@ class ExplainedSegment:
     start: int  # position of its first token
     tokens: tuple[ExplainedToken, ...]
     number: int | None = None  # of the chunk in the prompt, from 1: `report.chunks[number - 1]`; None for text
-    name: str = ""  # of the chunk: its file with page and heading, or its first words; "" for text
+    name: str = ""  # of the chunk, see `describe_chunk`; "" for text
     chunk: ChunkReport | None = None
     read_s: float | None = None  # seconds for reading its stored KV; None if none was read
 
@@ -107,6 +107,11 @@ class Explanation:
     def count(self, state: TokenState) -> int:
         """Return the number of tokens in that state."""
         return sum(segment.count(state) for segment in self.segments)
+
+    def attention_on(self, *states: TokenState) -> float | None:
+        """Return the share of the question's attention on tokens in these states; None without a query probe."""
+        known = [token.attention for token in self.tokens if token.attention is not None and token.state in states]
+        return None if self.report.attention_stale is None else sum(known)
 
 
 def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:

@@ -229,19 +229,20 @@ def _tokens(number: int) -> str:
 def explanation_lines(explanation: Explanation) -> list[str]:
     """Return the explanation as lines of text: both answers, a table of the prompt's parts, advice, the report."""
     same = "the same, token for token" if explanation.answers_identical else "it differs"
+    has_attention = explanation.report.attention_stale is not None
     return [
         f"blend         {explanation.answer}",
         f"full prefill  {explanation.full_answer}  ({same})",
         "",
         *_table(explanation),
         "",
-        *(f"{name:<12}{meaning}" for name, meaning in _MEANINGS.items()),
+        *(f"{name:<12}{meaning}" for name, meaning in _MEANINGS.items() if name != "attention" or has_attention),
         "",
         *filter(None, (_advice(explanation), explanation.report.summary())),
     ]
 
 
-_LABEL_CHARS = 52
+_LABEL_CHARS = 64
 _SHORT_TEXT = 8  # tokens up to which texts between chunks share a row
 _MEANINGS = {
     "exact": "full prefill's own KV, stored or in memory: of the prefix, and of the chunk directly after it",
@@ -299,16 +300,10 @@ def _label(segment: ExplainedSegment) -> str:
 
 def _advice(explanation: Explanation) -> str:
     """Return what brings a differing answer closer to full prefill's; "" if the answers are the same."""
-    num_reused = explanation.count("reused")
-    if explanation.answers_identical or not num_reused:
+    kept, attended = _tokens(explanation.count("reused")), explanation.attention_on("reused")
+    if explanation.answers_identical or not explanation.count("reused"):
         return ""
-    stale = explanation.report.attention_stale
-    kept = f"{_tokens(num_reused)} have their stored KV"
-    if stale is not None:
-        kept = (
-            f"{_percent(stale)} of the question's attention goes to the {_tokens(num_reused)} whose stored KV was kept"
-        )
-    return (
-        f"{kept}. A higher --ratio recomputes more of them; `ragblend calibrate` finds the ratio that your questions "
-        "need."
-    )
+    stale = f"Of {kept} the stored KV was kept."
+    if attended is not None:
+        stale = f"{_percent(attended)} of the question's attention goes to the {kept} whose stored KV was kept."
+    return f"{stale} A higher --ratio recomputes more of them; `ragblend calibrate` finds the ratio for your questions."

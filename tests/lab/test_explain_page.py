@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from tiny_prompts import CHUNKS
 
+from ragblend import open_store
 from ragblend.lab.explain import explain
 from ragblend.lab.explain_page import deviation_scale, explanation_lines, render_html
 from ragblend.prompt.types import Chunk, Prompt
@@ -119,6 +120,16 @@ def test_without_attention_the_page_names_the_reason_and_offers_no_view_of_it(ti
     assert "Where the question looked" not in page
 
 
+def test_attention_on_the_page_is_that_of_its_tokens_also_if_the_first_chunk_is_stored_rounded(tiny_engine, tmp_path):
+    engine = tiny_engine("llama", open_store(tmp_path, kv_dtype="int8"))
+    list(engine.precompute_all(CHUNKS))
+    found = explain(engine, Prompt(CHUNKS, "what?"), rule="ask", max_tokens=2)
+    assert found.segments[1].count("exact") == 0
+    reused = found.attention_on("reused")
+    assert reused > found.report.attention_stale
+    assert f"{round(100 * reused)} % on reused ones" in render_html(found)
+
+
 def test_twenty_thousand_tokens_make_a_page_of_a_few_megabytes(explanation):
     chunks = [segment for segment in explanation.segments if segment.kind == "chunk"]
     many = -(-20_000 // sum(len(segment.tokens) for segment in chunks))
@@ -153,7 +164,7 @@ def test_the_terminal_gets_a_line_per_run_and_one_for_the_short_texts_between_th
         "question,",
         "all",
     ]
-    assert labels[1].startswith("1. a<i>.md, characters 0-")
+    assert labels[1].startswith('1. a<i>.md, "the theory of')
 
 
 def test_advice_is_given_for_another_answer_only(explanation):
