@@ -73,8 +73,8 @@ print(
 # %% [markdown]
 # ## Your own index with `BlendLLM`
 # A plain `VectorStoreIndex` with `as_query_engine` joins its nodes to one string. ragblend matches the token ids of the
-# ingested chunks, which the store's catalogue contains, in this string. With `strict=True`, a prompt without any match
-# is an error. The nodes only have to contain the text of the chunks.
+# ingested chunks, which the store's catalogue contains, in this string. With `strict=True`, a prompt that has nodes
+# but no match is an error. The nodes only have to contain the text of the chunks.
 
 
 # %%
@@ -101,30 +101,29 @@ for source in index.sources():
 vector_index = VectorStoreIndex(nodes, embed_model=OurEmbedding())
 
 # %%
+neighbours = PrevNextNodePostprocessor(docstore=vector_index.docstore, num_nodes=2, mode="both")
 own_engine = vector_index.as_query_engine(
     llm=BlendLLM(engine=engine, max_tokens=16, strict=True),  # the one object swapped
     similarity_top_k=2,
-    node_postprocessors=[PrevNextNodePostprocessor(docstore=vector_index.docstore, num_nodes=2, mode="both")],
+    node_postprocessors=[neighbours],
     # The embedded model cannot follow the English instructions of LlamaIndex's default template.
     text_qa_template=PromptTemplate("{context_str}\n\n{query_str}"),
 )
 show(item, own_engine.query(item.text))
 
 # %% [markdown]
-# `as_query_engine` does not pass on the LLM's report, so the next cell calls the LLM with the same prompts and prints
-# their reports. It also uses LlamaIndex's default template with its instructions:
+# `response.metadata["ragblend"]` has the report here, too. Its list `calls` has the reports of all calls of the LLM,
+# because modes such as `refine` make several. LlamaIndex's default template with its instructions reuses the same
+# chunks:
 
 # %%
-from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT
-
-found = own_engine.retrieve(item.text)
-context = "\n\n".join(node.node.get_content() for node in found)
-for name, template in (("ours", "{context_str}\n\n{query_str}"), ("LlamaIndex's", DEFAULT_TEXT_QA_PROMPT.template)):
-    sent = llm.complete(template.format(context_str=context, query_str=item.text))
-    report = sent.raw["ragblend"]
+default_engine = vector_index.as_query_engine(llm=llm, similarity_top_k=2, node_postprocessors=[neighbours])
+for name, one in (("our template", own_engine), ("LlamaIndex's template", default_engine)):
+    response = one.query(item.text)
+    report = response.metadata["ragblend"]
     print(
-        f"{name + ' template':<24} {len(found)} nodes, {report['num_chunks']} found, "
-        f"{report['num_chunk_hits']} from the store"
+        f"{name:<24} {len(response.source_nodes)} nodes, {report['num_chunks']} found, "
+        f"{report['num_chunk_hits']} from the store, {len(report['calls'])} call"
     )
 
 # %% [markdown]

@@ -74,10 +74,11 @@ MessageAndChunks = tuple[Message, Sequence[Chunk]]
 
 
 class Request(NamedTuple):
-    """One call: its prompt and its options."""
+    """One call: its prompt and its options. `reports` are dictionaries that a framework fills with the report."""
 
     prompt: Prompt
     options: CallOptions
+    reports: Sequence[dict[str, Any]] = ()
 
 
 class BlendModel(BaseModel):

@@ -45,6 +45,8 @@ try:
     from llama_index.core.llms.llm import ToolSelection
     from llama_index.core.llms.structured_llm import StructuredLLM
     from llama_index.core.tools import BaseTool
+
+    from ragblend.llamaindex.reports import add_report, carries_chunks, open_reports
 except ImportError as error:
     raise ImportError("ragblend.llamaindex needs LlamaIndex: pip install 'ragblend[llamaindex]'") from error
 
@@ -64,7 +66,9 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     """A LlamaIndex LLM that answers from the stored KV of chunks, calls tools and fills schemas.
 
     Make it by `BlendLLM(model="demo", store="kv/")` or `BlendLLM(engine=engine)`. Every call may set mode, rule,
-    recompute_ratio, max_tokens, temperature, stop and strict. A response has the report on reuse in `raw["ragblend"]`.
+    recompute_ratio, max_tokens, temperature, stop and strict. A response has the report on reuse in `raw["ragblend"]`,
+    a response of a query or chat engine in `metadata["ragblend"]`, with those of all calls in its list "calls". Prompts
+    that engines and retrievers send without a node of the answer are not strict.
     A `CitableBlock` in a message names a chunk. If the store lacks the chunk's KV, the KV is stored in the background.
 
     Agents, `structured_predict` and `as_structured_llm` constrain the answer to calls and schemas during generation.
@@ -220,14 +224,16 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
 
         If `formatted` is False and the model has a `completion_to_prompt`, that function converts `prompt` first.
         """
-        return _completion(self, self._answer(self._text_request(prompt, formatted, kwargs)))
+        request = self._text_request(prompt, formatted, kwargs)
+        return self._completion(request, self._answer(request))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Run `complete` without blocking the event loop."""
 
         def answer(cancelled: threading.Event) -> CompletionResponse:
-            return _completion(self, self._answer(self._text_request(prompt, formatted, kwargs), cancelled))
+            request = self._text_request(prompt, formatted, kwargs)
+            return self._completion(request, self._answer(request, cancelled))
 
         return await run_in_thread(answer)
 
@@ -246,12 +252,25 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     def _chat_request(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Request:
         if not messages:
             raise UsageError("no messages given; pass at least one ChatMessage with text")
-        return _one_answer(self._prepare(map(_message_and_chunks, messages), **call))
+        turns = [_message_and_chunks(message) for message in messages]
+        text = "\n".join(message.content for message, _ in turns)
+        return self._begin(turns, text, call)
 
     def _text_request(self, prompt: str, formatted: bool, call: dict[str, Any]) -> Request:
         if not formatted and self.completion_to_prompt is not None:
             prompt = self.completion_to_prompt(prompt)
-        return _one_answer(self._prepare(prompt, raw=self.raw, **call))
+        return self._begin(prompt, prompt, {"raw": self.raw, **call})
+
+    def _begin(self, content: str | Sequence[MessageAndChunks], text: str, call: dict[str, Any]) -> Request:
+        """Return the request of a call, whose report the calls of LlamaIndex around it receive."""
+        if not carries_chunks(text):
+            call = {**call, "strict": False}
+        request = self._prepare(content, **call)
+        if request.options.n not in (None, 1):
+            raise UsageError(
+                f"n is {request.options.n}; LlamaIndex's responses have one answer: leave it out, call again"
+            )
+        return request._replace(reports=open_reports())
 
     def _chat_response(self, request: Request, result: Generation) -> ChatResponse:
         if may_return_calls(request.options):
@@ -261,9 +280,9 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
             message = ChatMessage(
                 role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more if more["tool_calls"] else {}
             )
-            facts = _facts(result)
+            facts = _facts(request, result)
             return ChatResponse(message=message, raw=facts, additional_kwargs=facts["usage"])
-        return _as_chat(_completion(self, result))
+        return _as_chat(self._completion(request, result))
 
     def _stream_chat(self, request: Request) -> Generator[ChatResponse]:
         if not may_return_calls(request.options):
@@ -286,7 +305,20 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         for piece in self._pieces(stream, request):
             text += piece
             yield CompletionResponse(text=text, delta=piece)
-        yield _completion(self, stream.result).model_copy(update={"text": text, "delta": ""})
+        yield self._completion(request, stream.result).model_copy(update={"text": text, "delta": ""})
+
+    def _completion(self, request: Request, result: Generation) -> CompletionResponse:
+        facts = _facts(request, result)
+        # LlamaIndex's token counters read additional_kwargs.
+        response = CompletionResponse(text=result.text, raw=facts, additional_kwargs=facts["usage"])
+        if result.logprobs is not None:
+            facts["logprobs"] = found = self._logprobs(result)
+            names = ("token", "logprob", "bytes")
+            response.logprobs = [
+                [LogProb(**{name: each[name] for name in names}) for each in (token, *token["top_logprobs"])]
+                for token in found["content"]
+            ]
+        return response
 
 
 def _check_class(output_cls: Any) -> Any:
@@ -302,12 +334,6 @@ def _check_is_whole(found: Any, output_cls: type) -> None:
     """Raise ValueError if the last object of a stream is a partial one: LlamaIndex' class with optional fields."""
     if not isinstance(found, output_cls):
         raise ValueError(f"the answer is no complete {output_cls.__name__}; raise max_tokens if it was cut")
-
-
-def _one_answer(request: Request) -> Request:
-    if request.options.n not in (None, 1):
-        raise UsageError(f"n is {request.options.n}; LlamaIndex's responses have one answer: leave it out, call again")
-    return request
 
 
 def _message_and_chunks(message: ChatMessage) -> MessageAndChunks:
@@ -350,7 +376,8 @@ def _blocks(text: str, form: CallFormat) -> list[TextBlock | ToolCallBlock]:
     return blocks
 
 
-def _facts(result: Generation) -> dict[str, Any]:
+def _facts(request: Request, result: Generation) -> dict[str, Any]:
+    """Return `raw` of a response, and give the report to the calls around this one."""
     report = result.report
     usage = {
         "prompt_tokens": report.prompt_tokens,
@@ -358,21 +385,9 @@ def _facts(result: Generation) -> dict[str, Any]:
         "total_tokens": report.prompt_tokens + report.completion_tokens,
         "cached_tokens": report.num_reused_tokens,
     }
-    return {"ragblend": report.as_dict(), "usage": usage, "finish_reason": result.finish_reason}
-
-
-def _completion(model: BlendModel, result: Generation) -> CompletionResponse:
-    facts = _facts(result)
-    # LlamaIndex's token counters read additional_kwargs.
-    response = CompletionResponse(text=result.text, raw=facts, additional_kwargs=facts["usage"])
-    if result.logprobs is not None:
-        facts["logprobs"] = found = model._logprobs(result)
-        names = ("token", "logprob", "bytes")
-        response.logprobs = [
-            [LogProb(**{name: each[name] for name in names}) for each in (token, *token["top_logprobs"])]
-            for token in found["content"]
-        ]
-    return response
+    shown = report.as_dict()
+    add_report(request.reports, shown)
+    return {"ragblend": shown, "usage": usage, "finish_reason": result.finish_reason}
 
 
 def _as_chat(response: CompletionResponse) -> ChatResponse:

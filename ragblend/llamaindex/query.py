@@ -10,15 +10,13 @@ Depends on llama-index-core, the index and `ragblend.llamaindex.llm`, not on Lan
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import (
     ChatMessage,
-    ChatResponse,
-    ChatResponseAsyncGen,
     CitableBlock,
     MessageRole,
     TextBlock,
@@ -94,9 +92,8 @@ class BlendSynthesizer(BaseSynthesizer):
     ) -> RESPONSE_TYPE:
         """Return the answer to `query` from one prompt with all `nodes`. The prompt does not contain
         `additional_source_nodes`; the answer lists them as sources."""
-        own = self._own_arguments(nodes)
-        response = super().synthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
-        return _with_facts(response, own["facts"])
+        own = {"chunks": self._exact_texts(nodes)}
+        return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
 
     async def asynthesize(
         self,
@@ -106,77 +103,39 @@ class BlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """Return the result of `synthesize` without blocking the event loop."""
-        own = self._own_arguments(nodes)
-        response = await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
-        return _with_facts(response, own["facts"])
+        own = {"chunks": self._exact_texts(nodes)}
+        return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
 
-    def _own_arguments(self, nodes: Sequence[NodeWithScore]) -> dict[str, Any]:
-        """Return what the base class passes to `get_response`: the nodes' exact texts, and a dict for the report."""
-        return {"chunks": [node.node.get_content(metadata_mode=self._metadata_mode) for node in nodes], "facts": {}}
+    def _exact_texts(self, nodes: Sequence[NodeWithScore]) -> list[str]:
+        return [node.node.get_content(metadata_mode=self._metadata_mode) for node in nodes]
 
     def get_response(
-        self,
-        query_str: str,
-        text_chunks: Sequence[str],
-        chunks: Sequence[str] | None = None,
-        facts: dict[str, Any] | None = None,
-        **response_kwargs: Any,
+        self, query_str: str, text_chunks: Sequence[str], chunks: Sequence[str] | None = None, **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """Return the answer to `query_str` from `chunks`, the exact texts of the nodes; if None, from `text_chunks`.
 
-        The answer is text, or a generator of text if the synthesizer is streaming. `facts`: a dictionary that receives
-        the report of the answer; a stream fills it when it ends.
+        The answer is text, or a generator of text if the synthesizer is streaming.
         """
         asked = self._make_chat_arguments(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
-            return _tokens(self._blend.stream_chat(**asked), facts)
-        return _text(self._blend.chat(**asked), facts)
+            return (response.delta for response in self._blend.stream_chat(**asked) if response.delta)
+        return self._blend.chat(**asked).message.content or ""
 
     async def aget_response(
-        self,
-        query_str: str,
-        text_chunks: Sequence[str],
-        chunks: Sequence[str] | None = None,
-        facts: dict[str, Any] | None = None,
-        **response_kwargs: Any,
+        self, query_str: str, text_chunks: Sequence[str], chunks: Sequence[str] | None = None, **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """Run `get_response` without blocking the event loop."""
         asked = self._make_chat_arguments(query_str, text_chunks if chunks is None else chunks) | response_kwargs
         if self._streaming:
-            return _atokens(await self._blend.astream_chat(**asked), facts)
-        return _text(await self._blend.achat(**asked), facts)
+            responses = await self._blend.astream_chat(**asked)
+            return (response.delta async for response in responses if response.delta)
+        return (await self._blend.achat(**asked)).message.content or ""
 
     def _make_chat_arguments(self, query: str, texts: Sequence[str]) -> dict[str, Any]:
         """Return the arguments of `chat`: the system text, if set, and one user turn of the texts and the question."""
         system = [ChatMessage(role=MessageRole.SYSTEM, content=self._system)] if self._system else []
         cited = [CitableBlock(title="", source="", content=[TextBlock(text=text)]) for text in texts]
         return {"messages": [*system, ChatMessage(role=MessageRole.USER, blocks=[*cited, TextBlock(text=query)])]}
-
-
-def _with_facts(response: RESPONSE_TYPE, facts: dict[str, Any]) -> RESPONSE_TYPE:
-    # A stream fills `facts` when it ends; the response already holds the dict.
-    response.metadata = {**(response.metadata or {}), "ragblend": facts}
-    return response
-
-
-def _text(response: ChatResponse, facts: dict[str, Any] | None) -> str:
-    if facts is not None and response.raw is not None:
-        facts.update(response.raw["ragblend"])
-    return response.message.content or ""
-
-
-def _tokens(responses: Iterator[ChatResponse], facts: dict[str, Any] | None) -> Generator[str, None, None]:
-    for response in responses:
-        _text(response, facts)
-        if response.delta:
-            yield response.delta
-
-
-async def _atokens(responses: ChatResponseAsyncGen, facts: dict[str, Any] | None) -> AsyncGenerator[str, None]:
-    async for response in responses:
-        _text(response, facts)
-        if response.delta:
-            yield response.delta
 
 
 class BlendQueryEngine(RetrieverQueryEngine):
