@@ -14,6 +14,9 @@ from sqlalchemy import Row
 from ragblend.catalog.schema import is_intact, text_key
 from ragblend.prompt.types import Chunk
 
+LANGCHAIN_SOURCE = "langchain/"
+"""Beginning of the source of a document that was added to the index through LangChain. Its id follows."""
+
 
 class IngestedFile(NamedTuple):
     """The record of an ingested file. If the file's current version differs from `version`, the file is read again."""
