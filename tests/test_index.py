@@ -352,7 +352,7 @@ def test_damaged_rows_are_removed_and_the_next_ingestion_reads_all_documents_aga
         for name in ("ada.txt", "tea.txt"):
             index.add_document(name, "h", chunks_of(name, FACTS[name]), file=name)
         index.record_files(IngestedFile(name, "v", ".") for name in ("ada.txt", "tea.txt"))
-        index.registry.add([FACTS["tea.txt"][0]])
+        index.registry.add([FACTS["tea.txt"][0]], DocumentKey("notes", "1"))
     with sqlite3.connect(folder / CATALOG_FILE) as db:
         db.execute(DAMAGED_ROWS[table])
     db.close()

@@ -93,14 +93,15 @@ def list_documents(
 ) -> list[StoredDocument]:
     """Return the documents of a store, sorted by collection and id.
 
-    index: the documents of the index in the store's folder; None: it has no index. namespace, collection: only
+    index: the documents of the index in the store's folder. None: it has no index; an index in another folder whose KV
+    is in the store is then one document, without an id. namespace, collection: only
     documents of these; None: of all. after: a collection and an id; only documents behind these. limit: at most so many
     documents; None: all. Give `limit` together with `namespace`, because `after` names none.
     """
     found: dict[DocumentKey, StoredDocument] = {}
     for each in (
         *_list_indexed(index, namespace, collection, after),
-        *_list_added(registry, namespace, collection, after, limit),
+        *_list_added(registry, namespace, collection, after, limit, with_indexes=index is None),
         *_list_sent(registry, namespace, collection, after, limit),
     ):
         found[each.key] = found[each.key].joined_with(each) if each.key in found else each
@@ -127,10 +128,16 @@ def _list_indexed(
 
 
 def _list_added(
-    registry: ChunkRegistry, namespace: str | None, collection: str | None, after: tuple[str, str], limit: int | None
+    registry: ChunkRegistry,
+    namespace: str | None,
+    collection: str | None,
+    after: tuple[str, str],
+    limit: int | None,
+    *,
+    with_indexes: bool,
 ) -> list[StoredDocument]:
     columns = DOCUMENT_TEXTS.c
-    chosen = [columns.id != "", tuple_(columns.collection, columns.id) > after]
+    chosen = [tuple_(columns.collection, columns.id) > after, *([] if with_indexes else [columns.id != ""])]
     chosen += [columns.namespace == namespace] if namespace is not None else []
     chosen += [columns.collection == collection] if collection is not None else []
     counted = select(*_KEY_COLUMNS, func.count().label("num")).where(*chosen).group_by(*_KEY_COLUMNS)
@@ -168,7 +175,7 @@ def count_by_collection(registry: ChunkRegistry) -> dict[str, dict[str, int]]:
     A collection in a namespace is named "COLLECTION (namespace NAMESPACE)".
     """
     counts: dict[str, dict[str, int]] = {}
-    for document in list_documents(registry, None):
+    for document in filter(lambda each: each.key.id, list_documents(registry, None)):
         namespace = f" (namespace {document.key.namespace})" if document.key.namespace else ""
         found = counts.setdefault(document.key.collection + namespace, {"num_documents": 0, "num_chunks": 0})
         found["num_documents"] += 1
@@ -245,14 +252,12 @@ def live_text_keys(registry: ChunkRegistry, index: IndexedDocuments | None) -> s
     """Return the keys of the texts that documents have.
 
     index: the documents of the index in the store's folder. Its texts are those of its chunks, whatever the registry
-    says. In a shared catalogue, the registry decides for all indexes, because other machines may have a copy of them.
+    says, which may have texts of an index that this one replaced. In a shared catalogue, the registry decides for all
+    indexes, because they are on other machines.
     """
-    found = set[bytes]()
-    columns = DOCUMENT_TEXTS.c
-    query = select(columns.key).distinct()
+    found, query = set[bytes](), select(DOCUMENT_TEXTS.c.key).distinct()
     if index is not None:
         found.update(row.text_key for row in index._rows(select(CHUNKS.c.text_key).distinct()))
-        if not registry.is_shared:
-            query = query.where((columns.collection != index.collection) | (columns.id != ""))
+        query = query if registry.is_shared else query.where(DOCUMENT_TEXTS.c.id != "")
     found.update(row.key for row in registry._rows(query))
     return found

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -205,7 +206,7 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
             )
         if own is not None and unfinished:
             return unfinished, remove_documents(unfinished, engine, own)
-        names = [each.index_source or f"{each.key.collection}/{each.key.id}" for each in found]
+        names = [each.index_source or f"{each.key.collection}/{each.key.id}".rstrip("/") for each in found]
         return names, remove_stored_documents(found, engine, own)
 
 
@@ -239,25 +240,25 @@ def _read_text(path: str) -> str:
 
 def _document_lines(listed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each collection, and below it a line for each of its documents."""
+    from ragblend.catalog.schema import INDEX_MARK
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.tiered import format_bytes
 
     if not listed:
         yield "no documents"
-    for (collection, namespace), group in groupby(listed, lambda each: (each["collection"], each["namespace"])):
+    names = itemgetter("collection", "namespace")
+    for (collection, namespace), group in groupby(sorted(listed, key=names), names):
         rows = list(group)
-        yield (
-            f"collection {collection}"
-            + (f" in namespace {namespace}" if namespace else "")
-            + ": "
-            + plural(len(rows), "document")
-        )
+        where = " of the index" if collection.startswith(INDEX_MARK) else ""
+        where += f" in the namespace {namespace}" if namespace else ""
+        yield f"collection {collection}: {plural(len(rows), 'document')}{where}"
         for each in rows:
             size = f"{plural(each['num_chunks'], 'chunk')}, {format_bytes(each['kv_bytes'])} of KV"
             notes = [f"of {display_source(each['source'])}"] if each["source"] not in ("", each["id"]) else []
             notes += [f"({each['reason']})"] if each["reason"] else []
             notes += [repr(each["text"])] if each["text"] else []
-            yield f"  {each['state']:<10}  {size:<32}  {' '.join((display_source(each['id']), *notes))}"
+            name = display_source(each["id"]) or "its documents are in another folder"
+            yield f"  {each['state']:<10}  {size:<32}  {' '.join((name, *notes))}"
 
 
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from ragblend.catalog.documents import IndexedDocuments
@@ -51,12 +52,16 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     """
     engine: DocumentEngine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
-    named = {DocumentKey(collection, each, engine.namespace): list[str]() for each in ids}
     if is_document_server(engine):
         return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
+    return _delete_added([DocumentKey(collection, each, engine.namespace) for each in ids], engine)
+
+
+def _delete_added(documents: Sequence[DocumentKey], engine: DocumentEngine) -> int:
+    """Delete the texts of documents, and the KV that no other document needs. Return the number of entries."""
     registry = open_registry(engine.store)
-    num_removed, problem = delete_texts_except(named, engine, registry)
-    registry.set_facts({name: DocumentFacts() for name in named if any(registry.facts_of(name))})
+    num_removed, problem = delete_texts_except({each: [] for each in documents}, engine, registry)
+    registry.set_facts({each: DocumentFacts() for each in documents if any(registry.facts_of(each))})
     if problem:
         raise BackendUnreachableError(problem)
     return num_removed
@@ -166,18 +171,14 @@ def remove_stored_documents(
     added = [each for each in given if each.index_source != each.key.id]
     if not added or engine is None:
         return removal
-    ids_of: dict[str, list[str]] = {}
-    for each in added:
-        ids_of.setdefault(each.key.collection, []).append(each.key.id)
-    num_removed = 0
     with open_registry(engine.store) as registry:
         texts = [text for each in added for text in registry.texts_of(each.key)]
     own = _stored_keys(map(Chunk, texts), engine)
-    for collection, ids in ids_of.items():
-        num_removed += delete_precomputed(ids, engine, collection=collection)
-        if (place := catalog_location(engine.store)) is not None:
-            with SentDocumentTable(place) as sent:
-                sent.remove(engine.namespace, collection, ids)
+    num_removed = _delete_added([each.key for each in added], engine)
+    if (place := catalog_location(engine.store)) is not None:
+        with SentDocumentTable(place) as sent:
+            for collection, group in groupby(sorted(each.key for each in added), lambda key: key.collection):
+                sent.remove(engine.namespace, collection, [key.id for key in group])
     num_other = num_removed - len(own) + sum(map(engine.store.contains, own))
     num_chunks = sum(each.num_chunks for each in added if not each.index_source)
     return Removal(removal.num_chunks + num_chunks, removal.num_kv + num_removed, removal.num_other_kv + num_other)

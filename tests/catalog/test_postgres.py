@@ -85,7 +85,7 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
         versions.append(one.change_counter())
         assert one.change_counter() == versions[-1]
     assert len({*versions}) == 5
-    refused(KeyboardInterrupt, lambda: other.add(interrupted("b")))  # inside of its transaction
+    refused(KeyboardInterrupt, lambda: other.add(interrupted("b"), DOC))  # inside of its transaction
     assert (one.change_counter(), len(one)) == (versions[-1], 0)
 
 
@@ -103,8 +103,9 @@ def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog)
     registry = ChunkRegistry(shared_catalog)
     code = (
         "import sys, time; from ragblend.catalog.registry import ChunkRegistry\n"
+        "from ragblend.catalog.schema import DocumentKey\n"
         "with (r := ChunkRegistry(sys.argv[1]))._write():\n"
-        "    r.add(['half']); print('in', flush=True); time.sleep(60)\n"
+        "    r.add(['half'], DocumentKey('notes', '1')); print('in', flush=True); time.sleep(60)\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, shared_catalog], stdout=subprocess.PIPE)
     assert writer.stdout.readline() == b"in\n"
@@ -117,7 +118,7 @@ def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog)
 def test_a_forked_process_has_connections_of_its_own(shared_catalog):
     registry = ChunkRegistry(shared_catalog)
     registry.add(["parent"], DOC)
-    child = multiprocessing.get_context("fork").Process(target=registry.add, args=(["child"],))
+    child = multiprocessing.get_context("fork").Process(target=registry.add, args=(["child"], DOC))
     child.start()
     child.join(60)
     assert child.exitcode == 0
@@ -287,7 +288,7 @@ def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(own
     )
     reader = ChunkRegistry(own_server.url.replace("://ragblend:", "://reader:"))
     assert list(reader.texts()) == ["text"]
-    refused(StoreNotWritableError, lambda: reader.add(["more"]), "cannot be written")
+    refused(StoreNotWritableError, lambda: reader.add(["more"], DOC), "cannot be written")
     execute(own_server.url, "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
         "'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$",
         "CREATE TRIGGER full_disk BEFORE INSERT ON texts EXECUTE FUNCTION full_disk()")  # fmt: skip
