@@ -157,7 +157,8 @@ def documents(settings: Settings, json_: JsonOption = False) -> None:
     text = "\n".join(_document_lines(listed))
     if unowned:
         text += f"\nKV of {plural(len(unowned), 'chunk')} that no document has; to delete it: ragblend gc --orphans"
-    print_result({"store": settings.store, "documents": listed, "num_kv_without_document": len(unowned)}, text, json_)
+    place = settings.backend if settings.is_served else settings.store
+    print_result({"store": place, "documents": listed, "num_kv_without_document": len(unowned)}, text, json_)
 
 
 def _remove_named(document: str | None, text: str | None, settings: Settings) -> tuple[list[str], Removal]:
@@ -286,7 +287,8 @@ def remove(
     with waiting_lines("removing"):
         names, removal = _remove_named(document, None if text is None else _read_text(text), settings)
     if not names:
-        raise NotFoundError(f"{settings.store} has no document {name!r}; list them: ragblend documents")
+        place = settings.backend if settings.is_served else settings.store
+        raise NotFoundError(f"{place} has no document {name!r}; list them: ragblend documents")
     num_chunks, num_kv, num_other_kv = removal
     facts = {"document": name, "sources": names, "num_chunks": num_chunks, "num_kv": num_kv}
     said = f"{name}: {plural(len(names), 'document')}, {plural(num_chunks, 'chunk')} and "

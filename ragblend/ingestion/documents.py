@@ -6,6 +6,7 @@ the index, the registry and the DocumentEngine protocol.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -29,6 +30,7 @@ from ragblend.prompt.types import Chunk
 
 _MAX_LISTED = 5  # documents in a message
 _TEXT_CHARS = 60  # of a text that names a document
+_DIGEST = re.compile("[0-9a-f]{32}")  # the id of a document without a name
 
 
 class Removal(NamedTuple):
@@ -168,7 +170,7 @@ def remove_stored_documents(
     if sources:
         assert index is not None
         removal = remove_documents(sources, engine, index)
-    added = [each for each in given if each.index_source != each.key.id]
+    added = [each for each in given if not each.index_source or each.index_source != each.key.id]
     if not added or engine is None:
         return removal
     with open_registry(engine.store) as registry:
@@ -255,7 +257,7 @@ class DocumentDetails(NamedTuple):
       with equal chunks share KV.
     - state: "stored" if KV of every chunk is on the disk, "partial" for some chunks, "without_kv" for none. "pending"
       or "failed" for a document that a client has sent to a server, with the `reason`.
-    - text: the beginning of the text of a document that only its text identifies; "" for others.
+    - text: the beginning of a chunk of a document whose id is a digest, because it has no name; "" for others.
     """
 
     collection: str
@@ -292,7 +294,7 @@ def describe_documents(
         state = "stored" if num_stored == len(found) else "partial" if num_stored else "without_kv"
         details = (each.source, each.num_chunks, sum(entry_bytes.values()))
         state = each.status if each.status in ("pending", "failed") else state
-        text = next((registry.text_of(key)[:_TEXT_CHARS] for key in keys if key.hex() == each.key.id), "")
+        text = registry.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(each.key.id) else ""
         listing.documents.append(
             DocumentDetails(each.key.collection, each.key.id, namespace, *details, state, each.reason, text)
         )

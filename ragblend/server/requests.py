@@ -151,8 +151,8 @@ class ListedDocument(BaseModel):
     """A document in a page. `kv_bytes`: size of its KV on the server's disk; documents with equal chunks share KV.
 
     `state`: whether all of its chunks have KV there, some or none; "pending" and "failed" are those of a document that
-    was sent. `source`: the file or address that it came from; "" if unknown. `text`: the beginning of the text of a
-    document that only its text identifies, else "".
+    was sent. `source`: the file or address that it came from; "" if unknown. `text`: the beginning of a chunk of a
+    document whose id is a digest, because it has no name; else "".
     """
 
     collection: str
