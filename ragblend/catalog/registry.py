@@ -74,7 +74,7 @@ _IDS_AFTER = (
 _IDS_OF_NUMBER = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "number"))
 _IDS_OF_TEXT = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
 _DOCUMENT_WITH_IDS = (
-    select(DOCUMENT_TEXTS.c.id)
+    select(DOCUMENT_TEXTS.c.id, DOCUMENT_TEXTS.c.key)
     .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
     .where(
         equals_parameters(TOKEN_IDS, "number"),
@@ -394,9 +394,12 @@ class ChunkRegistry(Catalog):
         return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
 
     def document_id_of_row(self, number: int, namespace: str) -> str:
-        """Return the id of a document in the namespace that has the text of this row number; "" for none."""
+        """Return the id of a document in the namespace that has the text of this row number; "" for none.
+
+        Documents that only their text identifies are left out.
+        """
         rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
-        return str(rows[0].id) if rows else ""
+        return next((str(row.id) for row in rows if row.id != row.key.hex()), "")
 
     def count_tokenized_texts(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids for a tokenizer and a namespace."""

@@ -1,6 +1,6 @@
 """The documents of a store by name: those of its index, and those that frameworks and clients of a server have added.
 
-The three kinds have tables of their own in one catalogue. The functions here join them. Depends on rows, not on KV.
+Three tables of the catalogue list them. The functions here join these tables. Depends on rows, not on KV.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def list_documents(
 
     index: the documents of the index in the store's folder. None: it has no index; an index in another folder whose KV
     is in the store is then one document, without an id. namespace, collection: only
-    documents of these; None: of all. after: a collection and an id; only documents behind these. limit: at most so many
-    documents; None: all. Give `limit` together with `namespace`, because `after` names none.
+    documents of these; None: of all. after: a collection and an id; only documents behind these. limit: the largest
+    number of documents; None: all. Give `limit` together with `namespace`, because `after` names none.
     """
     found: dict[DocumentKey, StoredDocument] = {}
     for each in (
@@ -251,8 +251,8 @@ def hash_token_ids(registry: ChunkRegistry, keys: AbstractSet[bytes]) -> dict[by
 def live_text_keys(registry: ChunkRegistry, index: IndexedDocuments | None) -> set[bytes]:
     """Return the keys of the texts that documents have.
 
-    index: the documents of the index in the store's folder. Its texts are those of its chunks, whatever the registry
-    says, which may have texts of an index that this one replaced. In a shared catalogue, the registry decides for all
+    index: the documents of the index in the store's folder. Its texts are those of its chunks; the registry may also
+    have texts of an index that this one replaced. In a shared catalogue, the registry decides for all
     indexes, because they are on other machines.
     """
     found, query = set[bytes](), select(DOCUMENT_TEXTS.c.key).distinct()

@@ -134,10 +134,11 @@ def precompute(
 
 @with_settings("backend store", unflagged="catalog kv_dir model namespace")
 def documents(settings: Settings, json_: JsonOption = False) -> None:
-    """List the store's documents: those of ingested folders, of frameworks and of clients of a server.
+    """List the documents of a store, from folders, programs and clients of servers.
 
-    Each has an id in a collection, a state, its number of chunks, the size of their KV on this machine's disk, and a
-    source, if that is known. `ragblend remove` takes any of these names. With --backend, a server's store is listed.
+    Each document has an id in a collection, and a source, if that is known: `ragblend remove` takes these names. The
+    line also says its state, its number of chunks, and the size of their KV on this machine's disk. With --backend, the
+    store of a server is listed.
     """
     from ragblend.catalog.stored_documents import list_documents, open_store_documents
     from ragblend.engine.store.disk import DiskStore

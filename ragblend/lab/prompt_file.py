@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.schema import text_id
 from ragblend.engine.base import LEAST_QUOTE, LocalEngine
 from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
@@ -82,7 +83,9 @@ def find_missed_reuse(engine: LocalEngine, prompt: Prompt) -> list[dict[str, Any
         near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
         missed = []
         for each in near:
-            names = (f"{key.collection}/{key.id}".lstrip("/") for key in registry.documents_of(each.text) if key.id)
+            unnamed = ("", text_id(each.text))
+            owners = (key for key in registry.documents_of(each.text) if key.id not in unnamed)
+            names = (f"{key.collection}/{key.id}".lstrip("/") for key in owners)
             reason = _reason(each, engine, registry)
             missed.append({"document": next(names, ""), "text": each.text, "share": each.share, "reason": reason})
         return missed

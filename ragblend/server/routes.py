@@ -97,7 +97,7 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
     ) -> Response:
         """Return the numbers of stored, pending and failed documents, and the reasons, of a collection or one POST.
 
-        `limit`: also list at most so many documents that the store has, and begin behind `after`.
+        `limit`: the largest number of documents to list, by collection and id. `after`: list those behind.
         """
 
         def answer() -> dict[str, Any]:

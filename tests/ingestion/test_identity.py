@@ -1,4 +1,4 @@
-"""A document that is passed again replaces its earlier version, whatever identifies it, and nothing else."""
+"""A document that is passed again replaces its earlier version, and nothing else."""
 
 from __future__ import annotations
 
