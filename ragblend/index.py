@@ -213,12 +213,6 @@ class ChunkIndex(IndexedDocuments):
                 self._probe = None
             return self._embedder
 
-    @property
-    def collection(self) -> str:
-        """Name under which a store's registry records the texts of this index; "" for an old index without an id."""
-        made_with = self.read_metadata().get("id", "")
-        return f"index:{made_with}" if made_with else ""
-
     @contextmanager
     def registry_for(self, store: Any) -> Iterator[ChunkRegistry]:
         """Yield the registry of `store`, a KVStore: the record of its ingested texts and their KV entries.

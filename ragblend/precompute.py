@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
-from ragblend.catalog.schema import DocumentKey
+from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id
 from ragblend.chunker import Splitter
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.embedders import Embedder
@@ -47,19 +47,19 @@ from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
 from ragblend.ingestion.engine_index import resolve_chunker
+from ragblend.ingestion.identity import (
+    LANGCHAIN_COLLECTION,
+    as_chunk,
+    document_label,
+    find_replaced_documents,
+    identify_all,
+    note_text_identities,
+)
 from ragblend.ingestion.prefill import Prefill, num_chunk_tokens, prefill_here
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import BLANK_TEXT, IngestReport
-from ragblend.ingestion.server_documents import (
-    LANGCHAIN_COLLECTION,
-    as_chunk,
-    document_id,
-    document_label,
-    is_document_server,
-    send_documents,
-    send_indexed_chunks,
-)
+from ragblend.ingestion.server_documents import is_document_server, send_documents, send_indexed_chunks
 from ragblend.ingestion.sync import Progress, count_moved_files, ignore_progress, sync_index
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
@@ -180,7 +180,7 @@ def precompute_chunks(
     - index: finds the `context_texts` of chunks whose `context` is "similar", if they are empty. Without an index,
       UsageError is raised if such a chunk has to be prefilled.
     - register_texts: a function that registers the chunks' texts. Without one, they are registered as texts of `index`
-      if it is a ChunkIndex, else as texts that belong to no document.
+      if it is a ChunkIndex, else each as a document that only its text identifies.
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
@@ -204,12 +204,15 @@ def precompute_chunks(
     if register_texts is not None:
         register_texts()
     else:
+        owner = DocumentKey(index.collection) if isinstance(index, ChunkIndex) else None
+        texts_of: dict[DocumentKey, dict[str, int]] = {}
+        for text, *_ in distinct:
+            name = owner or DocumentKey(LANGCHAIN_COLLECTION, text_id(text), engine.namespace)
+            texts_of.setdefault(name, {})[text] = 0
         with open_registry(engine.store) as registry:
-            owner = DocumentKey(namespace=engine.namespace)
-            if isinstance(index, ChunkIndex):
-                owner = DocumentKey(index.collection)
-            registry.add((text for text, *_ in distinct), owner)
+            registry.add_documents(texts_of)
     engine.store.apply_deletions()
+    engine.add_known_chunks(distinct.values())  # before stored KV is looked up, so that `gc --orphans` keeps it
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
@@ -236,7 +239,6 @@ def precompute_chunks(
             notify(
                 f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of new KV, {capacity}"
             )
-    engine.add_known_chunks(distinct.values())
     on_progress("prefill", 0, len(missing) + len(renewed))
     prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
     has_given_context = {chunk for chunk in chunks if chunk.context_texts}  # no document needs to have these texts
@@ -319,12 +321,14 @@ def precompute_documents(
     """Precompute the KV of chunks: strings, Chunks, LangChain Documents or LlamaIndex nodes, each used as one chunk.
 
     - llm_or_engine: an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend).
-    - ids: for each chunk, the id of the document that it belongs to; "" for none. Default: the `id` of LangChain
-      Documents. The chunks passed for an id replace all earlier chunks of this id in `collection`, and the KV of texts
-      that no document has any more is deleted.
+    - ids: for each chunk, the id of the document that it belongs to; "" for none. The chunks passed for an id replace
+      all earlier chunks of this id in `collection`, and the KV of texts that no document has any more is deleted.
+      Without `ids`, the id is the document's own, else its source: metadata["source"], with its "page", or LlamaIndex'
+      "file_path". A document with neither is stored by its text, which nothing replaces; `report.notes` says so.
     - versions: for each chunk, the version of its document, for example a hash of the file; "" for none. If the
       version equals the one that is stored for the id, the chunks are added to the earlier ones and do not replace
-      them. A document may therefore be passed in several calls.
+      them. A document may therefore be passed in several calls. So may one that is identified by its source, if its
+      chunks have a "start_index": chunks before the first one of a call are kept.
     - workers: processes that prefill instead of this one (`RayWorkers`). prefill: a function that prefills instead;
       `workers` is then ignored.
 
@@ -343,25 +347,26 @@ def precompute_documents(
     save_store_defaults(engine)
     given = [documents] if isinstance(documents, str) else list(documents)
     chunks = [as_chunk(document) for document in given]
-    document_ids, document_versions = ids or [*map(document_id, given)], versions or [""] * len(given)
+    identities = identify_all(given, chunks, ids, versions)
+    notes = note_text_identities(given, chunks, identities)
     if is_document_server(engine):
-        report = send_documents(given, chunks, document_ids, document_versions, collection, engine, progress)
-        report.elapsed_s = perf_counter() - start_s
+        report = send_documents(given, chunks, identities, collection, engine, progress)
+        report.notes, report.elapsed_s = notes, perf_counter() - start_s
         return report
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
-    texts_of: dict[DocumentKey, list[str]] = {}
-    version_of: dict[DocumentKey, str] = {}
-    for document, chunk, each_id, version in zip(given, chunks, document_ids, document_versions, strict=True):
-        name = DocumentKey(collection if each_id else "", each_id, engine.namespace)
-        version_of[name] = version
-        texts_of.setdefault(name, [])  # a document without a chunk to prefill loses its earlier chunks
+    texts_of: dict[DocumentKey, dict[str, int]] = {}
+    facts_of: dict[DocumentKey, DocumentFacts] = {}
+    for document, chunk, identity in zip(given, chunks, identities, strict=True):
+        name = DocumentKey(collection, identity.id, engine.namespace)
+        facts_of[name] = DocumentFacts(identity.version, identity.source)
+        texts_of.setdefault(name, {})  # a document without a chunk to prefill loses its earlier chunks
         if problem := problems.get(chunk.text):
             failures.append(ReadFailure(document_label(document, chunk), problem))
         elif not has_visible_text(chunk.text):  # a blank chunk in a prompt is prefilled as text
             skipped.append(ReadFailure(document_label(document, chunk), BLANK_TEXT))
         else:
-            texts_of[name].append(chunk.text)
+            texts_of[name][chunk.text] = identity.start
             fit.append(chunk)
     for failure in (*failures, *skipped):
         logger.warning("not prefilled: %s: %s", *failure)
@@ -373,8 +378,7 @@ def precompute_documents(
         wanted = [*chunks, *chunk_variants(main, "similar"), *finder.find_missing_variants()]
 
     def register_texts() -> None:
-        for name, texts in texts_of.items():
-            registry.add(texts, name)
+        registry.add_documents(texts_of)
         if finder is not None:
             finder.request_variants(main)
             delete_unrecorded_variants(engine, registry, finder.find_missing_variants())
@@ -383,17 +387,15 @@ def precompute_documents(
         prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
-    report.num_documents = len({each_id for each_id in document_ids if each_id}) + list(document_ids).count("")
+    report.notes, report.num_documents = [*notes, *report.notes], len(texts_of)
     report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
     if finder is not None:
         finder.record_stored_variants(wanted)
-    changed = {name for name, version in version_of.items() if name.id and version != registry.version_of(name)}
-    replaced = {
-        name: texts for name, texts in texts_of.items() if name in changed or (name.id and not version_of[name])
-    }
+    replaced = find_replaced_documents(identities, texts_of, registry)
     report.num_removed_kv, problem = delete_texts_except(replaced, engine, registry)
-    for name in changed:  # set last, so that after a killed call the same call replaces the document again
-        registry.set_version(name, version_of[name])
+    facts_of = dict.fromkeys(replaced, DocumentFacts()) | facts_of
+    # Set last, so that after a killed call the same call replaces the document again.
+    registry.set_facts({name: facts for name, facts in facts_of.items() if facts != registry.facts_of(name)})
     if problem:
         logger.warning(
             "removed KV stays in the remote tier (%s); the next call that adds or removes documents deletes it", problem

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ragblend.catalog.index_rows import LANGCHAIN_SOURCE
 from ragblend.catalog.vectors import normalize_rows
 from ragblend.corpus.documents import has_visible_text
 from ragblend.corpus.embedders import (
@@ -33,7 +34,7 @@ from ragblend.errors import NotFoundError, UsageError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.deletion import delete_orphaned_kv
 from ragblend.ingestion.documents import delete_precomputed
-from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION
+from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
 from ragblend.option_fields import check_unicode
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
@@ -45,7 +46,6 @@ try:
     from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
     from ragblend.langchain.documents import (
-        SOURCE_PREFIX,
         Filter,
         as_document,
         given_or_own_ids,
@@ -280,7 +280,7 @@ class _IndexStore(VectorStore):
     def ids(self) -> list[str]:
         """Return the ids of all documents that were added through LangChain."""
         sources = self.index.sources()
-        return [source.removeprefix(SOURCE_PREFIX) for source in sources if source.startswith(SOURCE_PREFIX)]
+        return [source.removeprefix(LANGCHAIN_SOURCE) for source in sources if source.startswith(LANGCHAIN_SOURCE)]
 
     def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
         """Store all documents or none. Return their ids; a document without an id gets a new one.
@@ -295,7 +295,7 @@ class _IndexStore(VectorStore):
             metadata_to_json(document.metadata, f"the metadata of document {name!r}")  # raises an error before the work
         blank = [name for name, document in named.items() if not has_visible_text(document.page_content)]
         chunks = [
-            Chunk(document.page_content, SOURCE_PREFIX + name, metadata=document.metadata)
+            Chunk(document.page_content, LANGCHAIN_SOURCE + name, metadata=document.metadata)
             for name, document in named.items()
             if name not in blank
         ]
@@ -305,15 +305,15 @@ class _IndexStore(VectorStore):
                 self.index.add_document(chunk.source, chunk.id, [chunk], vector[None, :])
             for name in blank:
                 with suppress(NotFoundError):
-                    self.index.remove_document(SOURCE_PREFIX + name)
+                    self.index.remove_document(LANGCHAIN_SOURCE + name)
         if blank:
             logger.warning("documents without visible text were not stored: %s", ", ".join(blank))
         return [name for name in names if name not in blank]
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
         names = dict.fromkeys(normalize_ids(ids or []))
-        stored = set(self.index.sources()).intersection(SOURCE_PREFIX + name for name in names)
-        others = self.index.get([name for name in names if SOURCE_PREFIX + name not in stored])
+        stored = set(self.index.sources()).intersection(LANGCHAIN_SOURCE + name for name in names)
+        others = self.index.get([name for name in names if LANGCHAIN_SOURCE + name not in stored])
         if others:
             raise UsageError(
                 f"{next(iter(others))} is a chunk of an ingested file; remove the file: ragblend remove FILE"
@@ -324,7 +324,7 @@ class _IndexStore(VectorStore):
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         found = (
-            next(self.index.chunks(SOURCE_PREFIX + name), None) or self.index.get([name]).get(name)
+            next(self.index.chunks(LANGCHAIN_SOURCE + name), None) or self.index.get([name]).get(name)
             for name in normalize_ids(ids)
         )
         return [as_document(chunk) for chunk in found if chunk is not None]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import IngestedFile
 from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import SCHEMA_VERSION, DocumentKey
 from ragblend.corpus import embedders
 from ragblend.corpus.embedders import (
     HashingEmbedder,
@@ -219,7 +220,7 @@ def test_a_missing_index_names_the_command_that_makes_one(tmp_path):
 
 def test_an_index_of_another_schema_is_refused(folder):
     with sqlite3.connect(folder / CATALOG_FILE) as db:
-        db.execute("UPDATE catalog_meta SET value = replace(value, '2 ', '99 ')")
+        db.execute(f"UPDATE catalog_meta SET value = replace(value, '{SCHEMA_VERSION} ', '99 ')")
         db.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreMismatchError, match="a catalogue of version 99"):
         open_index(folder)
@@ -231,7 +232,7 @@ def test_a_transaction_of_the_index_is_one_of_the_registry_of_a_store_in_its_fol
 
             def change(source: str) -> None:
                 with index.write_transaction():
-                    registry.add(["a text of a framework"])
+                    registry.add(["a text of a framework"], DocumentKey("notes", "1"))
                     index.remove_document(source)
 
             with pytest.raises(NotFoundError):
@@ -241,7 +242,7 @@ def test_a_transaction_of_the_index_is_one_of_the_registry_of_a_store_in_its_fol
             assert (len(registry), index.num_documents) == (1, 2)
         for store in (DiskStore(tmp_path / "elsewhere"), MemoryStore(1 << 20)):
             with index.registry_for(store) as registry, index.write_transaction():
-                assert registry.add(["a text"]) == 1
+                assert registry.add(["a text"], DocumentKey("notes", "1")) == 1
                 assert len(index.registry) == 1
 
 
@@ -351,7 +352,7 @@ def test_damaged_rows_are_removed_and_the_next_ingestion_reads_all_documents_aga
         for name in ("ada.txt", "tea.txt"):
             index.add_document(name, "h", chunks_of(name, FACTS[name]), file=name)
         index.record_files(IngestedFile(name, "v", ".") for name in ("ada.txt", "tea.txt"))
-        index.registry.add([FACTS["tea.txt"][0]])
+        index.registry.add([FACTS["tea.txt"][0]], DocumentKey("notes", "1"))
     with sqlite3.connect(folder / CATALOG_FILE) as db:
         db.execute(DAMAGED_ROWS[table])
     db.close()

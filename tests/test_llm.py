@@ -344,7 +344,8 @@ def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_
     code = """if True:
         import os, signal, sys, threading, time
         from ragblend import Prompt
-        from ragblend.catalog.registry import open_registry
+        from ragblend.catalog.schema import DocumentKey
+from ragblend.catalog.registry import open_registry
         from ragblend.llm import BlendLLM
         from ragblend.precompute import precompute_documents
         llm = BlendLLM(model='demo', store=sys.argv[1], max_tokens=3)
@@ -367,7 +368,7 @@ def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_
             "generate": lambda: llm.engine.generate(prompt),
             "stream": lambda: next(stream),
             "precompute": lambda: precompute_documents(["A new text."], llm),
-            "registry": lambda: open_registry(llm.engine.store).add(["A text of the child's."]),
+            "registry": lambda: open_registry(llm.engine.store).add(["A text of the child's."], DocumentKey("a", "1")),
         }
         for name, call in list(calls.items()) * 3:
             child = os.fork()

@@ -17,7 +17,7 @@ from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.capacity import describe_capacity
-from ragblend.ingestion.server_documents import as_chunk
+from ragblend.ingestion.identity import as_chunk
 from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
 from ragblend.prompt.types import Chunk, Prompt
 

@@ -29,7 +29,7 @@ from ragblend.files.places import expand_user_path
 from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
 from ragblend.options import TierOptions
 
-_STREAMED = {"stream_results": True}  # a table may be larger than memory
+STREAMED = {"stream_results": True}  # a table may be larger than memory
 
 
 def resolve_catalog(folder: Path, url: str | None = None) -> str | Path:
@@ -193,13 +193,13 @@ class Catalog:
         """Return the primary keys of damaged rows, by the names of `CHECKED_TABLES` and "texts"."""
         found: dict[str, list[tuple[Any, ...]]] = {"texts": []}
         with self._transaction("DEFERRED") as connection:
-            for number, key, content in connection.execute(select(TEXTS), execution_options=_STREAMED):
+            for number, key, content in connection.execute(select(TEXTS), execution_options=STREAMED):
                 if not isinstance(content, str) or key != text_key(content):
                     found["texts"].append((number,))
             for what, table in CHECKED_TABLES.items():
                 identity = list(table.primary_key.columns)
                 query = select(*identity, *columns_with_checksum(table))
-                rows = connection.execute(query, execution_options=_STREAMED)
+                rows = connection.execute(query, execution_options=STREAMED)
                 found[what] = [tuple(row[: len(identity)]) for row in rows if not is_intact(row[len(identity) :])]
         return found
 

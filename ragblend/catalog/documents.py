@@ -32,6 +32,7 @@ from ragblend.catalog.schema import (
     DOCUMENTS,
     FILES,
     INDEX_FACTS,
+    INDEX_MARK,
     INDEX_TABLES,
     ORPHANED_TEXTS,
     PENDING_DELETIONS,
@@ -117,6 +118,12 @@ class IndexedDocuments:
         """Return the facts of the index (embedder, dimension, tokenizer, ...), as texts by name."""
         facts: dict[str, str] = json.loads(self._fact("facts"))
         return facts
+
+    @property
+    def collection(self) -> str:
+        """Name under which a store's registry records the texts of this index; "" for an old index without an id."""
+        made_with = self.read_metadata().get("id", "")
+        return f"{INDEX_MARK}{made_with}" if made_with else ""
 
     def generation(self) -> int:
         """Return the generation: the number of changes to documents since the index was created. The row of a chunk has

@@ -38,13 +38,13 @@ _COPIES = {
     FORMER_REGISTRY_FILE: (
         ("texts (key, text)", "key, text FROM registered_texts ORDER BY id"),
         (
-            "document_texts (collection, id, namespace, key, checksum)",
-            f"{_OWNER}, key, row_checksum({_OWNER}, key) FROM text_holders "
+            "document_texts (collection, id, namespace, key, start, checksum)",
+            f"{_OWNER}, key, 0, row_checksum({_OWNER}, key, 0) FROM text_holders "
             "WHERE checksum IS row_checksum(document, key)",
         ),
         (
-            "document_versions (collection, id, namespace, version, checksum)",
-            f"{_OWNER}, version, row_checksum({_OWNER}, version) FROM document_versions "
+            "document_facts (collection, id, namespace, version, source, checksum)",
+            f"{_OWNER}, version, '', row_checksum({_OWNER}, version, '') FROM document_versions "
             "WHERE checksum IS row_checksum(document, version)",
         ),
         ("stored_entries (entry, fingerprint, checksum)", "key, fingerprint, checksum FROM stored_kv"),

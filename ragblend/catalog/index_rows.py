@@ -15,6 +15,9 @@ from ragblend.catalog.schema import is_intact, text_key
 from ragblend.corpus.metadata import metadata_to_json
 from ragblend.prompt.types import Chunk
 
+LANGCHAIN_SOURCE = "langchain/"
+"""Beginning of the source of a document that was added to the index through LangChain. Its id follows."""
+
 
 class IngestedFile(NamedTuple):
     """The record of an ingested file. If the file's current version differs from `version`, the file is read again."""

@@ -28,6 +28,7 @@ from sqlalchemy import Connection, Table, bindparam, delete, func, insert, selec
 
 from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
+    DOCUMENT_FACTS,
     DOCUMENT_TEXTS,
     ENTRY_CHUNKS,
     INDEX_MARK,
@@ -35,9 +36,8 @@ from ragblend.catalog.schema import (
     STORED_ENTRIES,
     TEXTS,
     TOKEN_IDS,
-    UNNAMED,
     VARIANTS,
-    VERSIONS,
+    DocumentFacts,
     DocumentKey,
     columns_with_checksum,
     equals_parameters,
@@ -74,7 +74,7 @@ _IDS_AFTER = (
 _IDS_OF_NUMBER = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "number"))
 _IDS_OF_TEXT = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
 _DOCUMENT_WITH_IDS = (
-    select(DOCUMENT_TEXTS.c.id)
+    select(DOCUMENT_TEXTS.c.id, DOCUMENT_TEXTS.c.key)
     .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
     .where(
         equals_parameters(TOKEN_IDS, "number"),
@@ -99,25 +99,24 @@ _NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
 _HAS_TEXT = select(TEXTS.c.number).where(equals_parameters(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_in_values(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_in_values(DOCUMENT_TEXTS.c.key))
-_KEYS_OF_DOCUMENT = _OWNED_KEYS.where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields))
+_STARTS_IN_DOCUMENT = select(DOCUMENT_TEXTS.c.key, DOCUMENT_TEXTS.c.start).where(
+    is_in_values(DOCUMENT_TEXTS.c.key), equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields)
+)
 _KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
     (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
     | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
 )
 _KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_in_values(STORED_ENTRIES.c.entry))
 _TEXTS_OF = (
-    select(TEXTS.c.text)
+    select(TEXTS.c.text, DOCUMENT_TEXTS.c.start)
     .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
     .where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields))
 )
-_TEXTS_OF_DOCUMENTS = select(TEXTS.c.text).where(
-    TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key).where(DOCUMENT_TEXTS.c.id != ""))
-)
-_OWNED_TEXTS = select(TEXTS.c.text).where(TEXTS.c.key.in_(select(DOCUMENT_TEXTS.c.key)))
 _DISOWN = delete(DOCUMENT_TEXTS).where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields, "key"))
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_VERSION = select_checked(VERSIONS, equals_parameters(VERSIONS, *DocumentKey._fields))
+_FACTS_OF_DOCUMENT = equals_parameters(DOCUMENT_FACTS, *DocumentKey._fields)
+_FACTS = select_checked(DOCUMENT_FACTS, _FACTS_OF_DOCUMENT)
 _CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
     equals_parameters(ENTRY_CHUNKS, "entry")
 )
@@ -184,9 +183,14 @@ class ChunkRegistry(Catalog):
             known = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
         return [text for text, key in key_of.items() if key not in known]
 
-    def texts_of(self, document: DocumentKey) -> set[str]:
-        """Return the texts that belong to a document."""
-        return {row.text for row in self._rows(_TEXTS_OF, **document.parameters())}
+    def texts_of(self, document: DocumentKey, before: int | None = None) -> set[str]:
+        """Return the texts that belong to a document. before: only texts whose middle is before this offset."""
+        rows = self._rows(_TEXTS_OF, **document.parameters())
+        return {row.text for row in rows if before is None or row.start + len(row.text) / 2 < before}
+
+    def text_of(self, key: bytes) -> str:
+        """Return the text with this key; "" if no document has it."""
+        return next((str(row.text) for row in self._rows(select(TEXTS.c.text).where(TEXTS.c.key == key))), "")
 
     def documents_of(self, text: str) -> list[DocumentKey]:
         """Return the names of the documents that have a text."""
@@ -197,74 +201,75 @@ class ChunkRegistry(Catalog):
         query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
         return {DocumentKey(*row[:-1]): row[-1] for row in self._rows(query)}
 
-    def count_by_collection(self) -> dict[str, dict[str, int]]:
-        """Return `num_documents` and `num_chunks` by collection. Indexes are left out.
-
-        Texts without a document id are counted under "texts without an id". A collection in a namespace is named
-        "COLLECTION (namespace NAMESPACE)".
-        """
-        counts: dict[str, dict[str, int]] = {}
-        for document, num_chunks in self.documents().items():
-            if not document.is_index:
-                name = document.collection or "texts without an id"
-                name += f" (namespace {document.namespace})" if document.namespace else ""
-                found = counts.setdefault(name, {"num_documents": 0, "num_chunks": 0})
-                found["num_documents"] += bool(document.id)
-                found["num_chunks"] += num_chunks
-        return counts
-
-    def texts_of_named_documents(self) -> list[str]:
-        """Return the texts of the documents that frameworks and clients of a server have added with an id.
-
-        For a shared catalogue, also return the texts of all other documents and of all indexes, on any machine.
-        """
-        return [row.text for row in self._rows(_OWNED_TEXTS if self.is_shared else _TEXTS_OF_DOCUMENTS)]
-
     def last_text_number(self) -> int:
         """Return the row number of the latest text; 0 for none. Numbers grow with each addition."""
         return self._rows(select(func.max(TEXTS.c.number)))[0][0] or 0
 
     # --- changing texts and documents: adding known texts writes nothing ---
 
-    def add(self, texts: Iterable[str], document: DocumentKey = UNNAMED) -> int:
+    def add(self, texts: Iterable[str], document: DocumentKey) -> int:
         """Add `texts`, except blank ones, to a document. Return the number of texts that no document had before."""
-        text_of = {text_key(text): text for text in filter(None, map(_normalize, texts))}
+        return self.add_documents({document: dict.fromkeys(texts, 0)})
+
+    def add_documents(self, documents: Mapping[DocumentKey, Mapping[str, int]]) -> int:
+        """Add texts, except blank ones, to documents, in one transaction. Return the number of texts that are new.
+
+        documents: for each document, the offset of each of its texts in the document, in characters; 0 if unknown.
+        """
+        text_of: dict[bytes, str] = {}
+        start_of: dict[DocumentKey, dict[bytes, int]] = {}
+        for document, starts in documents.items():
+            normalized = {text: start for each, start in starts.items() if (text := _normalize(each))}
+            start_of[document] = {text_key(text): start for text, start in normalized.items()}
+            text_of |= {text_key(text): text for text in normalized}
 
         def missing_texts(connection: Connection) -> list[dict[str, object]]:
             known = find_existing(connection, _KNOWN_KEYS, text_of)
             return [{"key": key, "text": text} for key, text in text_of.items() if key not in known]
 
         def missing_owners(connection: Connection) -> list[dict[str, object]]:
-            owned = find_existing(connection, _KEYS_OF_DOCUMENT, text_of, **document.parameters())
-            return [{**document._asdict(), "key": key} for key in text_of if key not in owned]
+            rows: list[dict[str, object]] = []
+            for document, starts in start_of.items():
+                known = dict[bytes, int]()
+                for some in split_into_batches(starts):
+                    found = connection.execute(_STARTS_IN_DOCUMENT, {**document.parameters(), "values": some})
+                    known.update((row.key, row.start) for row in found)
+                new = {key: start for key, start in starts.items() if known.get(key) != start}
+                rows += [{**document._asdict(), "key": key, "start": start} for key, start in new.items()]
+            return rows
 
-        return self._insert_missing((TEXTS, missing_texts), (DOCUMENT_TEXTS, missing_owners))
-
-    def _insert_missing(self, *tables: tuple[Table, Callable[[Connection], list[dict[str, object]]]]) -> int:
-        """Insert the rows that the functions return. Return the number of rows of the first table.
-
-        The write transaction, which waits for other writers, only begins if a row is missing.
-        """
         with self._locked() as connection:
-            if not any(missing(connection) for _, missing in tables):
+            if not missing_texts(connection) and not missing_owners(connection):
                 return 0
             with self._write():  # another process may have inserted some rows
-                num_rows = [insert_rows(connection, table, missing(connection)) for table, missing in tables]
-        return num_rows[0]
+                num_new = insert_rows(connection, TEXTS, missing_texts(connection))
+                if rows := missing_owners(connection):
+                    connection.execute(_DISOWN, [{f"b_{name}": value for name, value in row.items()} for row in rows])
+                    insert_rows(connection, DOCUMENT_TEXTS, rows)
+        return num_new
 
-    def version_of(self, document: DocumentKey) -> str:
-        """Return the version of a document that `set_version` recorded; "" for none."""
-        rows = self._rows(_VERSION, **document.parameters())
-        return next((str(row.version) for row in rows if is_intact(row)), "")
+    def _insert_missing(self, table: Table, missing: Callable[[Connection], list[dict[str, object]]]) -> None:
+        """Insert the rows that `missing` returns. The write transaction, which waits for other writers, only begins if
+        a row is missing.
+        """
+        with self._locked() as connection:
+            if missing(connection):
+                with self._write():  # another process may have inserted some rows
+                    insert_rows(connection, table, missing(connection))
 
-    def set_version(self, document: DocumentKey, version: str) -> None:
-        """Record the version of a document; "" removes the record."""
-        with self._write() as connection:
-            connection.execute(
-                delete(VERSIONS).where(equals_parameters(VERSIONS, *DocumentKey._fields)), document.parameters()
-            )
-            if version:
-                insert_rows(connection, VERSIONS, [{**document._asdict(), "version": version}])
+    def facts_of(self, document: DocumentKey) -> DocumentFacts:
+        """Return the version and the source of a document that `set_facts` recorded."""
+        rows = self._rows(_FACTS, **document.parameters())
+        return next((DocumentFacts(row.version, row.source) for row in rows if is_intact(row)), DocumentFacts())
+
+    def set_facts(self, facts: Mapping[DocumentKey, DocumentFacts]) -> None:
+        """Record the version and the source of documents. The record of a document without both is removed."""
+        if facts:
+            with self._write() as connection:
+                keys = [document.parameters() for document in facts]
+                connection.execute(delete(DOCUMENT_FACTS).where(_FACTS_OF_DOCUMENT), keys)
+                rows = ({**document._asdict(), **each._asdict()} for document, each in facts.items() if any(each))
+                insert_rows(connection, DOCUMENT_FACTS, rows)
 
     def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
         """Return the texts that a namespace would lose if each of the documents kept only its `kept_texts`.
@@ -283,7 +288,7 @@ class ChunkRegistry(Catalog):
         owners = self.documents_of(text)
         return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
 
-    def remove_from_document(self, texts: Iterable[str], document: DocumentKey = UNNAMED) -> list[str]:
+    def remove_from_document(self, texts: Iterable[str], document: DocumentKey) -> list[str]:
         """Remove texts from a document. Delete the texts that no other document has, and return them.
 
         Token ids for the document's namespace are deleted, if no index or other document of the namespace has the text.
@@ -405,9 +410,12 @@ class ChunkRegistry(Catalog):
         return found
 
     def document_id_of_row(self, number: int, namespace: str) -> str:
-        """Return the id of a document in the namespace that has the text of this row number; "" for none."""
+        """Return the id of a document in the namespace that has the text of this row number; "" for none.
+
+        Documents that only their text identifies are left out.
+        """
         rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
-        return str(rows[0].id) if rows else ""
+        return next((str(row.id) for row in rows if row.id != row.key.hex()), "")
 
     def count_tokenized_texts(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids for a tokenizer and a namespace."""
@@ -433,7 +441,7 @@ class ChunkRegistry(Catalog):
             known = find_existing(connection, _KNOWN_ENTRIES, given)
             return [{"entry": key, "fingerprint": fingerprint} for key in given if key not in known]
 
-        self._insert_missing((STORED_ENTRIES, missing))
+        self._insert_missing(STORED_ENTRIES, missing)
 
     def remove_stored_entries(self, keys: Iterable[str]) -> None:
         """Remove the records of deleted entries, so that `verify` does not report them as missing."""
@@ -450,7 +458,7 @@ class ChunkRegistry(Catalog):
 
     def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
         """Record the chunk of the entry with key `entry` and the chunks in its context. `chunks`: token ids of each."""
-        self._record_entry_chunks(entry, [(_ids_hash(ids), namespace) for ids in chunks])
+        self._record_entry_chunks(entry, [(hash_ids(ids), namespace) for ids in chunks])
 
     def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
         def missing(connection: Connection) -> list[dict[str, object]]:
@@ -458,11 +466,11 @@ class ChunkRegistry(Catalog):
             new = (chunk for chunk in dict.fromkeys(chunks) if chunk not in known)
             return [{"ids_hash": ids_hash, "namespace": namespace, "entry": entry} for ids_hash, namespace in new]
 
-        self._insert_missing((ENTRY_CHUNKS, missing))
+        self._insert_missing(ENTRY_CHUNKS, missing)
 
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
         """Return, for each chunk, the keys of the entries that are recorded with it. `chunks`: token ids of each."""
-        found = (self._rows(_ENTRIES_OF, b_ids_hash=_ids_hash(ids), b_namespace=namespace) for ids in chunks)
+        found = (self._rows(_ENTRIES_OF, b_ids_hash=hash_ids(ids), b_namespace=namespace) for ids in chunks)
         return [[row.entry for row in rows if is_intact(row)] for rows in found]
 
     def remove_entry_chunks(self, entries: Iterable[str]) -> None:
@@ -554,8 +562,10 @@ def _normalize(text: str) -> str:
     return text.strip() if is_unicode(text) else ""
 
 
-def _ids_hash(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.asarray(ids, "<u4").tobytes(), digest_size=16).digest()
+def hash_ids(ids: Sequence[int] | bytes) -> bytes:
+    """Return the hash of a chunk's token ids, which may be the bytes of a row of TOKEN_IDS."""
+    data = ids if isinstance(ids, bytes) else np.asarray(ids, "<u4").tobytes()
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 _IN_MEMORY: WeakKeyDictionary[Any, ChunkRegistry] = WeakKeyDictionary()

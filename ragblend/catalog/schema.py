@@ -35,7 +35,7 @@ from sqlalchemy.types import UserDefinedType
 
 from ragblend.files.sqlite import row_checksum
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 METADATA = MetaData()
 
 
@@ -46,8 +46,7 @@ INDEX_MARK = "index:"
 class DocumentKey(NamedTuple):
     """Key of a document in the registry: its collection, its id, and the namespace that it belongs to.
 
-    Each namespace has one document with collection "" and id "", for texts that were added without a document id. Each
-    index has one document for all its texts, with collection `ChunkIndex.collection`, id "" and namespace "".
+    Each index has one document for all its texts, with collection `ChunkIndex.collection`, id "" and namespace "".
     """
 
     collection: str = ""
@@ -64,7 +63,11 @@ class DocumentKey(NamedTuple):
         return self.collection.startswith(INDEX_MARK) and not self.id
 
 
-UNNAMED = DocumentKey()
+class DocumentFacts(NamedTuple):
+    """The version of a document, and its source: the file, page or address that it came from. "" if unknown."""
+
+    version: str = ""
+    source: str = ""
 
 
 class Blob(UserDefinedType[bytes]):
@@ -151,19 +154,20 @@ TEXTS = Table(
     _text("text"),
     sqlite_autoincrement=True,
 )
-VERSIONS = _checked_table(
-    "document_versions",
-    *(_text(name) for name in (*DocumentKey._fields, "version")),
+DOCUMENT_FACTS = _checked_table(
+    "document_facts",
+    *(_text(name) for name in (*DocumentKey._fields, "version", "source")),
     key="collection id namespace",
 )
-"""The version of each document whose caller gave one."""
+"""The version and the source of each document that has one of both."""
 DOCUMENT_TEXTS = _checked_table(
     "document_texts",
     *(_text(name) for name in DocumentKey._fields),
     _blob("key"),
+    Column("start", INTEGER, nullable=False),
     key="collection id namespace key",
 )
-"""The documents that each text belongs to."""
+"""The documents that each text belongs to. `start`: the text's offset in the document, in characters; 0 if unknown."""
 Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
 STORED_ENTRIES = _checked_table("stored_entries", _text("entry"), _text("fingerprint"), key="entry")
 """Entries that were stored and not deleted, with the fingerprint of their model."""
@@ -271,7 +275,7 @@ PENDING_DELETIONS = _checked_table(
 INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
 
 CHECKED_TABLES = {
-    "versions of documents": VERSIONS,
+    "facts of documents": DOCUMENT_FACTS,
     "owners of texts": DOCUMENT_TEXTS,
     "stored entries": STORED_ENTRIES,
     "token ids of texts": TOKEN_IDS,
@@ -314,6 +318,11 @@ def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str
 def text_key(stripped: str) -> bytes:
     """Return the key of a text, a hash of 16 bytes. The caller strips the text first."""
     return hashlib.blake2b(stripped.encode(), digest_size=16).digest()
+
+
+def text_id(text: str) -> str:
+    """Return the id of a document that is identified by its text alone: the text's key as 32 hex digits."""
+    return hashlib.blake2b(text.strip().encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 MAX_VALUES = 500

@@ -3,6 +3,9 @@
 A document is stored if the version stored last is the version sent last. Otherwise it is pending while its row has a
 body, which contains the text or chunks to store, and failed without one. Only reads and writes rows; the server splits
 and prefills.
+
+Servers that share a catalogue take leases on documents, so that only one of them stores each document. A lease that is
+not renewed expires by PostgreSQL's clock. Another server then takes over the documents of a killed one.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, case, cast, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, case, cast, delete, func, insert, select, text, update
 
 from ragblend.catalog.database import Catalog
 from ragblend.catalog.schema import (
@@ -26,7 +29,7 @@ from ragblend.catalog.schema import (
 )
 
 _ROW = SENT_DOCUMENTS.c
-_STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
+STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
 _OF_DOCUMENT = equals_parameters(SENT_DOCUMENTS, *DocumentKey._fields)
 _COUNTS = [_ROW[name] for name in SentDocumentCounts._fields]
 _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
@@ -144,11 +147,6 @@ class SentDocumentTable(Catalog):
         with self._write() as connection:
             connection.execute(changed)
 
-    def ids(self, namespace: str, collection: str) -> list[str]:
-        """Return the ids of a collection's documents, in the order in which they were sent."""
-        query = select(_ROW.id).where(*_chosen(namespace, collection)).order_by(_ROW.number)
-        return [row.id for row in self._rows(query)]
-
     def begin_removal(self, namespace: str, collection: str, ids: Sequence[str]) -> None:
         """Record that the removal of documents has begun. They are then neither pending nor stored."""
         changes = {"body": None, "stored_version": "", "reason": "its removal is unfinished; remove it again"}
@@ -174,7 +172,7 @@ class SentDocumentTable(Catalog):
         None counts all collections. `ingestion`: an id; None counts all ingestions.
         """
         sums: dict[str, ColumnElement[Any]] = {
-            f"num_{status}": func.sum(case({status: 1}, value=_STATUS, else_=0)) for status in _STATUSES
+            f"num_{status}": func.sum(case({status: 1}, value=STATUS, else_=0)) for status in _STATUSES
         }
         sums["num_waiting"] = func.count(_ROW.body)
         sums |= {column.name: cast(func.sum(column), INTEGER) for column in _COUNTS}  # PostgreSQL returns a decimal
@@ -191,13 +189,13 @@ class SentDocumentTable(Catalog):
         Stored documents come last.
         """
         chosen = (*_chosen(namespace, collection, ingestion), _ROW.reason != "")
-        columns = (_ROW.collection, _ROW.id, _STATUS.label("status"), _ROW.reason)
-        query = select(*columns).where(*chosen).order_by(_STATUS == "stored", _ROW.number).limit(limit)
+        columns = (_ROW.collection, _ROW.id, STATUS.label("status"), _ROW.reason)
+        query = select(*columns).where(*chosen).order_by(STATUS == "stored", _ROW.number).limit(limit)
         return [row._asdict() for row in self._rows(query)]
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
         """Return a document's status, id, collection, version, ingestion, metadata, reason, counts; None if unknown."""
-        query = select(*_FACTS, _STATUS.label("status")).where(_OF_DOCUMENT)
+        query = select(*_FACTS, STATUS.label("status")).where(_OF_DOCUMENT)
         rows = self._rows(query, **DocumentKey(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None
 
@@ -220,3 +218,44 @@ def _joined(before: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
     names = ["chunks"] + ["vectors"] * (before.get("embedder") == added.get("embedder") and "vectors" in added)
     kept = {name: value for name, value in added.items() if name not in ("vectors", "embedder") or len(names) == 2}
     return {**kept, **{name: [*before[name], *added[name]] for name in names}}
+
+
+LEASE_S = 60.0
+_TAKE = text(
+    "INSERT INTO leases (name, owner, expires_at) "
+    "SELECT name, :owner, now() + make_interval(secs => :lease_s) FROM unnest(CAST(:names AS text[])) AS name "
+    "ON CONFLICT (name) DO UPDATE SET owner = excluded.owner, expires_at = excluded.expires_at "
+    "WHERE leases.expires_at < now() OR leases.owner = excluded.owner RETURNING name"
+)
+_RELEASE = text("DELETE FROM leases WHERE owner = :owner AND name = ANY(CAST(:names AS text[]))")
+_OTHERS = text("SELECT name FROM leases WHERE owner <> :owner AND expires_at >= now()")
+
+
+class Leases(Catalog):
+    """Leases on names of documents, in a shared catalogue.
+
+    Only one `Leases` object at a time can have the lease on a name. Safe between threads and machines.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._owner = uuid4().hex
+        super().__init__(place)
+
+    def take(self, names: Collection[str]) -> set[str]:
+        """Take leases on `names` for `LEASE_S` seconds, or renew them. Return the names for which this succeeded.
+
+        Names that another object has leased are left out.
+        """
+        values = {"owner": self._owner, "lease_s": LEASE_S, "names": sorted({*names})}
+        with self._locked() as connection:
+            return {str(name) for name in connection.execute(_TAKE, values).scalars()}
+
+    def release(self, names: Collection[str]) -> None:
+        """End the leases of this object on `names`."""
+        with self._locked() as connection:
+            connection.execute(_RELEASE, {"owner": self._owner, "names": sorted({*names})})
+
+    def leased_by_others(self) -> set[str]:
+        """Return the names that other objects have leased."""
+        with self._locked() as connection:
+            return {str(name) for name in connection.execute(_OTHERS, {"owner": self._owner}).scalars()}

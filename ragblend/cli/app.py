@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ragblend.cli.ask import ask, chat, search
-from ragblend.cli.documents import ingest, precompute, remove
+from ragblend.cli.documents import documents, ingest, precompute, remove
 from ragblend.cli.groups import HELP_WIDTH, SectionedHelpGroup, examples_epilog, set_help_layout
 from ragblend.cli.interrupt import EXIT_INTERRUPTED, handle_interrupt
 from ragblend.cli.lab.analyze import analyze
@@ -133,7 +133,19 @@ def demo(
         print_json(facts)
 
 
-for _command in (demo, ui, doctor, ingest, precompute, remove, ask, chat, search, explain):  # in the order of GROUPS
+for _command in (
+    demo,
+    ui,
+    doctor,
+    ingest,
+    precompute,
+    documents,
+    remove,
+    ask,
+    chat,
+    search,
+    explain,
+):  # in the order of GROUPS
     app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 for _command in (stats, verify, gc, pin, unpin, push, init_key, sign, calibrate, profile, plan, analyze):

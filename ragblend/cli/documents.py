@@ -1,15 +1,20 @@
-"""`ragblend ingest | precompute | remove`: add, refresh and remove documents. Parse the arguments, call one function,
-print."""
+"""`ragblend ingest | precompute | documents | remove`: add, refresh, list and remove documents.
+
+Parse the arguments, call one function, print."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.options import DocumentArgument, JsonOption, Workers, with_settings
+from ragblend.cli.options import JsonOption, Workers, with_settings
 from ragblend.cli.printing import plural, print_ingest, print_message, print_result, progress_bars, waiting_lines
 from ragblend.cli.session import (
     embedder_name,
@@ -21,12 +26,15 @@ from ragblend.cli.session import (
     wait_for_remote,
 )
 from ragblend.config import Settings
-from ragblend.errors import NotFoundError
+from ragblend.errors import NotFoundError, UsageError
+from ragblend.files.places import expand_user_path
+from ragblend.files.reading import read_file
 
 if TYPE_CHECKING:
-    from ragblend.catalog.schema import DocumentKey
+    from ragblend.ingestion.documents import Removal
 
 EXIT_PARTIAL = 6
+_TEXT_BYTES = 16 << 20  # most bytes of a text to remove
 DOCUMENT_KINDS = (
     "txt, md, html, pdf, docx, pptx, xlsx, odt, rtf, epub, ipynb, eml, mbox, csv, json, jsonl, parquet, xml, "
     "source code"
@@ -124,68 +132,177 @@ def precompute(
         raise typer.Exit(EXIT_PARTIAL)
 
 
-def _find_documents(document: str, settings: Settings) -> tuple[list[DocumentKey], list[str]]:
-    """Return (added documents, sources of indexed documents) that the name `document` stands for. One list is empty.
+@with_settings("backend store", unflagged="catalog kv_dir model namespace")
+def documents(settings: Settings, json_: JsonOption = False) -> None:
+    """List the documents of a store, from folders, programs and clients of servers.
 
-    Loads no model. Raises NotFoundError for an unknown document. Without an index, the error lists the collections of
-    the store.
+    Each document has an id in a collection, and a source, if that is known: `ragblend remove` takes these names. The
+    line also says its state, its number of chunks, and the size of their KV on this machine's disk. With --backend, the
+    store of a server is listed.
     """
-    from ragblend.catalog.registry import open_registry
+    from ragblend.catalog.stored_documents import list_documents, open_store_documents
+    from ragblend.engine.store.disk import DiskStore
+    from ragblend.ingestion.documents import describe_documents
+
+    unowned: list[str] = []
+    if settings.is_served:
+        with open_document_engine(settings) as engine:
+            listed = list(engine.list_documents())  # type: ignore[attr-defined]
+    else:
+        disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
+        with open_store_documents(disk) as (registry, index):
+            found = describe_documents(list_documents(registry, index), disk, registry, index)
+        listed = [each._asdict() for each in found.documents]
+        others = set(disk.keys()) - found.entries
+        unowned = [key for key in others if (header := disk.header(key)) is not None and header.prefix_ids]
+    text = "\n".join(_document_lines(listed))
+    if unowned:
+        text += f"\nKV of {plural(len(unowned), 'chunk')} that no document has; to delete it: ragblend gc --orphans"
+    place = settings.backend if settings.is_served else settings.store
+    print_result({"store": place, "documents": listed, "num_kv_without_document": len(unowned)}, text, json_)
+
+
+def _remove_named(document: str | None, text: str | None, settings: Settings) -> tuple[list[str], Removal]:
+    """Remove the documents that `document` names, or the one that is `text`. Return their names, and what was deleted.
+
+    Documents of the store's folder are found first, then those of a server. Loads no model.
+    """
+    from ragblend.catalog.stored_documents import list_documents, open_store_documents
     from ragblend.engine.store.disk import DiskStore
     from ragblend.index import open_index
-    from ragblend.ingestion.documents import find_added_documents, find_indexed_documents
+    from ragblend.ingestion.documents import (
+        Removal,
+        find_indexed_documents,
+        find_stored_documents,
+        find_text_documents,
+        remove_documents,
+        remove_stored_documents,
+    )
 
-    collections: Mapping[str, Any] = {}
-    if not settings.is_served:
-        disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
-        if added := find_added_documents(document, disk, settings.namespace):
-            return added, []
-        with open_registry(disk, create=False) as registry:
-            collections = registry.count_by_collection()
+    if settings.is_served and not Path(settings.store).is_dir():
+        return _remove_from_server(document, text, settings)
+    disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
+    with open_store_documents(disk) as (registry, index):
+        known, has_index = list_documents(registry, index), index is not None
+        if document is not None:
+            found = find_stored_documents(document, known, settings.namespace)
+        else:
+            found = find_text_documents(text or "", known, registry, index, settings.namespace)
+    if settings.is_served and not found:
+        return _remove_from_server(document, text, settings)
+    unfinished = list[str]()
+    if found:
+        settings = replace(settings, namespace=found[0].key.namespace)
+    elif document is None or not has_index:
+        return [], Removal(0, 0)
+    else:
+        with open_index(settings.store) as opened:
+            unfinished = find_indexed_documents(document, opened, include_unfinished=True)
+    with ExitStack() as stack:
+        has_kv = settings.is_served or disk.models()
+        engine = stack.enter_context(open_document_engine(settings)) if has_kv else None
+        own = None
+        if has_index:
+            own = stack.enter_context(
+                open_index(settings.store) if engine is None else open_settings_index(settings, engine)
+            )
+        if own is not None and unfinished:
+            return unfinished, remove_documents(unfinished, engine, own)
+        names = [each.index_source or f"{each.key.collection}/{each.key.id}".rstrip("/") for each in found]
+        return names, remove_stored_documents(found, engine, own)
+
+
+def _remove_from_server(document: str | None, text: str | None, settings: Settings) -> tuple[list[str], Removal]:
+    """Run `_remove_named` on the store of a server."""
+    from ragblend.catalog.schema import DocumentKey, text_id
+    from ragblend.catalog.stored_documents import StoredDocument
+    from ragblend.ingestion.documents import Removal, find_stored_documents
+
+    with open_document_engine(settings) as engine:
+        client: Any = engine
+        known = [
+            StoredDocument(
+                DocumentKey(*(each[name] for name in DocumentKey._fields)), each["source"], each["num_chunks"]
+            )
+            for each in client.list_documents()
+        ]
+        found, num_kv = find_stored_documents(document or text_id(text or ""), known, settings.namespace), 0
+        for collection, group in groupby(found, lambda each: each.key.collection):
+            num_kv += client.remove_documents(collection, [each.key.id for each in group])
+    names = [f"{each.key.collection}/{each.key.id}" for each in found]
+    return names, Removal(sum(each.num_chunks for each in found), num_kv)
+
+
+def _read_text(path: str) -> str:
     try:
-        index = open_index(settings.store)
-    except NotFoundError:
-        if not collections:
-            raise
-        place = f"{settings.store} has no document {document!r}, only those of {', '.join(collections)}"
-        raise NotFoundError(f"{place}; list them: ragblend stats --store {settings.store}") from None
-    with index:
-        return [], find_indexed_documents(document, index, include_unfinished=True)
+        return read_file(expand_user_path(path, "--text"), _TEXT_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _document_lines(listed: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each collection, and below it a line for each of its documents."""
+    from ragblend.catalog.schema import INDEX_MARK
+    from ragblend.corpus.folder_scan import display_source
+    from ragblend.engine.store.tiered import format_bytes
+
+    if not listed:
+        yield "no documents"
+    names = itemgetter("collection", "namespace")
+    for (collection, namespace), group in groupby(sorted(listed, key=names), names):
+        rows = list(group)
+        where = " of the index" if collection.startswith(INDEX_MARK) else ""
+        where += f" in the namespace {namespace}" if namespace else ""
+        yield f"collection {collection}: {plural(len(rows), 'document')}{where}"
+        for each in rows:
+            size = f"{plural(each['num_chunks'], 'chunk')}, {format_bytes(each['kv_bytes'])} of KV"
+            notes = [f"of {display_source(each['source'])}"] if each["source"] not in ("", each["id"]) else []
+            notes += [f"({each['reason']})"] if each["reason"] else []
+            notes += [repr(each["text"])] if each["text"] else []
+            name = display_source(each["id"]) or "its documents are in another folder"
+            yield f"  {each['state']:<10}  {size:<32}  {' '.join((name, *notes))}"
 
 
 @with_settings("model backend store remote", unflagged="device dtype namespace system trust_remote_code")
-def remove(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
+def remove(
+    settings: Settings,
+    document: Annotated[
+        str | None, typer.Argument(metavar="DOC", help="A document, as `ragblend documents` lists it.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="FILE", help="Remove the text in FILE, which has no other name.")
+    ] = None,
+    json_: JsonOption = False,
+) -> None:
     """Remove documents, with the KV and texts that no other document uses.
 
-    DOC is a file or a folder. For documents that a vector store or a client of a server has added, DOC is an id,
-    COLLECTION/ID, or COLLECTION for all of its documents. Pins of the documents are removed, too. Documents in the
-    vector store itself are not deleted.
+    DOC is an id, COLLECTION/ID, a COLLECTION with all of its documents, or a source: a file, a record or a page of it,
+    or a folder. Pins of the documents are removed, too. Documents in a vector store of a framework are not deleted.
 
     A file that still exists is ingested again by the next `ingest` of its folder. After a crash, or an unreachable
     remote tier (exit code 5), run the same command again.
     """
-    from ragblend.ingestion.documents import remove_added_documents, remove_documents
-
-    added, sources = _find_documents(document, settings)
-    with waiting_lines("removing"), open_document_engine(settings) as engine:
-        if added:
-            sources = [f"{each.collection}/{each.id}" for each in added]
-            num_chunks, num_kv, num_other_kv = remove_added_documents(added, engine)
-        else:
-            with open_settings_index(settings, engine) as opened:
-                num_chunks, num_kv, num_other_kv = remove_documents(sources, engine, opened)
-    facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_kv": num_kv}
-    text = f"{document}: {plural(len(sources), 'document')}, {plural(num_chunks, 'chunk')} and "
-    text += f"{plural(num_kv, 'KV cache')} removed"
+    if (document is None) == (text is None):
+        raise UsageError("name a document, or a file with the text to remove: ragblend remove DOC, or --text FILE")
+    name = document if document is not None else f"the text of {text}"
+    with waiting_lines("removing"):
+        names, removal = _remove_named(document, None if text is None else _read_text(text), settings)
+    if not names:
+        place = settings.backend if settings.is_served else settings.store
+        raise NotFoundError(f"{place} has no document {name!r}; list them: ragblend documents")
+    num_chunks, num_kv, num_other_kv = removal
+    facts = {"document": name, "sources": names, "num_chunks": num_chunks, "num_kv": num_kv}
+    said = f"{name}: {plural(len(names), 'document')}, {plural(num_chunks, 'chunk')} and "
+    said += f"{plural(num_kv, 'KV cache')} removed"
     if num_other_kv:
-        text += (
+        said += (
             f"\n{num_other_kv} of these KV caches had been computed after a removed chunk, or by another model; "
             "`ragblend precompute` stores those of other documents again"
         )
-    num_left = sum(Path(source).exists() for source in sources)
-    if num_left and not added:
+    num_left = sum(Path(each).exists() for each in names)
+    if num_left:
         what = "file is still on disk: the next `ragblend ingest` adds it again"
         if num_left > 1:
             what = "files are still on disk: the next `ragblend ingest` adds them again"
-        text += f"\n{num_left} removed {what}"
-    print_result(facts, text, json_)
+        said += f"\n{num_left} removed {what}"
+    print_result(facts, said, json_)

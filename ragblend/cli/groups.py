@@ -27,7 +27,13 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
             "precompute --model Qwen/Qwen3-14B   # KV of the indexed chunks for another model",
             "precompute --kv-dtype int8   # half the bytes",
         ),
-        "remove": ("remove docs/old.md", "remove docs/faq.jsonl#3   # one record"),
+        "documents": ("documents", "documents --backend http://localhost:8000"),
+        "remove": (
+            "remove docs/old.md",
+            "remove docs/faq.jsonl#3   # one record",
+            "remove llamaindex   # a collection",
+            "remove --text old.txt",
+        ),
     },
     "Answer": {
         "ask": (

@@ -80,6 +80,7 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
 def stats(settings: Settings, json_: JsonOption = False) -> None:
     """Print the store's documents, stored KV and sizes."""
     from ragblend.catalog.registry import open_registry
+    from ragblend.catalog.stored_documents import count_by_collection
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.store.open import parse_capacity
@@ -94,7 +95,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
     with open_registry(disk, create=False) as registry:
-        collections, similar = registry.count_by_collection(), registry.count_variants()
+        collections, similar = count_by_collection(registry), registry.count_variants()
     manifest, sources, num_chunks = None, list[str](), 0
     try:
         with open_index(settings.store) as opened:

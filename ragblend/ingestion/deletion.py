@@ -24,7 +24,8 @@ from ragblend.engine.store.format.kv import KVHeader
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants
-from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
+from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
+from ragblend.ingestion.server_documents import is_document_server
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Functions that find stored documents by name, remove them with their KV, and pin them.
+"""Functions that find stored documents by name, list them, remove them with their KV, and pin them.
 
 Documents are in an index, or were added by `precompute_documents`, a vector store or a client of a server. Depends on
 the index, the registry and the DocumentEngine protocol.
@@ -6,22 +6,31 @@ the index, the registry and the DocumentEngine protocol.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, NamedTuple
 
-from ragblend.catalog.registry import catalog_location, open_registry
-from ragblend.catalog.schema import DocumentKey
+from ragblend.catalog.documents import IndexedDocuments
+from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
+from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id, text_key
 from ragblend.catalog.sent_documents import SentDocumentTable
-from ragblend.corpus.folder_scan import match_sources, source_path
+from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_text_keys
+from ragblend.corpus.folder_scan import match_sources, resolve_source, source_path
 from ragblend.engine.api import DocumentEngine
-from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants, chunk_variants
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except, find_pending_sources
-from ragblend.ingestion.server_documents import LANGCHAIN_COLLECTION, is_document_server
+from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
+from ragblend.ingestion.server_documents import is_document_server
 from ragblend.prompt.types import Chunk
+
+_MAX_LISTED = 5  # documents in a message
+_TEXT_CHARS = 60  # of a text that names a document
+_DIGEST = re.compile("[0-9a-f]{32}")  # the id of a document without a name
 
 
 class Removal(NamedTuple):
@@ -45,14 +54,16 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     """
     engine: DocumentEngine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
-    named = {DocumentKey(collection, each, engine.namespace): list[str]() for each in ids}
     if is_document_server(engine):
         return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
+    return _delete_added([DocumentKey(collection, each, engine.namespace) for each in ids], engine)
+
+
+def _delete_added(documents: Sequence[DocumentKey], engine: DocumentEngine) -> int:
+    """Delete the texts of documents, and the KV that no other document needs. Return the number of entries."""
     registry = open_registry(engine.store)
-    num_removed, problem = delete_texts_except(named, engine, registry)
-    for name in named:
-        if registry.version_of(name):
-            registry.set_version(name, "")
+    num_removed, problem = delete_texts_except({each: [] for each in documents}, engine, registry)
+    registry.set_facts({each: DocumentFacts() for each in documents if any(registry.facts_of(each))})
     if problem:
         raise BackendUnreachableError(problem)
     return num_removed
@@ -71,47 +82,108 @@ def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: 
     if not found:
         if include_unfinished and not index.is_saved:  # a removal was killed before `save`
             index.save()
-        raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend stats")
+        raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend documents")
     return list(dict.fromkeys(found))
 
 
-def find_added_documents(id_or_collection: str, store: KVStore, namespace: str) -> list[DocumentKey]:
-    """Return the documents that `id_or_collection` names: an id, COLLECTION/ID, or a collection.
+def find_stored_documents(name: str, documents: Sequence[StoredDocument], namespace: str) -> list[StoredDocument]:
+    """Return those of `documents` that `name` names: an id, COLLECTION/ID, a collection, a source, or a folder.
 
-    An id has precedence over a collection of the same name. Searches the documents that `precompute_documents`, a
-    vector store or a client of a server added in `namespace`, not the documents of ingested folders. Returns [] for an
-    unknown name. Raises UsageError for an id in several collections.
+    The forms are tried in this order, first in `namespace`, then in all others. A source is a file, with or without its
+    page or record, or an address. Returns [] for an unknown name. Raises UsageError for an id in several collections,
+    and for a name in several other namespaces.
     """
-    with open_registry(store, create=False) as registry:
-        known = [each for each in registry.documents() if each.id and each.namespace == namespace]
-    if exact := [each for each in known if id_or_collection == f"{each.collection}/{each.id}"]:
+    if not name.strip():
+        raise UsageError("the name is empty; pass an id, a collection or a source, as `ragblend documents` lists them")
+    if found := _match_documents(name, [each for each in documents if each.key.namespace == namespace]):
+        return found
+    found = _match_documents(name, [each for each in documents if each.key.namespace != namespace])
+    if len(namespaces := {each.key.namespace for each in found}) > 1:
+        listed = ", ".join(map(repr, sorted(namespaces)))
+        raise UsageError(f"{name!r} is in the namespaces {listed}; choose one: set RAGBLEND_NAMESPACE")
+    return found
+
+
+def _match_documents(name: str, documents: Sequence[StoredDocument]) -> list[StoredDocument]:
+    by_id = [each for each in documents if each.key.id == name]
+    if exact := [each for each in documents if name == f"{each.key.collection}/{each.key.id}"]:
         return exact
-    by_id = [each for each in known if each.id == id_or_collection]
     if len(by_id) > 1:
-        collections = ", ".join(repr(each.collection) for each in by_id)
-        names = f"{id_or_collection!r} is a document in the collections {collections}"
-        raise UsageError(f"{names}; name one: COLLECTION/{id_or_collection}")
-    return by_id or [each for each in known if each.collection == id_or_collection]
+        collections = ", ".join(repr(each.key.collection) for each in by_id)
+        names = f"{name!r} is a document in the collections {collections}"
+        raise UsageError(f"{names}; name one: COLLECTION/{name}")
+    for found in (by_id, [each for each in documents if each.key.collection == name]):
+        if found:
+            return found
+    if found := [each for each in documents if each.source == name]:
+        return found
+    files = [_absolute_source(each.source or each.index_source) for each in documents]
+    known = [(each.index_source or file, file) for each, file in zip(documents, files, strict=True)]
+    matched = {*match_sources(name, known)}
+    return [each for each, (source, _) in zip(documents, known, strict=True) if source in matched]
 
 
-def remove_added_documents(documents: Iterable[DocumentKey], engine: DocumentEngine) -> Removal:
-    """Delete the texts and KV of documents that `find_added_documents` returned. Vector stores are not changed.
+def _absolute_source(source: str) -> str:
+    """Return the absolute path of a source, which a framework may have given relative to the working folder."""
+    with suppress(UsageError):
+        return source if source.startswith("/") or not source else resolve_source(source)
+    return source
 
-    KV stays if its text is also in another document. Raises BackendUnreachableError if a remote tier did not answer.
+
+def find_text_documents(
+    text: str,
+    documents: Sequence[StoredDocument],
+    registry: ChunkRegistry,
+    index: IndexedDocuments | None,
+    namespace: str,
+) -> list[StoredDocument]:
+    """Return those of `documents` that only this text identifies; [] if there are none and the text is unknown.
+
+    If no document has the text, but an engine or a prompt stored it as a chunk, it becomes a document of `namespace`.
+    Raises UsageError for a text that only other documents have.
     """
-    ids_of: dict[str, list[str]] = {}
-    for document in documents:
-        ids_of.setdefault(document.collection, []).append(document.id)
-    num_removed = 0
+    if found := [each for each in documents if each.key.id == text_id(text)]:
+        return found
+    if owners := [each for each in documents if text_key(text) in find_text_keys(each, registry, index)]:
+        listed = ", ".join(f"{each.key.collection}/{each.key.id}" for each in owners[:_MAX_LISTED])
+        more = f" and {len(owners) - _MAX_LISTED} more" if len(owners) > _MAX_LISTED else ""
+        raise UsageError(f"the text is a chunk of {listed}{more}; remove that")
+    if namespace not in {each for _, each in registry.tokenizers_and_namespaces_of(text)}:
+        return []
+    key = DocumentKey(LANGCHAIN_COLLECTION, text_id(text), namespace)
+    registry.add([text], key)
+    return [StoredDocument(key, "", 1)]
+
+
+def remove_stored_documents(
+    documents: Iterable[StoredDocument], engine: DocumentEngine | None, index: ChunkIndex | None
+) -> Removal:
+    """Delete documents from the index and from the registry, with their pins, KV and texts.
+
+    KV stays if its text is also in another document. A vector store of a framework is not changed, except ragblend's
+    index. engine: None if no KV is stored. index: None if no document is in it. Raises BackendUnreachableError if a
+    remote tier did not answer; see `remove_documents`.
+    """
+    given = list(documents)
+    removal = Removal(0, 0)
+    sources = [each.index_source for each in given if each.index_source]
+    if sources:
+        assert index is not None
+        removal = remove_documents(sources, engine, index)
+    added = [each for each in given if not each.index_source or each.index_source != each.key.id]
+    if not added or engine is None:
+        return removal
     with open_registry(engine.store) as registry:
-        texts = [text for document in documents for text in registry.texts_of(document)]
+        texts = [text for each in added for text in registry.texts_of(each.key)]
     own = _stored_keys(map(Chunk, texts), engine)
-    for collection, ids in ids_of.items():
-        num_removed += delete_precomputed(ids, engine, collection=collection)
-        if (place := catalog_location(engine.store)) is not None:
-            with SentDocumentTable(place) as sent:
-                sent.remove(engine.namespace, collection, ids)
-    return Removal(len(texts), num_removed, num_removed - len(own) + sum(map(engine.store.contains, own)))
+    num_removed = _delete_added([each.key for each in added], engine)
+    if (place := catalog_location(engine.store)) is not None:
+        with SentDocumentTable(place) as sent:
+            for collection, group in groupby(sorted(each.key for each in added), lambda key: key.collection):
+                sent.remove(engine.namespace, collection, [key.id for key in group])
+    num_other = num_removed - len(own) + sum(map(engine.store.contains, own))
+    num_chunks = sum(each.num_chunks for each in added if not each.index_source)
+    return Removal(removal.num_chunks + num_chunks, removal.num_kv + num_removed, removal.num_other_kv + num_other)
 
 
 def _stored_keys(chunks: Iterable[Chunk], engine: DocumentEngine) -> set[str]:
@@ -120,9 +192,10 @@ def _stored_keys(chunks: Iterable[Chunk], engine: DocumentEngine) -> set[str]:
     return set(filter(engine.store.contains, keys))
 
 
-def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: ChunkIndex) -> Removal:
+def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, index: ChunkIndex) -> Removal:
     """Delete documents from the index with their pins, KV and registered texts. Texts of other documents are kept.
 
+    engine: None if no KV is stored; the next ingestion then looks for KV of the removed texts.
     After a kill, the same call finishes the removal. A document whose file still exists is added again by the next
     ingestion of the file or its folder. Raises NotFoundError for an unknown document. Raises BackendUnreachableError if
     a remote tier did not answer; the documents are then deleted on this machine, and the next removal or ingestion
@@ -131,11 +204,13 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: Chun
     known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]
     own: set[str] = set()
-    if not begun and not is_document_server(engine):
+    if engine is not None and not begun and not is_document_server(engine):
         with suppress(CorruptError):  # a document with damaged rows is removed without this count
             own = _stored_keys((chunk for source in given for chunk in index.chunks(source)), engine)
     num_chunks = sum(index.remove_document(source) for source in given)
-    num_removed, problem = delete_orphaned_kv(index, engine)  # before saving, which fails on a full disk
+    num_removed, problem = 0, ""
+    if engine is not None:
+        num_removed, problem = delete_orphaned_kv(index, engine)  # before saving, which fails on a full disk
     if not index.is_saved:
         index.save()
     if problem:
@@ -143,8 +218,10 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine, index: Chun
             f"the documents were removed here, but not in the remote tier ({problem}); repeat the command, or run the "
             "next `ragblend ingest` or `ragblend remove` with that tier"
         )
+    if not own or engine is None:
+        return Removal(num_chunks, num_removed)
     num_kept = sum(map(engine.store.contains, own))  # entries of texts that other documents have
-    return Removal(num_chunks, num_removed, num_removed - len(own) + num_kept if own else 0)
+    return Removal(num_chunks, num_removed, num_removed - len(own) + num_kept)
 
 
 class PinCounts(NamedTuple):
@@ -158,7 +235,7 @@ def pin_document(source: str, engine: DocumentEngine, index: ChunkIndex) -> PinC
     """Exempt a document's KV on disk from eviction, also after restarts. Raises NotFoundError for an unknown source."""
     chunks = list(index.chunks(source))
     if not chunks:
-        raise NotFoundError(f"the index has no document {source!r}; list them: ragblend stats")
+        raise NotFoundError(f"the index has no document {source!r}; list them: ragblend documents")
     if (disk := engine.store.disk_tier) is not None:
         disk.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
     return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
@@ -171,3 +248,55 @@ def refresh_pins(sources: Sequence[str], engine: DocumentEngine, index: ChunkInd
     for source in sources:
         if source in pinned:
             pin_document(source, engine, index)
+
+
+class DocumentDetails(NamedTuple):
+    """A stored document, as `ragblend documents` lists it.
+
+    - num_chunks: number of its chunks. kv_bytes: bytes of their KV on this machine's disk, for all models; documents
+      with equal chunks share KV.
+    - state: "stored" if KV of every chunk is on the disk, "partial" for some chunks, "without_kv" for none. "pending"
+      or "failed" for a document that a client has sent to a server, with the `reason`.
+    - text: the beginning of a chunk of a document whose id is a digest, because it has no name; "" for others.
+    """
+
+    collection: str
+    id: str
+    namespace: str
+    source: str
+    num_chunks: int
+    kv_bytes: int
+    state: str
+    reason: str
+    text: str
+
+
+class StoreListing(NamedTuple):
+    """Documents of a store, and the keys of the entries that they have on the disk."""
+
+    documents: list[DocumentDetails]
+    entries: set[str]
+
+
+def describe_documents(
+    documents: Iterable[StoredDocument], disk: DiskStore | None, registry: ChunkRegistry, index: IndexedDocuments | None
+) -> StoreListing:
+    """Return the details of documents that `list_documents` returned. Loads no model and no tokenizer."""
+    listing, known = StoreListing([], set()), dict[tuple[str, bytes], dict[str, int]]()
+    for each in documents:
+        namespace, keys = each.key.namespace, find_text_keys(each, registry, index)
+        for key, entries in find_entries(registry, [key for key in keys if (namespace, key) not in known], namespace):
+            sizes = {entry: disk.file_bytes(entry) for entry in entries} if disk is not None else {}
+            known[namespace, key] = {entry: nbytes for entry, nbytes in sizes.items() if nbytes}
+        found = [known[namespace, key] for key in keys]
+        entry_bytes = {entry: nbytes for sizes in found for entry, nbytes in sizes.items()}
+        num_stored = sum(map(bool, found))
+        state = "stored" if num_stored == len(found) else "partial" if num_stored else "without_kv"
+        details = (each.source, each.num_chunks, sum(entry_bytes.values()))
+        state = each.status if each.status in ("pending", "failed") else state
+        text = registry.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(each.key.id) else ""
+        listing.documents.append(
+            DocumentDetails(each.key.collection, each.key.id, namespace, *details, state, each.reason, text)
+        )
+        listing.entries.update(entry_bytes)
+    return listing

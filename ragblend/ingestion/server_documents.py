@@ -15,16 +15,13 @@ import numpy as np
 from ragblend.catalog.schema import text_key
 from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
-from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
+from ragblend.ingestion.identity import LANGCHAIN_COLLECTION, Identity, document_label
 from ragblend.ingestion.report import BLANK_TEXT, IngestReport
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
-
-LANGCHAIN_COLLECTION = "langchain"
-"""Default collection."""
 
 
 def is_document_server(engine: Any) -> bool:
@@ -83,62 +80,28 @@ def send_indexed_chunks(
 def send_documents(
     given: Sequence[Any],
     chunks: Sequence[Chunk],
-    ids: Sequence[str],
-    versions: Sequence[str],
+    identities: Sequence[Identity],
     collection: str,
     engine: Engine,
     progress: Progress | None,
 ) -> IngestReport:
     """Run `precompute_documents` on the server and return its report.
 
-    given: the caller's documents, of any accepted type. chunks, ids, versions: one item per document. progress: called
+    given: the caller's documents, of any accepted type. chunks, identities: one item per document. progress: called
     while the server stores documents; None: no calls.
     """
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     sent: dict[str, dict[str, Any]] = {}
     described: dict[str, str] = {}
-    for document, chunk, found, version in zip(given, chunks, ids, versions, strict=True):
-        name = found or text_key(chunk.text.strip()).hex()
+    for document, chunk, identity in zip(given, chunks, identities, strict=True):
+        name = identity.id
         described.setdefault(name, document_label(document, chunk))
         sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)
-        if version:
-            sent[name]["version"] = version
+        if identity.version:
+            sent[name]["version"] = identity.version
+        if identity.source:
+            sent[name]["metadata"] = {"source": identity.source}
     counts = _send(engine, collection, [*sent.values()], report, progress, described)
     report.num_documents = len(sent)
     report.num_chunks, report.num_tokens = counts["num_chunks"], counts["num_tokens"]
     return report
-
-
-def document_id(document: Any) -> str:
-    """Return the id of a LangChain Document; "" for any other document."""
-    return getattr(document, "id", None) or "" if hasattr(document, "page_content") else ""
-
-
-def document_label(document: Any, chunk: Chunk) -> str:
-    """Return the name of a framework's document for messages: "ID of SOURCE", or only one of the two.
-
-    A document without an id and a source is named by the beginning of its text.
-    """
-    metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
-    found = (metadata.get(key) for key in ("source", "file_path", "file_name"))
-    source = chunk.source or next(filter(None, found), owner)
-    name = getattr(document, "node_id", None) or getattr(document, "id", None)
-    if chunk is document:  # its id is a hash
-        name = None
-    return " of ".join(str(part) for part in (name, source) if part) or repr(chunk.text[:60])
-
-
-def as_chunk(document: Any) -> Chunk:
-    """Return a Chunk from a string, a Chunk, a LangChain Document or a LlamaIndex node; else raise UsageError."""
-    if isinstance(document, Chunk):
-        return document
-    if isinstance(document, str):
-        return Chunk(document.strip())
-    for attribute in ("page_content", "text"):
-        text = getattr(document, attribute, None)
-        if isinstance(text, str):
-            metadata = dict(getattr(document, "metadata", None) or {})
-            return Chunk(text.strip(), str(metadata.get("source") or ""), metadata=metadata)
-    raise UsageError(
-        f"a document is a {type(document).__name__}; pass strings, Chunks, LangChain Documents or LlamaIndex nodes"
-    )

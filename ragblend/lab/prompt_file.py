@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.schema import text_id
 from ragblend.corpus.citations import describe_chunk
 from ragblend.engine.base import LEAST_QUOTE, LocalEngine
 from ragblend.errors import UsageError
@@ -85,7 +86,8 @@ def _find_chunks(texts: Collection[str], registry: ChunkRegistry, index: ChunkIn
     indexed = index.find_chunks(texts) if index is not None else {}
     found = {}
     for text in texts:
-        names = (f"{key.collection}/{key.id}".lstrip("/") for key in registry.documents_of(text) if key.id)
+        owners = (key for key in registry.documents_of(text) if key.id not in ("", text_id(text)))
+        names = (f"{key.collection}/{key.id}".lstrip("/") for key in owners)
         found[text] = indexed.get(text.strip()) or Chunk(text, next(names, ""))
     return found
 

@@ -12,14 +12,13 @@ from typing import Any
 
 from langchain_core.documents import Document
 
+from ragblend.catalog.index_rows import LANGCHAIN_SOURCE
 from ragblend.corpus.metadata import metadata_to_json
 from ragblend.errors import UsageError
 from ragblend.prompt.types import Chunk
 
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 """Chooses documents: metadata that they must have, or a function that returns True for those to keep."""
-
-SOURCE_PREFIX = "langchain/"  # source, in the index, of a document that was added through LangChain; its id follows
 
 
 def make_documents(texts: Iterable[str], metadatas: Sequence[dict[str, Any]] | None) -> list[Document]:
@@ -83,7 +82,7 @@ def make_predicate(filter: Filter | None) -> Callable[[Chunk], bool] | None:
 
 def as_document(chunk: Chunk) -> Document:
     """Return a chunk of an index as a LangChain document."""
-    if chunk.source.startswith(SOURCE_PREFIX):
-        return Document(chunk.text, id=chunk.source.removeprefix(SOURCE_PREFIX), metadata=dict(chunk.metadata))
+    if chunk.source.startswith(LANGCHAIN_SOURCE):
+        return Document(chunk.text, id=chunk.source.removeprefix(LANGCHAIN_SOURCE), metadata=dict(chunk.metadata))
     place = {"source": chunk.source, "start": chunk.start, "end": chunk.end}
     return Document(chunk.text, id=chunk.id, metadata={**place, **chunk.metadata})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,12 +41,14 @@ from llama_index.core.schema import (
     TransformComponent,
 )
 from llama_index.core.types import RESPONSE_TEXT_TYPE
+from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 from pydantic import Field
 
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import run_in_thread
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.ingestion.documents import delete_precomputed
+from ragblend.ingestion.identity import as_chunk, identify
 from ragblend.llamaindex.llm import BlendLLM
 from ragblend.precompute import precompute_documents
 
@@ -282,10 +285,12 @@ class BlendIngestion(TransformComponent):
     Put it after the splitter. `llm` is a BlendLLM or an engine. A node that cannot be prefilled is logged with its id,
     and returned like the others.
 
-    The nodes of a changed document replace the stored nodes of the document, and KV that no document needs any more is
-    deleted. If a document is unchanged, its nodes are added to its stored nodes, because they may come in several
-    batches or from several splitters. A pipeline does not report deletions; `delete_ref_doc` deletes a document and its
-    KV. If two pipelines have different documents with equal ids, give each pipeline its own `collection`.
+    A document is identified by its `doc_id`. LlamaIndex gives a document without one a random id, another in each run:
+    such a document is identified by metadata["file_path"], else its nodes are stored by their texts. The nodes of a
+    changed document replace the stored nodes of the document, and KV that no document needs any more is deleted. If a
+    document is unchanged, its nodes are added to its stored nodes, because they may come in several batches or from
+    several splitters. A pipeline does not report deletions; `delete_ref_doc` deletes a document and its KV. If two
+    pipelines have different documents with equal ids, give each pipeline its own `collection`.
 
     The pipeline's cache never skips this step. A node with stored KV costs one lookup. A pipeline with a docstore
     passes only changed documents to this step, so fill a new store once with `precompute_documents`.
@@ -308,9 +313,7 @@ class BlendIngestion(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute `nodes` and return them. Several calls may pass nodes of the same document."""
-        ids = [node.ref_doc_id or "" for node in nodes]
-        versions = [node.source_node.hash or "" if node.source_node is not None else "" for node in nodes]
-        precompute_documents(nodes, self.llm, ids=ids, versions=versions, collection=self.collection)
+        precompute_documents(nodes, self.llm, collection=self.collection)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -321,7 +324,21 @@ class BlendIngestion(TransformComponent):
 def delete_ref_doc(index: BaseIndex[Any], ref_doc_id: str, llm: Any, *, collection: str = _COLLECTION) -> int:
     """Delete a document from `index` and from its docstore, and the KV that `BlendIngestion` made of its nodes.
 
-    Return the number of deleted entries. The KV of a text that another document contains is kept.
+    Return the number of deleted entries. The KV of a text that another document contains is kept. If the id is a random
+    one of LlamaIndex, the document is found by its nodes in `index`. An index over a database that cannot list them
+    gives 0; `ragblend documents` then says what to remove.
     """
+    ids = {ref_doc_id, *(identify(node, as_chunk(node)).id for node in _nodes_of(index, ref_doc_id))}
     index.delete_ref_doc(ref_doc_id, delete_from_docstore=True)
-    return delete_precomputed([ref_doc_id], llm, collection=collection)
+    return delete_precomputed(sorted(ids), llm, collection=collection)
+
+
+def _nodes_of(index: BaseIndex[Any], ref_doc_id: str) -> Sequence[BaseNode]:
+    """Return the nodes of a document from the docstore, or from a vector store that keeps them; [] if neither can."""
+    known = index.docstore.get_ref_doc_info(ref_doc_id)
+    if known is not None:
+        return index.docstore.get_nodes(known.node_ids, raise_error=False)
+    with suppress(AttributeError, NotImplementedError, ValueError):  # an index or a store that cannot list nodes
+        filters = MetadataFilters(filters=[MetadataFilter(key="doc_id", value=ref_doc_id)])
+        return list(index.vector_store.get_nodes(filters=filters))  # type: ignore[attr-defined]
+    return []

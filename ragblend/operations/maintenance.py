@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.documents import IndexedDocuments
-from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, open_registry
-from ragblend.catalog.schema import DocumentKey
+from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, hash_ids, open_registry
+from ragblend.catalog.schema import DocumentKey, text_key
+from ragblend.catalog.stored_documents import hash_token_ids, live_text_keys, open_store_documents
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore, GcResult
 from ragblend.engine.store.format.kv import KVHeader
@@ -39,7 +41,6 @@ from ragblend.errors import (
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.ingestion.documents import pin_document
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.precompute import precompute_chunks
@@ -102,33 +103,33 @@ def verify_and_quarantine(
         with open_index(store) as opened:
             is_checked = opened.registry.key == catalog_location(disk)
             report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
-            _compare_with_index(disk, opened, report)
     except NotFoundError:
         pass  # a store of framework documents has no index
     except CorruptError as error:
         if CATALOG_FILE not in report.damaged_files:
             report.index_problems.append(str(error))
+    _compare_with_documents(disk, report)
     return report
 
 
-def _compare_with_index(disk: DiskStore, index: ChunkIndex, report: VerifyReport) -> None:
+def _compare_with_documents(disk: DiskStore, report: VerifyReport) -> None:
     """Count the entries that no chunk needs, and the chunks without KV."""
+    if not has_registry(disk):
+        return
     try:
-        with open_registry(disk, create=False) as registry:
-            used = _load_live_chunks(index, registry)
-    except CorruptError:  # the report contains it already
-        return
-    if used is None:
-        return
-    without_kv = set(used.ids)
+        with open_store_documents(disk) as (registry, index):
+            live = _LiveChunks(disk, registry, index)
+            stored: set[tuple[str, bytes]] = set()
 
-    def headers() -> Iterator[KVHeader]:
-        for header in disk.headers():
-            without_kv.discard(header.token_ids)
-            yield header
+            def headers() -> Iterator[KVHeader]:
+                for header in disk.headers():
+                    stored.add((header.namespace, hash_ids(header.token_ids)))
+                    yield header
 
-    report.orphans = sum(1 for _ in _find_orphans(headers(), used))
-    report.num_without_kv = len(without_kv)
+            report.orphans = sum(1 for _ in _find_orphans(headers(), live))
+            report.num_without_kv = sum(stored.isdisjoint(live.hashes_of.get(key, ())) for key in live.text_keys)
+    except RagblendError:  # the report contains it already, or the tokenizer of KV with a context is not available
+        return
 
 
 def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
@@ -196,7 +197,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             "namespace. Repair with the `model`, `system` or `namespace` of these entries, add the documents again, or "
             "delete the entries' records: ragblend gc"
         )
-    _compare_with_index(disk, index, report)
+    _compare_with_documents(disk, report)
     return repaired.num_new_kv
 
 
@@ -287,8 +288,8 @@ def collect_garbage(
     - KV whose context contains such a chunk,
     - pins of documents that are not indexed.
 
-    Documents that are ingested during the call keep their entries. With `orphans`, raises RagblendError if the index's
-    tokenizer cannot be loaded.
+    Documents that are ingested during the call keep their entries. With `orphans`, raises NotFoundError if the store
+    has no catalogue, and RagblendError if the tokenizer of KV with a context cannot be loaded.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if not orphans:
@@ -296,29 +297,26 @@ def collect_garbage(
         if not dry_run:
             _unrecord_missing(disk)
         return result
-    with open_index(store) as opened, opened.registry_for(disk) as registry:
-        used = _load_live_chunks(opened, registry)
-        if used is None:
-            raise RagblendError(
-                f"the tokenizer of the index {store} cannot be loaded, so orphans are unknown; "
-                "run ragblend gc without --orphans, or make the model available"
-            )
-        kept = set(map(str.strip, opened.texts())).union(registry.texts_of_named_documents())
+    if not has_registry(disk):
+        raise NotFoundError(
+            f"{store} has no {CATALOG_FILE}, so it is unknown which KV documents need; add the documents again, or run "
+            "ragblend gc without --orphans"
+        )
+    with open_store_documents(disk) as (registry, index):
+        live = _LiveChunks(disk, registry, index)
         if dry_run:
-            unwanted = set(_find_orphans(disk.headers(), used))
+            unwanted = set(_find_orphans(disk.headers(), live))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
-            texts = tuple(text for text in registry.texts() if text not in kept)
-            pins = _stray_pins(disk, opened, set(disk.keys()) - unwanted)
-            return result._replace(texts=texts, pins=pins)
-        dropped, freed_bytes = _drop_orphans(disk, opened, registry, used)
-        with opened.write_transaction(), registry.block_additions():
-            kept.update(text.strip() for text in opened.texts_since(used.generation))
-            kept.update(registry.texts_of_named_documents(), registry.texts(after=used.last_text))
-            texts = tuple(text for text in registry.texts() if text not in kept)
+            pins = _stray_pins(disk, index, set(disk.keys()) - unwanted)
+            return result._replace(texts=live.find_other_texts(), pins=pins)
+        dropped, freed_bytes = _drop_orphans(disk, registry, index, live)
+        with _block_changes(registry, index):
+            live.update()
+            texts = live.find_other_texts()
             registry.delete_texts(texts)
             registry.remove_ids_without_text()
             registry.remove_entry_chunks(dropped)
-            pins = _stray_pins(disk, opened, set(disk.keys()))
+            pins = _stray_pins(disk, index, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)
         registry.truncate_log()
@@ -328,24 +326,23 @@ def collect_garbage(
     return result._replace(evicted=evicted, freed_bytes=freed_bytes, texts=texts, pins=pins)
 
 
+@contextmanager
+def _block_changes(registry: ChunkRegistry, index: IndexedDocuments | None) -> Iterator[None]:
+    """Inside the block, no other process can add a document. Keep it short."""
+    with index.write_transaction() if index is not None else nullcontext(), registry.block_additions():
+        yield
+
+
 def _drop_orphans(
-    disk: DiskStore, index: ChunkIndex, registry: ChunkRegistry, used: _LiveChunks
+    disk: DiskStore, registry: ChunkRegistry, index: IndexedDocuments | None, live: _LiveChunks
 ) -> tuple[list[str], int]:
     """Delete the entries that no chunk needs. Return their keys and the freed bytes."""
     dropped, freed_bytes = list[str](), 0
-    pending = list(_find_orphans(disk.headers(), used))
+    pending = list(_find_orphans(disk.headers(), live))
     while pending:
-        with (
-            index.write_transaction(),
-            registry.block_additions(),
-        ):  # a chunk that is added later uses its entry, or is prefilled
-            if fresh := [*index.texts_since(used.generation), *registry.texts(after=used.last_text)]:
-                used = used._replace(
-                    ids=used.ids.union(map(used.renderer.chunk_ids, fresh)),
-                    generation=index.manifest.generation,
-                    last_text=registry.last_text_number(),
-                )
-                pending = list(_find_orphans(filter(None, map(disk.header, pending)), used))
+        with _block_changes(registry, index):  # a chunk that is added later uses its entry, or is prefilled
+            if live.update():
+                pending = list(_find_orphans(filter(None, map(disk.header, pending)), live))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
             freed_bytes += disk.reclaim(batch)
         dropped += batch
@@ -359,17 +356,15 @@ def _unrecord_missing(disk: DiskStore) -> None:
             registry.remove_stored_entries(gone)
 
 
-def _stray_pins(disk: DiskStore, index: ChunkIndex, wanted: AbstractSet[str]) -> tuple[str, ...]:
+def _stray_pins(disk: DiskStore, index: IndexedDocuments | None, wanted: AbstractSet[str]) -> tuple[str, ...]:
     """Return the pinned documents that are not indexed. Pins of keys in `wanted` are left out: users created them."""
-    named = set(index.sources())
+    named = set() if index is None else set(index.sources())
     return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
 
 
-def _find_orphans(headers: Iterable[KVHeader], used: _LiveChunks) -> Iterator[str]:
-    """Yield the keys of entries that no chunk in use needs."""
-    after_prefix = (header for header in headers if header.prefix_ids)
-    found = find_orphaned_keys(after_prefix, lambda ids: None if ids in used.ids else True, used.renderer.separator_ids)
-    return (key for key, _ in found)
+def _find_orphans(headers: Iterable[KVHeader], live: _LiveChunks) -> Iterator[str]:
+    """Yield the keys of entries that no live chunk needs. Entries of a system text alone are left out."""
+    return (header.key for header in headers if header.prefix_ids and not live.need(header))
 
 
 @dataclass(slots=True)
@@ -424,27 +419,53 @@ def push_store(
     return report
 
 
-class _LiveChunks(NamedTuple):
-    """The chunks that documents have, as token ids, at one state of index and registry."""
+class _LiveChunks:
+    """The chunks that documents have, as the keys of their texts and the hashes of their token ids by any tokenizer."""
 
-    ids: set[tuple[int, ...]]
-    generation: int  # of the index
-    last_text: int  # row number of the registry's latest text
-    renderer: Renderer
+    def __init__(self, disk: DiskStore, registry: ChunkRegistry, index: IndexedDocuments | None) -> None:
+        self._disk, self._registry, self._index = disk, registry, index
+        self._separators: dict[str, tuple[int, ...]] = {}  # by the fingerprint of the model
+        self._state: object = None
+        self.update()
 
+    def update(self) -> bool:
+        """Read the chunks again if another process may have changed them. Return True if so."""
+        index = self._index
+        state = (self._registry.change_counter(), None if index is None else index.registry.change_counter())
+        if state == self._state:
+            return False
+        self._state = state
+        self.text_keys = live_text_keys(self._registry, index)
+        self.hashes_of = hash_token_ids(self._registry, self.text_keys)
+        self._hashes = {each for hashes in self.hashes_of.values() for each in hashes}
+        return True
 
-def _load_live_chunks(index: ChunkIndex, registry: ChunkRegistry) -> _LiveChunks | None:
-    """Return the chunks that documents have; None if the index's tokenizer cannot be loaded."""
-    from ragblend.engine.transformers.model import load_tokenizer
+    def need(self, header: KVHeader) -> bool:
+        """Return True if documents have the chunk of this entry and the chunks in its context.
 
-    # Read before the texts, so that texts added by another process have a later generation and number.
-    made, last_text = index.manifest, registry.last_text_number()
-    try:
-        tokenizer, _ = load_tokenizer(made.tokenizer)
-    except RagblendError:
-        return None
-    renderer = Renderer(tokenizer)
-    if renderer.fingerprint != made.tokenizer_fingerprint:
-        return None
-    texts = set(index.texts()).union(registry.texts_of_named_documents())
-    return _LiveChunks(set(map(renderer.chunk_ids, texts)), made.generation, last_text, renderer)
+        Raises RagblendError if the entry has a context and the tokenizer of its model cannot be loaded.
+        """
+        chunks = [header.token_ids]
+        if header.context:
+            num_between = len(self._separator_ids(header.fingerprint))
+            chunks += [ids[: len(ids) - num_between] for ids in header.context_ids]
+        return all((header.namespace, hash_ids(ids)) in self._hashes for ids in chunks)
+
+    def find_other_texts(self) -> tuple[str, ...]:
+        """Return the registered texts that no document has."""
+        return tuple(text for text in self._registry.texts() if text_key(text) not in self.text_keys)
+
+    def _separator_ids(self, fingerprint: str) -> tuple[int, ...]:
+        """Return the ids between two chunks."""
+        if fingerprint not in self._separators:
+            from ragblend.engine.transformers.model import load_tokenizer
+
+            model = str(self._disk.models().get(fingerprint, {}).get("model", fingerprint))
+            try:
+                self._separators[fingerprint] = Renderer(load_tokenizer(model)[0]).separator_ids
+            except RagblendError as error:
+                raise RagblendError(
+                    f"the tokenizer of {model} cannot be loaded, so it is unknown which chunks precede others in its "
+                    "KV; make the model available, or run ragblend gc without --orphans"
+                ) from error
+        return self._separators[fingerprint]

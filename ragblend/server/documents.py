@@ -10,13 +10,14 @@ Depends on an engine per namespace, not on HTTP or vLLM.
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -25,24 +26,27 @@ from typing import Any
 import numpy as np
 
 from ragblend.catalog.database import resolve_catalog
-from ragblend.catalog.leases import LEASE_S, Leases
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentKey, SentDocumentCounts
 from ragblend.catalog.sent_documents import (
+    LEASE_S,
+    Leases,
     SentDocument,
     SentDocumentTable,
     WaitingDocument,
     lease_name,
 )
+from ragblend.catalog.stored_documents import list_documents, open_store_documents
 from ragblend.catalog.vectors import normalize_rows
 from ragblend.chunker import split
 from ragblend.corpus.documents import Document, has_visible_text
 from ragblend.corpus.embedders import FloatArray
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
+from ragblend.index import open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import delete_stale_kv
-from ragblend.ingestion.documents import delete_precomputed
+from ragblend.ingestion.documents import describe_documents, remove_stored_documents
 from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
@@ -91,7 +95,7 @@ class DocumentIngester:
         self._table = SentDocumentTable(place)
         self._leases = Leases(str(place)) if self._table.is_shared else None
         self._held, self._renew_at_s = set[str](), 0.0
-        self._lock_path = root / LOCK_FILE
+        self._root, self._lock_path = root, root / LOCK_FILE
         self._make_engine, self._describe = make_engine, describe
         self._engines: dict[str, Engine] = {}
         self._lock = threading.Lock()
@@ -131,17 +135,24 @@ class DocumentIngester:
             self._num_removing += 1
         try:
             with self._alone(_REMOVAL_WAIT_S):
-                known = self._table.ids(namespace, collection)
-                ids = known if ids is None else [*set(known).intersection(ids)]
-                if not ids:
+                engine = self._engine(namespace)
+                with open_store_documents(engine.store) as (registry, indexed):
+                    known = list_documents(registry, indexed, namespace, collection)
+                wanted = None if ids is None else {*ids}
+                chosen = [each for each in known if wanted is None or each.key.id in wanted]
+                if not chosen:
                     return 0, 0
+                ids = [each.key.id for each in chosen]
                 self._table.begin_removal(namespace, collection, ids)
                 names = [lease_name(namespace, collection, each) for each in ids]
                 with self._leased(names, _REMOVAL_WAIT_S) as leased:
                     if len(leased) < len({*names}):
                         raise _BusyError("another server is storing these documents; try again")
-                    num_removed = delete_precomputed(ids, self._engine(namespace), collection=collection)
-                    return self._table.remove(namespace, collection, ids), num_removed
+                    has_indexed = any(each.index_source for each in chosen)
+                    with open_index(self._root) if has_indexed else nullcontext() as index:
+                        removal = remove_stored_documents(chosen, engine, index)
+                    self._table.remove(namespace, collection, ids)
+                    return len(chosen), removal.num_kv
         finally:
             with self._lock:
                 self._num_removing -= 1
@@ -159,6 +170,18 @@ class DocumentIngester:
             "reasons": self._table.documents_with_reason(namespace, collection, ingestion, MAX_REASONS),
             "batch": {"num_done": done, "num_chunks": total},
         }
+
+    def list(self, namespace: str, collection: str | None, after: tuple[str, str], limit: int) -> dict[str, Any]:
+        """Return `documents` and `next` of `requests.IngestionSummary`: at most `limit` documents behind `after`.
+
+        Documents that were ingested into the store without the server are included.
+        """
+        engine = self._engine(namespace)
+        with open_store_documents(engine.store) as (registry, index):
+            found = list_documents(registry, index, namespace, collection, after=after, limit=limit + 1)
+            listing = describe_documents(found[:limit], engine.store.disk_tier, registry, index)
+        cursor = json.dumps(found[limit - 1].key[:2]) if len(found) > limit else ""
+        return {"documents": [each._asdict() for each in listing.documents], "next": cursor}
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any]:
         """Return the `requests.DocumentStatus` of a document. Raises NotFoundError without such a document."""

@@ -17,6 +17,7 @@ from ragblend.catalog.sent_documents import SentDocument
 from ragblend.errors import UsageError
 
 MAX_BODY_BYTES = 32 << 20  # while a body is parsed, the front end sends no tokens
+MAX_LISTED = 1000  # documents in a page
 _MAX_REASONS = 3  # most problems in the error for one body
 _DIGEST_CHARS = 32
 
@@ -147,16 +148,38 @@ class DocumentReason(BaseModel):
     reason: str
 
 
+class ListedDocument(BaseModel):
+    """A document in a page. `kv_bytes`: size of its KV on the server's disk; documents with equal chunks share KV.
+
+    `state`: whether all of its chunks have KV there, some or none; "pending" and "failed" are those of a document that
+    was sent. `source`: the file or address that it came from; "" if unknown. `text`: the beginning of a chunk of a
+    document whose id is a digest, because it has no name; else "".
+    """
+
+    collection: str
+    id: str
+    namespace: str
+    source: str
+    num_chunks: int
+    kv_bytes: int
+    state: Literal["stored", "partial", "without_kv", "pending", "failed"]
+    reason: str
+    text: str
+
+
 class IngestionSummary(BaseModel):
     """Documents of a namespace, by collection. `reasons`: see DocumentReason, of at most 1,000 documents.
 
     `batch`: progress of the documents that are being stored now: "num_done" of "num_chunks" chunks are prefilled. Both
-    are 0 if no documents of this namespace are being stored.
+    are 0 if no documents of this namespace are being stored. `documents`: with `limit`, a page of all documents that
+    the store has, sorted by collection and id. `next`: the parameter `after` of the next page; "" on the last page.
     """
 
     collections: dict[str, DocumentCounts]
     reasons: list[DocumentReason]
     batch: dict[Literal["num_done", "num_chunks"], int]
+    documents: list[ListedDocument]
+    next: str
 
 
 class DocumentStatus(StoredCounts, DocumentReason):
@@ -176,6 +199,7 @@ class RemovalCounts(BaseModel):
 
 
 _COLLECTION: TypeAdapter[str] = TypeAdapter(Collection)
+_CURSOR: TypeAdapter[tuple[str, str]] = TypeAdapter(tuple[str, str])
 
 
 def read_documents(body: bytes, content_type: str, collection: str | None) -> list[SentDocument]:
@@ -205,6 +229,12 @@ def read_documents(body: bytes, content_type: str, collection: str | None) -> li
             raise UsageError(f"the id {document.id[:80]!r} is given twice; send each document once")
         seen.add(document.id)
     return documents
+
+
+def read_cursor(after: str) -> tuple[str, str]:
+    """Return the collection and the id behind which a page begins. Raises UsageError for a text that no page named."""
+    collection, document_id = _validated(lambda: _CURSOR.validate_json(after or '["", ""]'), "`after`")
+    return collection, document_id
 
 
 def read_deletion(body: bytes) -> DeletionInput:

@@ -2,6 +2,7 @@
 
     POST   /v1/ragblend/documents       documents to store: JSON, or JSON lines -> 202, {"ingestion", "num_documents"}
     GET    /v1/ragblend/documents       counts by collection, and reasons; ?collection=NAME&ingestion=NAME
+                                        with ?limit=NUMBER also a list of documents, which `after` continues
     GET    /v1/ragblend/documents/ID    one document; ?collection=NAME
     DELETE /v1/ragblend/documents       {"ids": [...]}, or {"collection": NAME} for all of its documents
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
@@ -25,6 +26,7 @@ from ragblend.server.auth_gate import current_grant
 from ragblend.server.documents import DocumentIngester
 from ragblend.server.requests import (
     MAX_BODY_BYTES,
+    MAX_LISTED,
     AcceptedDocuments,
     DeletionInput,
     DocumentInput,
@@ -32,6 +34,7 @@ from ragblend.server.requests import (
     DocumentStatus,
     IngestionSummary,
     RemovalCounts,
+    read_cursor,
     read_deletion,
     read_documents,
 )
@@ -85,9 +88,25 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
 
         return await respond_to_body(request, answer, 202)
 
-    async def summarize(collection: str | None = None, ingestion: str | None = None, namespace: str = "") -> Response:
-        """Return the numbers of stored, pending and failed documents, and the reasons, of a collection or one POST."""
-        return await respond(lambda: documents.summary(_namespace(namespace), collection, ingestion))
+    async def summarize(
+        collection: str | None = None,
+        ingestion: str | None = None,
+        namespace: str = "",
+        limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = 0,
+        after: str = "",
+    ) -> Response:
+        """Return the numbers of stored, pending and failed documents, and the reasons, of a collection or one POST.
+
+        `limit`: the largest number of documents to list, by collection and id. `after`: list those behind.
+        """
+
+        def answer() -> dict[str, Any]:
+            own = _namespace(namespace)
+            summary = documents.summary(own, collection, ingestion)
+            listed: dict[str, Any] = {"documents": [], "next": ""}
+            return {**summary, **(documents.list(own, collection, read_cursor(after), limit) if limit else listed)}
+
+        return await respond(answer)
 
     async def get(document_id: str, collection: str = "default", namespace: str = "") -> Response:
         """Return the status of one document."""

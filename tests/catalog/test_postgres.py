@@ -76,22 +76,23 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
     one, other = ChunkRegistry(shared_catalog), ChunkRegistry(shared_catalog)
     versions = [one.change_counter()]
     for change in (
-        lambda: other.add(["a"]),
+        lambda: other.add(["a"], DOC),
         lambda: other.add_ids([("a", IDS)], "t", ""),
         lambda: other.record_entry_chunks("0" * 32, [IDS], ""),
-        lambda: one.remove_from_document(["a"]),
+        lambda: one.remove_from_document(["a"], DOC),
     ):
         change()
         versions.append(one.change_counter())
         assert one.change_counter() == versions[-1]
     assert len({*versions}) == 5
-    refused(KeyboardInterrupt, lambda: other.add(interrupted("b")))  # inside of its transaction
+    refused(KeyboardInterrupt, lambda: other.add(interrupted("b"), DOC))  # inside of its transaction
     assert (one.change_counter(), len(one)) == (versions[-1], 0)
 
 
 def test_a_catalogue_is_made_by_one_of_the_processes_that_open_it(shared_catalog):
     code = (
-        "import sys; from ragblend.catalog.registry import ChunkRegistry; ChunkRegistry(sys.argv[1]).add([sys.argv[2]])"
+        "import sys; from ragblend.catalog.registry import ChunkRegistry; from ragblend.catalog.schema import *\n"
+        "ChunkRegistry(sys.argv[1]).add([sys.argv[2]], DocumentKey('notes', '1'))"
     )
     running = [subprocess.Popen([sys.executable, "-c", code, shared_catalog, str(n)]) for n in range(4)]
     assert [process.wait(60) for process in running] == [0] * 4
@@ -102,39 +103,44 @@ def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog)
     registry = ChunkRegistry(shared_catalog)
     code = (
         "import sys, time; from ragblend.catalog.registry import ChunkRegistry\n"
+        "from ragblend.catalog.schema import DocumentKey\n"
         "with (r := ChunkRegistry(sys.argv[1]))._write():\n"
-        "    r.add(['half']); print('in', flush=True); time.sleep(60)\n"
+        "    r.add(['half'], DocumentKey('notes', '1')); print('in', flush=True); time.sleep(60)\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, shared_catalog], stdout=subprocess.PIPE)
     assert writer.stdout.readline() == b"in\n"
     writer.kill()
     writer.wait()
-    assert registry.add(["whole"]) == 1
+    assert registry.add(["whole"], DOC) == 1
     assert list(registry.texts()) == ["whole"]
 
 
 def test_a_forked_process_has_connections_of_its_own(shared_catalog):
     registry = ChunkRegistry(shared_catalog)
-    registry.add(["parent"])
-    child = multiprocessing.get_context("fork").Process(target=registry.add, args=(["child"],))
+    registry.add(["parent"], DOC)
+    child = multiprocessing.get_context("fork").Process(target=registry.add, args=(["child"], DOC))
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    registry.add(["parent again"])
+    registry.add(["parent again"], DOC)
     assert list(registry.texts()) == ["parent", "child", "parent again"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL])
 def test_a_server_that_was_restarted_is_found_again_by_the_next_call(own_server, stop):
     registry = ChunkRegistry(own_server.url)
-    registry.add(["before"])
+    registry.add(["before"], DOC)
     own_server.stop(stop)
     for _ in range(2):
         refused(
-            BackendUnreachableError, lambda: registry.add(["during the outage"]), "127.0.0.1", "/postgres", "refused"
+            BackendUnreachableError,
+            lambda: registry.add(["during the outage"], DOC),
+            "127.0.0.1",
+            "/postgres",
+            "refused",
         )
     own_server.start()
-    assert registry.add(["after"]) == 1
+    assert registry.add(["after"], DOC) == 1
     assert list(registry.texts()) == ["before", "after"]
 
 
@@ -253,9 +259,9 @@ def test_a_writer_that_does_not_end_is_reported(shared_catalog, monkeypatch):
     for engine in postgres._ENGINES:
         engine.dispose()  # connections know their time limit
     with holder._write():
-        refused(RagblendError, lambda: registry.add(["text"]), "another process is writing the catalogue")
+        refused(RagblendError, lambda: registry.add(["text"], DOC), "another process is writing the catalogue")
         assert len(registry) == 0, "reads do not wait"
-    assert registry.add(["text"]) == 1
+    assert registry.add(["text"], DOC) == 1
 
 
 def test_who_may_not_open_it_is_told_what_to_correct(postgres):
@@ -274,7 +280,7 @@ def test_who_may_not_open_it_is_told_what_to_correct(postgres):
 
 def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(own_server):
     registry = ChunkRegistry(own_server.url)
-    registry.add(["text"])
+    registry.add(["text"], DOC)
     execute(
         own_server.url,
         f"CREATE ROLE reader LOGIN PASSWORD '{PASSWORD}'",
@@ -282,13 +288,13 @@ def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(own
     )
     reader = ChunkRegistry(own_server.url.replace("://ragblend:", "://reader:"))
     assert list(reader.texts()) == ["text"]
-    refused(StoreNotWritableError, lambda: reader.add(["more"]), "cannot be written")
+    refused(StoreNotWritableError, lambda: reader.add(["more"], DOC), "cannot be written")
     execute(own_server.url, "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
         "'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$",
         "CREATE TRIGGER full_disk BEFORE INSERT ON texts EXECUTE FUNCTION full_disk()")  # fmt: skip
-    refused(StoreFullError, lambda: registry.add(["more"]), "has no free space", "No space left on device")
+    refused(StoreFullError, lambda: registry.add(["more"], DOC), "has no free space", "No space left on device")
     execute(own_server.url, "DROP TRIGGER full_disk ON texts")
-    assert registry.add(["more"]) == 1
+    assert registry.add(["more"], DOC) == 1
 
 
 def test_all_connections_taken_is_named(own_server):
@@ -318,8 +324,8 @@ def test_tables_of_another_version_or_of_others_are_refused(postgres):
 
 def test_two_schemas_of_a_database_are_two_catalogues(postgres):
     with fresh_schema(postgres) as one, fresh_schema(postgres) as other:
-        ChunkRegistry(one).add(["of one"])
-        ChunkRegistry(other).add(["of the other"])
+        ChunkRegistry(one).add(["of one"], DOC)
+        ChunkRegistry(other).add(["of the other"], DOC)
         assert list(ChunkRegistry(one).texts()) == ["of one"]
         assert list(ChunkRegistry(other).texts()) == ["of the other"]
 

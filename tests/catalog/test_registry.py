@@ -10,7 +10,7 @@ import pytest
 from tier_support import run_threads
 
 from ragblend.catalog.registry import ChunkRegistry, SimilarContextVariant, open_registry
-from ragblend.catalog.schema import DocumentKey
+from ragblend.catalog.schema import DocumentFacts, DocumentKey
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
@@ -26,8 +26,8 @@ def registry(any_place):
 
 
 def test_add_counts_new_texts_and_compares_them_stripped(registry):
-    assert registry.add([LONG, f"  {LONG}\n", "short", "", "  \n"]) == 2
-    assert registry.add([LONG]) == 0
+    assert registry.add([LONG, f"  {LONG}\n", "short", "", "  \n"], DOC) == 2
+    assert registry.add([LONG], DOC) == 0
     assert list(registry.texts()) == [LONG, "short"]
     assert len(registry) == 2
     assert f"\n{LONG} " in registry
@@ -35,16 +35,16 @@ def test_add_counts_new_texts_and_compares_them_stripped(registry):
 
 
 def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry):
-    registry.add([LONG, "both", "index"])
+    registry.add([LONG, "both", "index"], FIRST)
     registry.add([LONG, " both\n", "doc"], DOC)
     assert registry.preview_orphaned_texts({DOC: [LONG, "both", "doc"]}) == []
     assert registry.texts_of(DOC) == {LONG, "both", "doc"}
-    assert registry.remove_from_document([LONG, "index", "unknown"]) == ["index", "unknown"]
+    assert registry.remove_from_document([LONG, "index", "unknown"], FIRST) == ["index", "unknown"]
     assert set(registry.texts()) == {LONG, "both", "doc"}
     assert registry.preview_orphaned_texts({DOC: [" doc"]}) == [LONG]
     assert registry.remove_from_document([LONG, "doc"], DOC) == [LONG, "doc"]
     assert registry.delete_texts(["both"]) == 1
-    assert registry.remove_from_document(["both"]) == ["both"]
+    assert registry.remove_from_document(["both"], FIRST) == ["both"]
     assert len(registry) == 0
 
 
@@ -71,22 +71,22 @@ def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(reg
 
 
 def test_lone_surrogates_are_skipped_not_fatal(registry):
-    assert registry.add(["\ud800 is half a character", LONG]) == 1
+    assert registry.add(["\ud800 is half a character", LONG], DOC) == 1
 
 
 def test_texts_survive_closing_and_reopening(tmp_path):
     path = tmp_path / "deep" / CATALOG_FILE
     with ChunkRegistry(path) as registry:
-        registry.add([LONG])
+        registry.add([LONG], DOC)
     assert list(registry.texts()) == [LONG]  # using a closed one opens it again
     assert list(ChunkRegistry(path).texts()) == [LONG]
 
 
 def test_another_connection_sees_additions_and_removals_at_once(kept_place):
     one, other = ChunkRegistry(kept_place), ChunkRegistry(kept_place)
-    one.add(["first text of the first registry"])
+    one.add(["first text of the first registry"], DOC)
     assert len(other) == 1
-    other.add(["second text, of the other one"])
+    other.add(["second text, of the other one"], DOC)
     one.delete_texts(["first text of the first registry"])
     assert list(one.texts()) == list(other.texts()) == ["second text, of the other one"]
 
@@ -98,20 +98,21 @@ def test_processes_that_write_at_the_same_time_exclude_each_other(kept_place):
         "registry, document = ChunkRegistry(sys.argv[1]), DocumentKey('notes', 'doc')\n"
         "for _ in range(25):\n"
         "    with registry._write():\n"
-        "        registry.set_version(document, str(int(registry.version_of(document) or 0) + 1))\n"
+        "        number = int(registry.facts_of(document).version or 0)\n"
+        "        registry.set_facts({document: DocumentFacts(str(number + 1))})\n"
         "        registry.add([f'{sys.argv[2]} {_}', f'both {_}'], document)\n"
     )
     running = [subprocess.Popen([sys.executable, "-c", code, str(kept_place), str(n)]) for n in range(3)]
     assert [process.wait(120) for process in running] == [0, 0, 0]
     with ChunkRegistry(kept_place) as registry:
-        assert (registry.version_of(DOC), len(registry)) == ("75", 100)
+        assert (registry.facts_of(DOC).version, len(registry)) == ("75", 100)
         assert registry.find_problems() == []
 
 
 def test_threads_share_a_registry(registry):
     def work(n: int) -> None:
         for i in range(20):
-            registry.add([f"text {i} of thread {n}, long enough"])
+            registry.add([f"text {i} of thread {n}, long enough"], DOC)
             assert f"text {i} of thread {n}, long enough" in registry
 
     run_threads(4, work)
@@ -136,14 +137,14 @@ def test_another_database_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        "PRAGMA user_version = 3",
+        "PRAGMA user_version = 4",
         "PRAGMA user_version = 1",
         "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'",
     ],
 )
 def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(damage, tmp_path):
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
-        registry.add([LONG])
+        registry.add([LONG], DOC)
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as file:
         file.execute("PRAGMA writable_schema = 1")
         file.execute(damage)
@@ -158,19 +159,19 @@ def test_a_failed_write_leaves_the_registry_usable(registry):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        registry.add(failing())
-    assert registry.add([LONG]) == 1
+        registry.add(failing(), DOC)
+    assert registry.add([LONG], DOC) == 1
 
 
 def test_format_of_the_file_is_stable(tmp_path):
-    ChunkRegistry(tmp_path / "r").add([LONG])
+    ChunkRegistry(tmp_path / "r").add([LONG], DOC)
     rows = sqlite3.connect(tmp_path / "r").execute("SELECT number, hex(key), text FROM texts").fetchall()
     assert rows == [(1, "510457CD45FEF69128E52BF5A14897BF", LONG)]
 
 
 def test_only_the_owner_reads_the_file(tmp_path):
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
-        registry.add([LONG])
+        registry.add([LONG], DOC)
         assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
@@ -185,14 +186,15 @@ def test_registry_of_a_store(tmp_path):
 def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(kept_place):
     path = kept_place
     code = (
-        "import sys; from ragblend.catalog.registry import ChunkRegistry; ChunkRegistry(sys.argv[1]).add(sys.argv[2:])"
+        "import sys; from ragblend.catalog.registry import ChunkRegistry; from ragblend.catalog.schema import *\n"
+        "ChunkRegistry(sys.argv[1]).add(sys.argv[2:], DocumentKey('notes', 'doc'))"
     )
     first, second = ChunkRegistry(path), ChunkRegistry(path)
-    first.add(["of the first"])
+    first.add(["of the first"], DOC)
     second.close()
     for text in ("of another process", "of one after it"):
         subprocess.run([sys.executable, "-c", code, str(path), text], check=True)
-        first.add([f"behind that {text}"])
+        first.add([f"behind that {text}"], DOC)
     first.close()
     assert len(ChunkRegistry(path)) == 5
 
@@ -223,7 +225,7 @@ def test_the_registry_of_an_earlier_version_is_read_in_once(version, tmp_path, c
             DocumentKey("index:1f"): 2,
             DocumentKey("langchain", "a/b"): 1,
         }
-        assert registry.version_of(DocumentKey("langchain", "a/b")) == ("v1" if version == 5 else "")
+        assert registry.facts_of(DocumentKey("langchain", "a/b")).version == ("v1" if version == 5 else "")
         assert registry.fingerprints_by_key() == {"entry-a": "model", "entry-b": "model"}
         variants = [
             SimilarContextVariant("entry-b", SLATE, b"1234", True),
@@ -282,10 +284,8 @@ def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry)
     assert not registry.are_all_entries_recorded(Path("store"))
 
 
-def test_a_document_has_one_version(registry):
-    assert registry.version_of(DOC) == ""
-    registry.set_version(DOC, "1")
-    registry.set_version(DOC, "2")
-    assert registry.version_of(DOC) == "2"
-    registry.set_version(DOC, "")
-    assert registry.version_of(DOC) == ""
+def test_a_document_has_one_version_and_one_source(registry):
+    assert registry.facts_of(DOC) == ("", "")
+    for facts in (DocumentFacts("1", "a.txt"), DocumentFacts("2"), DocumentFacts("", "b.txt"), DocumentFacts()):
+        registry.set_facts({DOC: facts})
+        assert registry.facts_of(DOC) == facts

@@ -62,5 +62,5 @@ def test_a_removed_document_is_neither_waiting_nor_in_the_file(kept_place, tmp_p
         assert [each.id for each in table.next_waiting(10, 1000)] == ["2"]
         assert [each["id"] for each in table.documents_with_reason("", None, None, 10)] == ["1"]
         assert table.remove("", "notes", ["1", "2", "unknown"]) == 2
-        assert table.ids("", "notes") == []
+        assert table.status_counts("", None, None) == {}
         assert not any(b"a secret" in path.read_bytes() for path in tmp_path.iterdir())

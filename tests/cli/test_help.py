@@ -19,7 +19,7 @@ from tools import reference
 ROOT = get_command(app)
 assert isinstance(ROOT, SectionedHelpGroup)
 CONTEXT = typer.Context(ROOT, info_name="ragblend")
-MOST_COMMANDS, MOST_OPTIONS, MOST_LINES = 28, 260, 45
+MOST_COMMANDS, MOST_OPTIONS, MOST_LINES = 29, 260, 46
 BENCHMARKS = [("bench", name) for name in ROOT.commands["bench"].commands]
 EXAMPLES = [(name, line) for group in GROUPS.values() for name, lines in group.items() for line in lines]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import DocumentKey
 from ragblend.errors import StoreNotWritableError
 from ragblend.files import network
 from ragblend.files.network import parse_network_file_system
@@ -40,7 +41,7 @@ def test_the_file_system_of_a_path(path, expected):
 
 def test_a_catalogue_in_a_file_on_one_is_refused_with_the_way_to_share_it(tmp_path, monkeypatch):
     with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
-        registry.add(["text"])
+        registry.add(["text"], DocumentKey("notes", "1"))
     monkeypatch.setattr("ragblend.catalog.sqlite.find_network_file_system", lambda folder: "nfs4")
     with pytest.raises(StoreNotWritableError, match=r"network file system \(nfs4\).*`catalog='postgresql://"):
         ChunkRegistry(tmp_path / CATALOG_FILE)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.schema import DocumentKey
 from ragblend.config import Settings, load_settings
 from ragblend.corpus.folder_scan import match_sources, scan_folders
 from ragblend.engine.load import load_engine
@@ -116,7 +117,7 @@ def test_what_is_opened_by_a_relative_path_stays_where_it_is(tmp_path, monkeypat
         index.add_document("a", "1", [Chunk("text", "a")])
     store.put_model("f" * 32, {"model": "m"})
     registry.close()  # the next call opens the file again
-    registry.add(["text"])
+    registry.add(["text"], DocumentKey("notes", "1"))
     registry.close()
     assert list(Path().iterdir()) == []
     with open_index(tmp_path / "index") as again:

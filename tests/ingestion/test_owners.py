@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
 from langchain_core.documents import Document
 
 from ragblend import load_engine
 from ragblend.catalog.registry import open_registry
+from ragblend.catalog.stored_documents import StoredDocument, list_documents
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
-from ragblend.ingestion.documents import delete_precomputed, find_added_documents, remove_added_documents
+from ragblend.ingestion.documents import delete_precomputed, find_stored_documents, remove_stored_documents
 from ragblend.operations.maintenance import collect_garbage
 from ragblend.precompute import ingest, precompute_documents
 
 BASALT, SLATE, CHALK = "Basalt is a volcanic rock.", "Slate splits into thin plates.", "Chalk is a soft limestone."
+MARBLE = "Marble was limestone once."
 
 
 @pytest.fixture
@@ -62,24 +62,29 @@ def test_a_text_of_two_collections_that_leaves_one_keeps_its_kv(engine, tmp_path
 def test_what_a_command_names_is_removed_from_one_collection(engine):
     for collection, text in (("first", BASALT), ("second", SLATE), ("second", CHALK)):
         add(engine, text, "2" if text == CHALK else "1", collection)
+    registry = open_registry(engine.store)
+
+    def find(name: str) -> list[StoredDocument]:
+        return find_stored_documents(name, list_documents(registry, None), engine.namespace)
+
     with pytest.raises(UsageError, match="'1' is a document in the collections 'first', 'second'; name one"):
-        find_added_documents("1", engine.store, engine.namespace)
-    assert find_added_documents("unknown", engine.store, engine.namespace) == []
-    assert remove_added_documents(find_added_documents("first/1", engine.store, engine.namespace), engine) == (1, 1, 0)
+        find("1")
+    assert find("unknown") == []
+    assert remove_stored_documents(find("first/1"), engine, None) == (1, 1, 0)
     assert [engine.is_stored(text) for text in (BASALT, SLATE, CHALK)] == [False, True, True]
-    assert remove_added_documents(find_added_documents("second", engine.store, engine.namespace), engine) == (2, 2, 0)
-    with closing(open_registry(engine.store)) as registry:
-        assert registry.documents() == {}
+    assert remove_stored_documents(find("second"), engine, None) == (2, 2, 0)
+    assert registry.documents() == {}
+    registry.close()
 
 
-def test_gc_of_orphans_keeps_what_a_framework_has_added(engine, tmp_path):
+def test_gc_of_orphans_keeps_what_documents_have(engine, tmp_path):
     (tmp_path / "slate.txt").write_text(SLATE)
     ingest(tmp_path / "slate.txt", engine, tmp_path / "store")
     add(engine, BASALT, "1")
-    precompute_documents([CHALK], engine)  # nothing by which it could be removed
-    report = collect_garbage(tmp_path / "store", orphans=True, dry_run=True)
-    assert (report.texts, len(report.evicted)) == ((CHALK,), 1)
-    report = collect_garbage(tmp_path / "store", orphans=True)
-    assert (report.texts, len(report.evicted)) == ((CHALK,), 1)
+    precompute_documents([CHALK], engine)
+    engine.precompute(MARBLE)  # a chunk of no document
+    for dry_run in (True, False):
+        report = collect_garbage(tmp_path / "store", orphans=True, dry_run=dry_run)
+        assert (report.texts, report.evicted) == ((), (engine.key(MARBLE),))
     stored = {*DiskStore(tmp_path / "store", create=False).keys()}  # the engine's memory has them still
-    assert stored == {engine.key(text) for text in (BASALT, SLATE)}
+    assert stored == {engine.key(text) for text in (BASALT, SLATE, CHALK)}

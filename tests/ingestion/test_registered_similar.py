@@ -19,6 +19,7 @@ from similar_texts import TEXTS, texts_behind
 from ragblend import BlendLLM, Chunk, Prompt, load_engine, open_index, precompute
 from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.registry import open_registry
+from ragblend.catalog.schema import DocumentKey
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader, load_into_memory
@@ -372,7 +373,7 @@ def test_the_nearest_are_found_that_may_stand(texts, refused, count):
     with load_engine("demo", context="similar") as engine, open_registry(engine.store) as registry:
         finder = registered_similar.open_registered_finder(engine, registry)
         assert finder is not None
-        registry.add(texts)
+        registry.add(texts, DocumentKey("notes", "1"))
         finder.request_variants(map(Chunk, texts))
         rows = dict(zip(texts, HashingEmbedder().embed(texts), strict=True))
         for text in texts:

@@ -17,6 +17,7 @@ import pytest
 
 from ragblend import Chunk, load_engine
 from ragblend.catalog.registry import open_registry
+from ragblend.catalog.schema import DocumentKey
 from ragblend.chunker import adapt_splitter
 from ragblend.corpus import documents
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
@@ -485,7 +486,7 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     ]
     list(corpus.engine.precompute_all(chunks))
     with open_registry(corpus.engine.store) as registry:
-        registry.add(["An orphan."])
+        registry.add(["An orphan."], DocumentKey(corpus.index.collection))
     orphans = [corpus.engine.key(chunk) for chunk in chunks]
     corpus.engine.store.disk_tier.pin("gone.txt", orphans[:1])
     corpus.engine.store.disk_tier.pin("by hand", before[:1])

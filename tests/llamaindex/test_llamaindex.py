@@ -336,6 +336,16 @@ async def test_pipeline_precomputes_and_deleting_forgets(use_async, tiny_engine)
     assert delete_ref_doc(index, "unknown", llm) == 0
 
 
+@pytest.mark.parametrize("metadata", [{}, {"file_path": "/a/rocks.txt"}])
+def test_a_document_with_a_random_id_is_deleted_by_it(metadata, tiny_engine):
+    llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
+    documents = [Document(text=A, metadata=metadata), Document(text=B, id_="b")]
+    pipeline = IngestionPipeline(transformations=[SentenceSplitter(), BlendIngestion(llm=llm)])
+    index = VectorStoreIndex(list(pipeline.run(documents=documents)), embed_model=MockEmbedding(8))
+    assert delete_ref_doc(index, documents[0].doc_id, llm) == 1
+    assert [llm.engine.is_stored(text) for text in (A, B)] == [False, True]
+
+
 def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine):
     llm = BlendLLM(engine=tiny_engine(), max_tokens=4)
 

@@ -18,9 +18,9 @@ from servers import wait_until
 from test_served_documents import Server
 
 from ragblend import load_engine
-from ragblend.catalog import leases
-from ragblend.catalog.leases import Leases
+from ragblend.catalog import sent_documents
 from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.sent_documents import Leases
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError
 from ragblend.ingestion.report import IngestReport
@@ -182,7 +182,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
 from demo_texts import A
-from test_fleet import Replica, leases
+from test_fleet import Replica
 replica = Replica(Path({folder!r}), "killed", {catalog!r}, "similar")
 replica.documents.start()
 replica.send(*({{"id": str(n), "chunks": [f"{{n}}. {{A}}", f"{{n}} and so on. {{A}}"]}} for n in range(30)))
@@ -223,7 +223,7 @@ def test_leases_are_one_owner_s_until_they_expire(catalog, monkeypatch):
     assert one.take(["c"]) == {"c"}
     one.release(["b"])
     assert other.take(["b"]) == {"b"}
-    monkeypatch.setattr(leases, "LEASE_S", 0.05)
+    monkeypatch.setattr(sent_documents, "LEASE_S", 0.05)
     assert one.take(["a"]) == {"a"}
     time.sleep(0.1)
     assert "a" not in other.leased_by_others()

@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 from demo_texts import QUESTION, A, B, C
+from langchain_core.documents import Document as LangChainDocument
 from servers import wait_until
 
-from ragblend import Prompt, load_engine
+from ragblend import Prompt, ingest, load_engine
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import BackendUnreachableError, NotFoundError
+from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 from ragblend.server.documents import DocumentIngester
-from ragblend.server.requests import read_documents
+from ragblend.server.requests import read_cursor, read_documents
 
 
 @pytest.fixture(autouse=True)
@@ -287,6 +288,7 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
+from langchain_core.documents import Document as LangChainDocument
 from demo_texts import A
 from test_served_documents import Server
 server = Server(Path({root!r}), "similar")
@@ -373,3 +375,31 @@ def test_while_others_generate_chunks_come_with_rests(tmp_path):
     assert len(made[0].times) == 30
     assert 1 <= len(early) <= 4
     made[0].close()
+
+
+def test_all_documents_of_the_store_are_listed_page_by_page_and_removed(server):
+    with load_engine("demo", server.root, on_miss="inline") as engine:
+        precompute_documents([LangChainDocument(B, metadata={"source": "b.txt"})], engine, collection="local")
+        (server.root.parent / "c.txt").write_text(C)
+        ingest(server.root.parent / "c.txt", engine, server.root, embedder="hashing")
+    server.wait(server.send({"id": "a", "chunks": [A], "metadata": {"source": "a.pdf"}}))
+    server.engine("other")
+    server.wait(server.send({"id": "theirs", "chunks": [A]}, namespace="other"), namespace="other")
+    found, after = list[dict[str, Any]](), ("", "")
+    while True:
+        page = server.documents.list("", None, after, 1)
+        assert len(page["documents"]) == 1
+        found += page["documents"]
+        if not page["next"]:
+            break
+        after = read_cursor(page["next"])
+    assert [each["collection"][:5] for each in found] == ["index", "kb", "local"]
+    assert [each["source"] for each in found] == [f"{server.root.parent}/c.txt", "a.pdf", "b.txt"]
+    assert all((each["state"], each["num_chunks"], each["kv_bytes"] > 0) == ("stored", 1, True) for each in found)
+    assert server.documents.list("", "local", ("", ""), 9)["documents"] == found[2:]
+    with pytest.raises(UsageError, match="`after` is invalid"):
+        read_cursor("kb/a")
+    for each in found:
+        assert server.documents.remove("", each["collection"], [each["id"]]) == (1, 1)
+    assert server.documents.list("", None, ("", ""), 9) == {"documents": [], "next": ""}
+    assert [each["id"] for each in server.documents.list("other", None, ("", ""), 9)["documents"]] == ["theirs"]

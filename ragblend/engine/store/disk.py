@@ -324,6 +324,13 @@ class DiskStore(StoreMetadata, KVStore):
         """Return True if the key has an entry file, intact or damaged. A file that was moved aside does not count."""
         return self._path(key).exists()
 
+    def file_bytes(self, key: str) -> int:
+        """Return the size of a key's entry file in bytes; 0 if there is none."""
+        try:
+            return self._path(key).stat().st_size
+        except FileNotFoundError:
+            return 0
+
     @property
     def has_evicted(self) -> bool:
         """True if a `put` ever evicted an entry (`gc` does not count). A missing entry may then be an evicted one."""

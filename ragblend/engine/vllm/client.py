@@ -25,7 +25,7 @@ from weakref import WeakSet
 
 import httpx
 
-from ragblend.catalog.schema import text_key
+from ragblend.catalog.schema import text_id
 from ragblend.engine.base import EngineBase
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.memory import MemoryStore
@@ -467,7 +467,7 @@ class VllmClient(EngineBase):
         stored the chunk, or if it runs vLLM without ragblend.
         """
         text = as_chunk(chunk).text.strip()
-        counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": _chunk_id(text), "chunks": [text]}])
+        counts, reasons = self.send_documents(CHUNK_COLLECTION, [{"id": text_id(text), "chunks": [text]}])
         if reasons and reasons[0]["status"] != "stored":
             raise RagblendError(f"the chunk was not stored: {reasons[0]['reason']}")
         return counts["new_kv_bytes"]
@@ -479,7 +479,7 @@ class VllmClient(EngineBase):
         """
         if not self.blends:
             return False
-        path = self._documents_path(_chunk_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)
+        path = self._documents_path(text_id(as_chunk(chunk).text), collection=CHUNK_COLLECTION)
         try:
             return bool(self.connection.request_json("GET", path)["num_kv"])
         except NotFoundError:
@@ -487,7 +487,7 @@ class VllmClient(EngineBase):
 
     def forget(self, chunk: Part) -> bool:
         """Delete the chunk that `precompute` stored. Return True if an entry was deleted."""
-        return self.remove_documents(CHUNK_COLLECTION, [_chunk_id(as_chunk(chunk).text)]) > 0
+        return self.remove_documents(CHUNK_COLLECTION, [text_id(as_chunk(chunk).text)]) > 0
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Do nothing, because the server reads its store only for requests."""
@@ -496,7 +496,7 @@ class VllmClient(EngineBase):
         """Do nothing, because the server matches prompts with the chunks in its own registry."""
 
     def _send_missing(self, prompt: Prompt) -> None:
-        text_of = {_chunk_id(text): text for chunk in prompt.chunks if (text := chunk.text.strip())}
+        text_of = {text_id(text): text for chunk in prompt.chunks if (text := chunk.text.strip())}
         new = text_of.keys() - self._sent
         self._sent |= new
         documents = [{"id": name, "chunks": [text_of[name]]} for name in sorted(new)]
@@ -563,6 +563,15 @@ class VllmClient(EngineBase):
         body = {"collection": collection, "ids": list(ids)}
         return int(self.connection.request_json("DELETE", self._documents_path(), body)["num_kv"])
 
+    def list_documents(self) -> Iterator[dict[str, Any]]:
+        """Yield the documents of the server's store, as `server.requests.ListedDocument`, by collection and id."""
+        after = ""
+        while self.blends:
+            page = self.connection.request_json("GET", self._documents_path(limit="500", after=after))
+            yield from page["documents"]
+            if not (after := page["next"]):
+                return
+
     def _documents_path(self, document: str = "", **query: str) -> str:
         given = {**query, **({"namespace": self.namespace} if self.namespace else {})}
         place = "/v1/ragblend/documents" + (f"/{document}" if document else "")
@@ -593,11 +602,6 @@ class VllmClient(EngineBase):
         if self.is_usable:  # not in a forked process, which shares the sockets with its parent
             self.connection.close()
         super().close()
-
-
-def _chunk_id(text: str) -> str:
-    """Return the id of a text that is stored without a document, as the chunk registry computes it."""
-    return text_key(text.strip()).hex()
 
 
 def _openai_message(message: Message) -> dict[str, Any]:

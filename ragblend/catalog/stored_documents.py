@@ -1,0 +1,263 @@
+"""The documents of a store by name: those of its index, and those that frameworks and clients of a server have added.
+
+Three tables of the catalogue list them. The functions here join these tables. Depends on rows, not on KV.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from sqlalchemy import Row, and_, bindparam, case, func, select, tuple_
+
+from ragblend.catalog.database import STREAMED
+from ragblend.catalog.documents import IndexedDocuments
+from ragblend.catalog.index_rows import LANGCHAIN_SOURCE
+from ragblend.catalog.registry import ChunkRegistry, catalog_location, hash_ids, open_registry
+from ragblend.catalog.schema import (
+    CHUNKS,
+    DOCUMENT_FACTS,
+    DOCUMENT_TEXTS,
+    DOCUMENTS,
+    ENTRY_CHUNKS,
+    SENT_DOCUMENTS,
+    TOKEN_IDS,
+    DocumentKey,
+    equals_parameters,
+    is_in_values,
+    split_into_batches,
+)
+from ragblend.catalog.sent_documents import STATUS
+from ragblend.files.store_folder import CATALOG_FILE
+
+
+class StoredDocument(NamedTuple):
+    """A document of a store. The user names it by its id, its collection or its source.
+
+    `source`: the file, page or address that it came from; "" if unknown. `index_source`: its source in the index; "" if
+    the index does not have it. `status`, `reason`: of a document that a client sent to a server, else "".
+    """
+
+    key: DocumentKey
+    source: str
+    num_chunks: int
+    index_source: str = ""
+    status: str = ""
+    reason: str = ""
+
+    def joined_with(self, other: StoredDocument) -> StoredDocument:
+        """Return the document with what `other`, the same document of another table, says about it."""
+        return StoredDocument(
+            self.key,
+            self.source or other.source,
+            max(self.num_chunks, other.num_chunks),
+            self.index_source or other.index_source,
+            self.status or other.status,
+            self.reason or other.reason,
+        )
+
+
+_KEY_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
+_OF_NAMES = equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields)
+_ADDED_KEYS = select(DOCUMENT_TEXTS.c.key).where(_OF_NAMES)
+_FIRST_METADATA = func.max(case((CHUNKS.c.ordinal == 0, CHUNKS.c.metadata))).label("metadata")
+_INDEXED = (
+    select(DOCUMENTS.c.source, DOCUMENTS.c.file, func.count(CHUNKS.c.id).label("num_chunks"), _FIRST_METADATA)
+    .outerjoin(CHUNKS, CHUNKS.c.document == DOCUMENTS.c.number)
+    .group_by(DOCUMENTS.c.number, DOCUMENTS.c.source, DOCUMENTS.c.file)
+)
+_INDEXED_KEYS = (
+    select(CHUNKS.c.text_key)
+    .join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
+    .where(DOCUMENTS.c.source == bindparam("b_source"))
+)
+_IDS_OF_TEXTS = select(TOKEN_IDS.c.key, TOKEN_IDS.c.ids).where(
+    is_in_values(TOKEN_IDS.c.key), equals_parameters(TOKEN_IDS, "namespace")
+)
+_ENTRIES_OF_IDS = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.entry).where(
+    is_in_values(ENTRY_CHUNKS.c.ids_hash), equals_parameters(ENTRY_CHUNKS, "namespace")
+)
+
+
+def list_documents(
+    registry: ChunkRegistry,
+    index: IndexedDocuments | None,
+    namespace: str | None = None,
+    collection: str | None = None,
+    *,
+    after: tuple[str, str] = ("", ""),
+    limit: int | None = None,
+) -> list[StoredDocument]:
+    """Return the documents of a store, sorted by collection and id.
+
+    index: the documents of the index in the store's folder. None: it has no index; an index in another folder whose KV
+    is in the store is then one document, without an id. namespace, collection: only
+    documents of these; None: of all. after: a collection and an id; only documents behind these. limit: the largest
+    number of documents; None: all. Give `limit` together with `namespace`, because `after` names none.
+    """
+    found: dict[DocumentKey, StoredDocument] = {}
+    for each in (
+        *_list_indexed(index, namespace, collection, after),
+        *_list_added(registry, namespace, collection, after, limit, with_indexes=index is None),
+        *_list_sent(registry, namespace, collection, after, limit),
+    ):
+        found[each.key] = found[each.key].joined_with(each) if each.key in found else each
+    return [found[key] for key in sorted(found)][:limit]
+
+
+def _list_indexed(
+    index: IndexedDocuments | None, namespace: str | None, collection: str | None, after: tuple[str, str]
+) -> list[StoredDocument]:
+    if index is None or collection not in (None, index.collection):
+        return []
+    own = index.read_metadata().get("namespace", "")
+    if namespace not in (None, own):
+        return []
+    found = []
+    for row in index._rows(_INDEXED):
+        key = DocumentKey(index.collection, row.source.removeprefix(LANGCHAIN_SOURCE), own)
+        source = row.file or row.source
+        if key.id != row.source:
+            source = str(json.loads(row.metadata or "{}").get("source") or "")
+        if key[:2] > after:
+            found.append(StoredDocument(key, source, row.num_chunks, row.source))
+    return found
+
+
+def _list_added(
+    registry: ChunkRegistry,
+    namespace: str | None,
+    collection: str | None,
+    after: tuple[str, str],
+    limit: int | None,
+    *,
+    with_indexes: bool,
+) -> list[StoredDocument]:
+    columns = DOCUMENT_TEXTS.c
+    chosen = [tuple_(columns.collection, columns.id) > after, *([] if with_indexes else [columns.id != ""])]
+    chosen += [columns.namespace == namespace] if namespace is not None else []
+    chosen += [columns.collection == collection] if collection is not None else []
+    counted = select(*_KEY_COLUMNS, func.count().label("num")).where(*chosen).group_by(*_KEY_COLUMNS)
+    found = counted.order_by(*_KEY_COLUMNS).limit(limit).subquery()
+    keys = [found.c[name] for name in DocumentKey._fields]
+    same = and_(*(found.c[name] == DOCUMENT_FACTS.c[name] for name in DocumentKey._fields))
+    source = func.coalesce(DOCUMENT_FACTS.c.source, "").label("source")
+    rows = registry._rows(select(*keys, source, found.c.num).outerjoin_from(found, DOCUMENT_FACTS, same))
+    return [StoredDocument(_key(row), row.source, row.num) for row in rows]
+
+
+def _list_sent(
+    registry: ChunkRegistry, namespace: str | None, collection: str | None, after: tuple[str, str], limit: int | None
+) -> list[StoredDocument]:
+    columns = SENT_DOCUMENTS.c
+    chosen = [tuple_(columns.collection, columns.id) > after]
+    chosen += [columns.namespace == namespace] if namespace is not None else []
+    chosen += [columns.collection == collection] if collection is not None else []
+    names = [columns[name] for name in (*DocumentKey._fields, "metadata", "reason")]
+    query = select(*names, STATUS.label("status")).where(*chosen).order_by(columns.collection, columns.id).limit(limit)
+    found = []
+    for row in registry._rows(query):
+        source = str(json.loads(row.metadata).get("source") or "")
+        found.append(StoredDocument(_key(row), source, 0, "", row.status, row.reason))
+    return found
+
+
+def _key(row: Row[Any]) -> DocumentKey:
+    return DocumentKey(row.collection, row.id, row.namespace)
+
+
+def count_by_collection(registry: ChunkRegistry) -> dict[str, dict[str, int]]:
+    """Return `num_documents` and `num_chunks` of each collection that frameworks and clients of a server have filled.
+
+    A collection in a namespace is named "COLLECTION (namespace NAMESPACE)".
+    """
+    counts: dict[str, dict[str, int]] = {}
+    for document in filter(lambda each: each.key.id, list_documents(registry, None)):
+        namespace = f" (namespace {document.key.namespace})" if document.key.namespace else ""
+        found = counts.setdefault(document.key.collection + namespace, {"num_documents": 0, "num_chunks": 0})
+        found["num_documents"] += 1
+        found["num_chunks"] += document.num_chunks
+    return counts
+
+
+def ids_beginning_with(registry: ChunkRegistry, prefix: str, collection: str, namespace: str) -> list[str]:
+    """Return the ids of a collection's added documents that begin with `prefix`, which is not empty."""
+    columns = DOCUMENT_TEXTS.c
+    behind = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+    chosen = (columns.collection == collection, columns.id >= prefix, columns.id < behind)
+    query = select(columns.id).where(*chosen, columns.namespace == namespace).distinct().order_by(columns.id)
+    return [row.id for row in registry._rows(query)]
+
+
+def find_text_keys(document: StoredDocument, registry: ChunkRegistry, index: IndexedDocuments | None) -> set[bytes]:
+    """Return the keys of a document's texts."""
+    found = {row.key for row in registry._rows(_ADDED_KEYS, **document.key.parameters())}
+    if index is not None and document.index_source:
+        found.update(row.text_key for row in index._rows(_INDEXED_KEYS, b_source=document.index_source))
+    return found
+
+
+def find_entries(registry: ChunkRegistry, keys: Sequence[bytes], namespace: str) -> list[tuple[bytes, list[str]]]:
+    """Return, for each text key, the keys of the entries that were stored for the text in a namespace, for all models.
+
+    An entry that has the text only in its context is not returned.
+    """
+    hashes: dict[bytes, set[bytes]] = {}
+    for some in split_into_batches(keys):
+        for row in registry._rows(_IDS_OF_TEXTS, values=some, b_namespace=namespace):
+            hashes.setdefault(row.key, set()).add(hash_ids(row.ids))
+    entries: dict[bytes, list[str]] = {}
+    for some in split_into_batches({each for found in hashes.values() for each in found}):
+        for row in registry._rows(_ENTRIES_OF_IDS, values=some, b_namespace=namespace):
+            entries.setdefault(row.ids_hash, []).append(row.entry)
+    return [(key, [entry for each in hashes.get(key, ()) for entry in entries.get(each, ())]) for key in keys]
+
+
+@contextmanager
+def open_store_documents(store: Any) -> Iterator[tuple[ChunkRegistry, IndexedDocuments | None]]:
+    """Open the registry of a KVStore and the documents of the index in its folder; None if it has no index.
+
+    Loads no vectors and no embedder. A registry whose file is missing is empty.
+    """
+    with ExitStack() as stack:
+        registry = own = stack.enter_context(open_registry(store, create=False))
+        if store.disk_tier is None:
+            yield registry, None
+            return
+        path = store.disk_tier.root / CATALOG_FILE
+        if catalog_location(store) != path and path.exists():
+            own = stack.enter_context(ChunkRegistry(path))
+        index = IndexedDocuments(own)
+        yield registry, index if index.exists() else None
+
+
+def hash_token_ids(registry: ChunkRegistry, keys: AbstractSet[bytes]) -> dict[bytes, set[tuple[str, bytes]]]:
+    """Return the namespace and the hash of the token ids of each text, by text key, for all tokenizers and namespaces.
+
+    keys: the keys of the texts.
+    """
+    found: dict[bytes, set[tuple[str, bytes]]] = {}
+    query = select(TOKEN_IDS.c.key, TOKEN_IDS.c.namespace, TOKEN_IDS.c.ids)
+    with registry._transaction("DEFERRED") as connection:
+        for row in connection.execute(query, execution_options=STREAMED):
+            if row.key in keys:
+                found.setdefault(row.key, set()).add((row.namespace, hash_ids(row.ids)))
+    return found
+
+
+def live_text_keys(registry: ChunkRegistry, index: IndexedDocuments | None) -> set[bytes]:
+    """Return the keys of the texts that documents have.
+
+    index: the documents of the index in the store's folder. Its texts are those of its chunks; the registry may also
+    have texts of an index that this one replaced. In a shared catalogue, the registry decides for all
+    indexes, because they are on other machines.
+    """
+    found, query = set[bytes](), select(DOCUMENT_TEXTS.c.key).distinct()
+    if index is not None:
+        found.update(row.text_key for row in index._rows(select(CHUNKS.c.text_key).distinct()))
+        query = query if registry.is_shared else query.where(DOCUMENT_TEXTS.c.id != "")
+    found.update(row.key for row in registry._rows(query))
+    return found
