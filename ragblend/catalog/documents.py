@@ -337,7 +337,7 @@ class IndexedDocuments:
                 select(DOCUMENTS.c.number, DOCUMENTS.c.file).where(DOCUMENTS.c.source == source)
             ).first()
             if found is None:
-                raise NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend stats")
+                raise NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend documents")
             self._advance()
             self._delete_document(connection, found.number)
             records = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
