@@ -46,7 +46,7 @@ from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
 from ragblend.ingestion.engine_index import resolve_chunker
-from ragblend.ingestion.prefill import Prefill, num_chunk_tokens, prefill_here
+from ragblend.ingestion.prefill import Prefill, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import IngestReport
@@ -246,6 +246,7 @@ def precompute_chunks(
         if disk is not None:
             registry.record_stored_entries(filter(disk.has_file, keys.values()), engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
+    send_to_remote([*known, *missing], engine, report, on_progress)
     return report
 
 
@@ -376,7 +377,10 @@ def precompute_documents(
     if prefill is None:
         prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
-    report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
+    for failure in report.failures:  # of the remote tier
+        logger.warning("%s: %s", *failure)
+    report.num_chunks, report.skipped = len(chunks), skipped
+    report.failures = failures + report.failures
     report.num_documents = len({each_id for each_id in document_ids if each_id}) + list(document_ids).count("")
     report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
     if finder is not None:

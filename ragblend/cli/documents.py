@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.cli.options import DocumentArgument, JsonOption, Workers, with_settings
-from ragblend.cli.printing import plural, print_ingest, print_message, print_result, progress_bars, waiting_lines
+from ragblend.cli.printing import (
+    exit_if_dropped,
+    plural,
+    print_ingest,
+    print_message,
+    print_result,
+    progress_bars,
+    waiting_lines,
+)
 from ragblend.cli.session import (
     embedder_name,
     open_document_engine,
@@ -18,13 +26,13 @@ from ragblend.cli.session import (
     open_settings_index,
     open_workers,
     opening_title,
-    wait_for_remote,
 )
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError
 
 if TYPE_CHECKING:
     from ragblend.catalog.schema import DocumentKey
+    from ragblend.ingestion.report import IngestReport
 
 EXIT_PARTIAL = 6
 DOCUMENT_KINDS = (
@@ -85,10 +93,7 @@ def ingest(
             progress=progress,
             notify=print_message,
         )
-        wait_for_remote(engine, progress)
-    print_ingest(report, settings, json_)
-    if report.failures:
-        raise typer.Exit(EXIT_PARTIAL)
+    _print_and_exit(report, settings, json_)
 
 
 @with_settings(
@@ -118,8 +123,13 @@ def precompute(
         report = precompute_index(
             engine, opened, settings.context, progress, print_message, rewrite=rewrite, workers=others
         )
-        wait_for_remote(engine, progress)
+    _print_and_exit(report, settings, json_)
+
+
+def _print_and_exit(report: IngestReport, settings: Settings, json_: bool) -> None:
+    """Print the report. Exit as `push` does if KV did not reach the remote tier, else with 6 if anything failed."""
     print_ingest(report, settings, json_)
+    exit_if_dropped(report)
     if report.failures:
         raise typer.Exit(EXIT_PARTIAL)
 

@@ -32,6 +32,7 @@ from rich.progress import (
 from rich.text import Text
 
 from ragblend.config import arguments_to_flags
+from ragblend.errors import BackendUnreachableError, StoreFullError
 from ragblend.options import DiskBudget
 from ragblend.redaction import redact_url
 
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from ragblend.config import Settings
     from ragblend.corpus.folder_scan import ReadFailure
     from ragblend.engine.api import Engine
+    from ragblend.engine.store.remote.upload import PushReport
     from ragblend.index import SearchHit
+    from ragblend.ingestion.report import IngestReport
 
 SCHEMA_VERSION = 1
 NUM_NAMED = 3  # files that a result names
@@ -99,7 +102,7 @@ def print_json(facts: dict[str, Any]) -> None:
     print(json.dumps({"schema_version": SCHEMA_VERSION, **facts}, default=str))
 
 
-def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
+def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
     """Print what an ingestion did and cost; notes about the files go to stderr.
 
     Only a few of the removed or skipped files, and a few notes, are printed; `ragblend --verbose` prints all of them.
@@ -139,6 +142,12 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     print_result(report.as_dict(), "\n".join(lines), json_)
     if not json_:
         _print_notes(report.notes, len(report.notes) if most is None else NUM_NOTES)
+
+
+def exit_if_dropped(report: IngestReport | PushReport) -> None:
+    """End the command if entries did not reach the remote tier: with exit code 1 if it is full, else with 5."""
+    if report.num_dropped:
+        raise typer.Exit(StoreFullError.exit_code if report.is_full else BackendUnreachableError.exit_code)
 
 
 def _print_notes(notes: Sequence[ReadFailure], most: int) -> None:

@@ -20,7 +20,7 @@ from ragblend.config import Settings, load_settings
 from ragblend.errors import CorruptError, EmptyCorpusError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ragblend.cli.options import WorkerCount
     from ragblend.engine.api import DocumentEngine, Engine
@@ -211,17 +211,6 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
         "store_bytes": sum(sizes.values()),
         "num_missing": sum(key not in sizes for key in local_keys) if status.reachable else None,
     }
-
-
-def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
-    """Send all queued entries to the remote tier. Return when all have arrived, or when the tier does not answer.
-
-    The wait has no time limit. `Engine.close` waits only a few seconds.
-    """
-    for tier in engine.store.remote_tiers:
-        total = tier.num_waiting
-        while not tier.flush(0.2) and tier.breaker.is_closed:
-            progress("send", total - tier.num_waiting, total)
 
 
 def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:

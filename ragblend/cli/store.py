@@ -13,10 +13,18 @@ from typing import Annotated, Any
 import typer
 
 from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
-from ragblend.cli.printing import join_names, limit_line, plural, print_result, progress_bars, remote_line
+from ragblend.cli.printing import (
+    exit_if_dropped,
+    join_names,
+    limit_line,
+    plural,
+    print_result,
+    progress_bars,
+    remote_line,
+)
 from ragblend.cli.session import open_document_engine, open_engine, open_settings_index, remote_facts
 from ragblend.config import Settings, arguments_to_flags
-from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, StoreFullError
+from ragblend.errors import CorruptError, NotFoundError
 from ragblend.files.places import expand_user_path
 
 
@@ -36,8 +44,7 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
         + (f"\n{report.problem}" if report.problem else "")
     )
     print_result(asdict(report), text, json_)
-    if report.num_dropped:
-        raise typer.Exit(StoreFullError.exit_code if report.is_full else BackendUnreachableError.exit_code)
+    exit_if_dropped(report)
 
 
 @with_settings("model store", unflagged="device dtype namespace system trust_remote_code")

@@ -1,4 +1,5 @@
 """Prefill of chunks whose KV is missing in the store: the interface, and its implementation in this process.
+`send_to_remote` then checks that the remote tier has the KV.
 
 `ray_workers` implements it in other processes. The ingesting process itself reads, splits and indexes documents and
 lists missing chunks. The keys of chunks therefore do not depend on the number of workers.
@@ -7,9 +8,16 @@ lists missing chunks. The keys of chunks therefore do not depend on the number o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
+from ragblend.engine.store.remote.upload import finish_sending
+from ragblend.ingestion.report import IngestReport
 from ragblend.prompt.types import Chunk
+
+if TYPE_CHECKING:
+    from ragblend.ingestion.sync import Progress
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
 """Prefills chunks that are missing in the engine's store, and yields the bytes stored for each: 0 for a chunk that was
@@ -29,3 +37,19 @@ def num_chunk_tokens(chunk: Chunk, engine: Engine) -> int:
     """Return the number of tokens of a chunk, from its metadata if they have it."""
     counted = chunk.metadata.get("num_tokens")
     return counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
+
+
+def send_to_remote(chunks: Sequence[Chunk], engine: Engine, report: IngestReport, progress: Progress) -> None:
+    """Send the KV of stored chunks to the remote tiers that lack it. Wait until it has arrived.
+
+    Does nothing without a remote tier. KV that does not arrive is counted in `report` and named in `report.failures`.
+    """
+    keys = list(map(engine.key, chunks)) if engine.store.remote_tiers else []
+    for remote, sent in finish_sending(keys, engine.store, progress):
+        if num_dropped := sent.num_dropped + sent.num_damaged:
+            report.num_dropped += num_dropped
+            report.problem = sent.problem or "they cannot be read on this machine"
+            report.is_full = sent.is_full
+            url = remote.values.url
+            reason = f"{num_dropped} of {len(keys)} KV caches did not reach the remote tier: {report.problem}"
+            report.failures.append(ReadFailure(url, f"{reason}; send them: ragblend push --remote {url}"))

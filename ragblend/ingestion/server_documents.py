@@ -17,7 +17,7 @@ from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.report import IngestReport
+from ragblend.ingestion.report import NOT_IN_REMOTE, IngestReport
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.prompt.types import Chunk
 
@@ -51,8 +51,10 @@ def _send(
     report.new_kv_bytes += counts["new_kv_bytes"]
     for reason in reasons:
         failure = ReadFailure(described.get(reason["id"], reason["id"]), reason["reason"])
-        (report.skipped if reason["status"] == "stored" else report.failures).append(failure)
-        logger.warning("not prefilled: %s: %s", *failure)
+        is_dropped = failure.reason.startswith(NOT_IN_REMOTE)
+        is_skipped = reason["status"] == "stored" and not is_dropped
+        (report.skipped if is_skipped else report.failures).append(failure)
+        logger.warning("%s: %s" if is_dropped else "not prefilled: %s: %s", *failure)
     report.prefill_s += perf_counter() - start_s
     return counts  # type: ignore[no-any-return]
 

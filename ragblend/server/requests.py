@@ -138,7 +138,7 @@ class DocumentCounts(StoredCounts):
 
 
 class DocumentReason(BaseModel):
-    """Status of a document. `reason`: why the document failed or has no chunk; "" if neither is the case."""
+    """Status of a document. `reason`: why it failed, has no chunk, or is not in the remote tier; "" if none applies."""
 
     collection: str
     id: str
@@ -147,7 +147,7 @@ class DocumentReason(BaseModel):
 
 
 class IngestionSummary(BaseModel):
-    """Documents of a namespace, by collection. `reasons`: why documents failed or have no chunk, for at most 1,000.
+    """Documents of a namespace, by collection. `reasons`: see `DocumentReason`, for at most 1,000.
 
     `batch`: progress of the documents that are being stored now: "num_done" of "num_chunks" chunks are prefilled. Both
     are 0 if no documents of this namespace are being stored.
