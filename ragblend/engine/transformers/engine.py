@@ -56,7 +56,8 @@ log = logging.getLogger(__name__)
 class TransformersEngine(BlendingEngine):
     """Engine over a TransformersLayers model, a Renderer and a KVStore. Use as a context manager, or `close()` it.
 
-    - check: run `self_check`, which raises UnsupportedModelError if blending does not work with the model.
+    - check: run `self_check`, which raises UnsupportedModelError if blending does not work with the model, and compute
+      the KV of the default prefix.
     - machine: measurements by which a request without a ratio chooses its ratio, or full prefill if that is faster.
     - max_num_seqs: the largest number of prompts that are decoded together.
     - options: the keyword arguments of `LocalEngine`, such as system, namespace, on_miss and shadow.
@@ -88,6 +89,9 @@ class TransformersEngine(BlendingEngine):
         self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids)
         if check:
             self_check(layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config))
+            # Computed at load, so that the first request reuses it also in a process that has ingested nothing.
+            if 0 < len(self.default_prefix_ids) < self.context_length:
+                self.loop.call(lambda: self._prefix(self.default_prefix_ids))
 
     @property
     def bytes_per_token(self) -> int:
