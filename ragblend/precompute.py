@@ -219,16 +219,16 @@ def precompute_chunks(
         report.num_other_kv = num_others
         if notify is not None:
             dtype = engine.store.kv_dtype
-            notify(f"{num_others} stored chunks keep their dtype, which is not {dtype}; to convert them: "
+            notify(f"{num_others} stored KV caches keep their dtype, which is not {dtype}; to convert them: "
                 f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
     if disk is not None and (missing or renewed):
         num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
         capacity = describe_capacity(disk, forecast)
         if notify is not None:
-            num_chunks = len(missing) + len(renewed)
+            num_kv = len(missing) + len(renewed)
             notify(
-                f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of new KV, {capacity}"
+                f"to prefill: {num_kv} KV caches, {num_tokens} tokens; {format_bytes(forecast)} of new KV, {capacity}"
             )
     engine.add_known_chunks(distinct.values())
     on_progress("prefill", 0, len(missing) + len(renewed))
@@ -246,7 +246,8 @@ def precompute_chunks(
         if disk is not None:
             registry.record_stored_entries(filter(disk.has_file, keys.values()), engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
-    send_to_remote([*known, *missing], engine, report, on_progress)
+    report.store_bytes = stored_kv_bytes(engine)
+    send_to_remote(known, missing, engine, report, on_progress)
     return report
 
 
@@ -295,7 +296,7 @@ def precompute_index(
             logger.warning("old variants stay in the remote tier (%s); the same command deletes them there", problem)
         refresh_pins(index.sources(), engine, index)
     report.num_chunks, report.num_documents = index.num_chunks, index.num_documents
-    report.store_bytes = stored_kv_bytes(engine)
+    report.store_bytes = stored_kv_bytes(engine)  # without the deleted variants
     return report
 
 
@@ -392,6 +393,7 @@ def precompute_documents(
     report.num_removed_kv, problem = delete_texts_except(replaced, engine, registry)
     for name in changed:  # set last, so that after a killed call the same call replaces the document again
         registry.set_version(name, version_of[name])
+    report.store_bytes = stored_kv_bytes(engine)
     if problem:
         logger.warning(
             "removed KV stays in the remote tier (%s); the next call that adds or removes documents deletes it", problem

@@ -111,14 +111,16 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
     from ragblend.engine.store.tiered import format_bytes
 
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
-    where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
-    if settings.is_served:
+    if report.store_bytes is None:
         where = f"store of {redact_url(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
+    else:
+        where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     most = None if logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
     shown = functools.partial(join_names, max_names=most, flag="ragblend --verbose")
     skipped = [
         f"{display_source(path)} {arguments_to_flags(reason.partition(';')[0])}" for path, reason in report.skipped
     ]
+    num_kv = report.num_new_kv + report.num_known_kv
     lines = [
         f"{plural(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
         f"{plural(report.num_chunks, 'chunk')}, {plural(report.num_tokens, 'token')}",
@@ -128,9 +130,10 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
             if report.num_removed_kv
             else []
         ),
-        f"{plural(report.num_new_kv, 'chunk')} prefilled in {report.prefill_s:.1f} s, "
+        f"{plural(report.num_new_kv, 'KV cache')} prefilled in {report.prefill_s:.1f} s, "
         f"{report.num_known_kv} already stored"
-        + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
+        + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else "")
+        + ("; a chunk has two: alone, and after similar chunks" if num_kv > report.num_chunks else ""),
         f"{where}, {per_token}",
         *([f"{plural(len(skipped), 'file')} skipped: {shown(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),
@@ -203,9 +206,9 @@ def remote_line(facts: dict[str, Any]) -> str:
     if not facts["reachable"]:
         return f"remote {facts['url']}: not reachable; answers do not use it"
     held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
-    text = f"remote {facts['url']}: KV of {plural(facts['num_stored_chunks'], 'chunk')}, {held}; "
+    text = f"remote {facts['url']}: {plural(facts['num_stored_kv'], 'KV cache')}, {held}; "
     text += f"answers in {ping_ms:.1f} ms"
-    lacks = f"\n  it lacks {facts['num_missing']} of the local chunks; send them: ragblend push --remote {facts['url']}"
+    lacks = f"\n  it lacks {facts['num_missing']} of the local ones; send them: ragblend push --remote {facts['url']}"
     return text + (lacks if facts["num_missing"] else "")
 
 

@@ -207,7 +207,7 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
         "reachable": status.reachable,
         "latency_s": status.latency_s,
         "problem": status.problem,
-        "num_stored_chunks": len(sizes),
+        "num_stored_kv": len(sizes),
         "store_bytes": sum(sizes.values()),
         "num_missing": sum(key not in sizes for key in local_keys) if status.reachable else None,
     }

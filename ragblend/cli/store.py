@@ -39,8 +39,8 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
     with closing(tier), progress_bars() as progress:
         report = push_store(settings.store, tier, progress, kv_dir=settings.kv_dir)
     text = (
-        f"{plural(report.num_sent, 'chunk')} sent, {report.num_known} were there, {report.num_damaged} damaged here, "
-        f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
+        f"{plural(report.num_sent, 'KV cache')} sent, {report.num_known} were there, {report.num_damaged} damaged "
+        f"here, {report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
         + (f"\n{report.problem}" if report.problem else "")
     )
     print_result(asdict(report), text, json_)
@@ -109,7 +109,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "num_chunks": num_chunks,
         **{name: getattr(manifest, name, None) for name in ("embedder", "tokenizer", "chunk_size", "chunker")},
         "collections": collections,
-        "num_stored_chunks": len(entries),
+        "num_stored_kv": len(entries),
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
         "kv_dtypes": dict(dtypes),
@@ -134,7 +134,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         for name, counts in collections.items()
     ]
     lines += [
-        f"KV of {plural(len(entries), 'chunk')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
+        f"{plural(len(entries), 'KV cache')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
@@ -181,7 +181,9 @@ def verify(
                 raise NotFoundError("; ".join([*report.dropped, str(error)])) from error
             with opened:
                 report.num_repaired = repair_store(report, engine, opened, progress)
-    lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
+    lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged"]
+    if report.orphans is not None:
+        lines[0] += f", {report.orphans} without a chunk"
     if report.missing:
         lines[0] += f", {len(report.missing)} missing"
     found = (report.damaged, report.missing, report.damaged_remote)

@@ -39,12 +39,19 @@ def num_chunk_tokens(chunk: Chunk, engine: Engine) -> int:
     return counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
 
 
-def send_to_remote(chunks: Sequence[Chunk], engine: Engine, report: IngestReport, progress: Progress) -> None:
+def send_to_remote(
+    known: Sequence[Chunk], new: Sequence[Chunk], engine: Engine, report: IngestReport, progress: Progress
+) -> None:
     """Send the KV of stored chunks to the remote tiers that lack it. Wait until it has arrived.
 
-    Does nothing without a remote tier. KV that does not arrive is counted in `report` and named in `report.failures`.
+    known: chunks that were stored before; those without KV on this machine have it in a remote tier. Does nothing
+    without a remote tier. KV that does not arrive is counted in `report` and named in `report.failures`.
     """
-    keys = list(map(engine.key, chunks)) if engine.store.remote_tiers else []
+    if not engine.store.remote_tiers:
+        return
+    local = [tier for tier in engine.store.tiers if not tier.is_remote]
+    keys = [key for key in map(engine.key, known) if any(tier.contains(key) for tier in local)]
+    keys += map(engine.key, new)
     for remote, sent in finish_sending(keys, engine.store, progress):
         if num_dropped := sent.num_dropped + sent.num_damaged:
             report.num_dropped += num_dropped

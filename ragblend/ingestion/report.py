@@ -30,7 +30,7 @@ class IngestReport:
     num_other_kv: int = 0  # stored entries that stay in another dtype than the store's
     new_kv_bytes: int = 0
     bytes_per_token: int = 0
-    store_bytes: int = 0  # size of the whole store on disk
+    store_bytes: int | None = None  # size of the whole store on this machine; None if a server has it
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
     num_removed_kv: int = 0  # deleted entries: of changed or removed chunks, and of chunks with them in the context

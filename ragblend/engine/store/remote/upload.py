@@ -71,12 +71,12 @@ def finish_sending(
 ) -> list[tuple[RemoteStore, PushReport]]:
     """Wait until `store` has sent its queued entries, then send what its remote tiers still lack of the entries `keys`.
 
-    Return each remote tier with its report; [] at once for a store without one. A remote tier that does not answer is
+    Return each remote tier with its report; [] for a store without one. A remote tier that does not answer is
     not waited for, and all `keys` then count as dropped. Entries that a tier lacks and that are not on this machine
     count as damaged. progress: called with "push", the number of finished entries, and the number of all.
     """
     found = list[tuple[RemoteStore, PushReport]]()
-    wanted = list(dict.fromkeys(keys)) if store.remote_tiers else []
+    wanted = list(dict.fromkeys(keys))
     local = [tier for tier in store.tiers if not tier.is_remote]
     for remote in store.remote_tiers:
         total = remote.num_waiting
