@@ -6,9 +6,11 @@ Results on stdout, progress on stderr.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
@@ -78,9 +80,12 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
     print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
 
-@with_settings("store remote")
+@with_settings("store backend remote", unflagged="namespace")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
-    """Print the store's documents, stored KV and sizes."""
+    """Print the store's documents, stored KV and sizes; with a server's --backend, those of the server."""
+    if settings.is_served:
+        _print_served_stats(settings, json_)
+        return
     from ragblend.catalog.registry import open_registry
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
@@ -122,7 +127,10 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "remote": remote_facts(settings, [entry.key for entry in entries]),
         "sources": sources,
     }
-    held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
+    held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values())
+    kv = f"{plural(len(entries), 'KV cache')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}"
+    if not held:
+        kv = "no KV is here; that of a server: ragblend stats --backend URL"
     lines = [f"store {settings.store}:"]
     if manifest is not None:
         lines[0] += (
@@ -134,7 +142,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         for name, counts in collections.items()
     ]
     lines += [
-        f"{plural(len(entries), 'KV cache')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
+        kv,
         limit_line(limit, settings.disk_gib),
         *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
@@ -144,6 +152,30 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
     ]
     print_result(facts, "\n".join(lines), json_)
+
+
+def _print_served_stats(settings: Settings, json_: bool) -> None:
+    """Print the numbers of a server's documents in the settings' namespace, by collection."""
+    from ragblend.engine.vllm.client import Connection
+
+    query = f"?{urlencode({'namespace': settings.namespace})}" if settings.namespace else ""
+    with closing(Connection(settings.backend)) as server:
+        collections = server.request_json("GET", f"/v1/ragblend/documents{query}")["collections"]
+    totals = Counter[str]()
+    for counts in collections.values():
+        totals.update(counts)
+    lines = [f"server {server.url}: {_served_line(totals)}"]
+    lines += [f"collection {name}: {_served_line(counts)}" for name, counts in collections.items()]
+    print_result({"server": server.url, "collections": collections}, "\n".join(lines), json_)
+
+
+def _served_line(counts: Mapping[str, int]) -> str:
+    num_kv = counts["num_known_kv"] + counts["num_new_kv"]
+    parts = [plural(counts["num_chunks"], "chunk"), plural(counts["num_tokens"], "token"), plural(num_kv, "KV cache")]
+    documents = (
+        f"{plural(counts['num_stored'], 'document')}, {counts['num_pending']} pending, {counts['num_failed']} failed"
+    )
+    return f"{documents}; {', '.join(parts)}"
 
 
 @with_settings("model store remote", unflagged="backend device dtype namespace system trust_remote_code")
