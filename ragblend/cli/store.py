@@ -82,7 +82,7 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
 
 @with_settings("store backend remote", unflagged="namespace")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
-    """Print the store's documents, stored KV and sizes; with a server's --backend, those of the server."""
+    """Print the documents, stored KV and sizes of the store, or of a server (--backend URL)."""
     if settings.is_served:
         _print_served_stats(settings, json_)
         return
@@ -172,10 +172,8 @@ def _print_served_stats(settings: Settings, json_: bool) -> None:
 def _served_line(counts: Mapping[str, int]) -> str:
     num_kv = counts["num_known_kv"] + counts["num_new_kv"]
     parts = [plural(counts["num_chunks"], "chunk"), plural(counts["num_tokens"], "token"), plural(num_kv, "KV cache")]
-    documents = (
-        f"{plural(counts['num_stored'], 'document')}, {counts['num_pending']} pending, {counts['num_failed']} failed"
-    )
-    return f"{documents}; {', '.join(parts)}"
+    waiting = f"{counts['num_pending']} pending, {counts['num_failed']} failed"
+    return f"{plural(counts['num_stored'], 'document')}, {waiting}; {', '.join(parts)}"
 
 
 @with_settings("model store remote", unflagged="backend device dtype namespace system trust_remote_code")
