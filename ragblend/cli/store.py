@@ -211,7 +211,7 @@ def verify(
                 raise NotFoundError("; ".join([*report.dropped, str(error)])) from error
             with opened:
                 report.num_repaired = repair_store(report, engine, opened, progress)
-    lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged"]
+    lines = [f"{plural(report.checked, 'KV cache')} checked, {len(report.damaged)} damaged"]
     if report.orphans is not None:
         lines[0] += f", {report.orphans} without a chunk"
     if report.missing:
@@ -251,7 +251,7 @@ def gc(
     result = collect_garbage(settings.store, max_bytes, dry_run, orphans=orphans, kv_dir=settings.kv_dir)
     verb = "would be freed" if dry_run else "freed"
     kept = format_bytes(result.kept_bytes)
-    text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
+    text = f"{plural(len(result.evicted), 'KV cache')}, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
     if orphans:
         gone = "would go" if dry_run else "gone"
         text += f"; {plural(len(result.texts), 'registered text')} and {plural(len(result.pins), 'pin')} {gone}"

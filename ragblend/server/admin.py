@@ -1,6 +1,6 @@
 """HTTP routes for a server's operator: list the contents of the store, and delete a namespace from it.
 
-    GET  /v1/ragblend/store          numbers of KV caches and bytes by namespace; budget, pins, status of the remote tier
+    GET  /v1/ragblend/store          numbers of KV caches, and bytes, by namespace; budget, pins, remote tier
     GET  /v1/ragblend/store/chunks   ?namespace=NS&after=KEY&limit=N -> {"chunks": [...], "next": KEY or null}
     POST /v1/ragblend/store/clear    {"namespace"} -> {"num_removed", "num_unread"}
 

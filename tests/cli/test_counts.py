@@ -29,7 +29,7 @@ def test_kv_caches_and_chunks_are_counted_apart_by_every_command(run, tmp_path):
     assert f"{num_kv} already stored; a chunk has two" in second
     assert re.search(r"store both: .*", first[1])[0] == re.search(r"store both: .*", second)[0]
     assert f"\n{num_kv} KV caches, " in run("stats", *place)[1]
-    assert run("verify", *place)[1] == f"{num_kv} entries checked, 0 damaged, 0 without a chunk\n"
+    assert run("verify", *place)[1] == f"{num_kv} KV caches checked, 0 damaged, 0 without a chunk\n"
     assert run("push", *place, *remote)[1].startswith(f"{num_kv} KV caches sent, 0 were there,")
     assert run("push", *place, *remote)[1].startswith(f"0 KV caches sent, {num_kv} were there,")
     assert f"/remote: {num_kv} KV caches, " in run("stats", *place, *remote)[1]
@@ -38,7 +38,7 @@ def test_kv_caches_and_chunks_are_counted_apart_by_every_command(run, tmp_path):
 def test_a_store_without_an_index_is_verified_without_a_number_of_orphans(run):
     with load_engine("demo", "texts") as engine:
         precompute_documents([A], engine)
-    assert run("verify", "--store", "texts")[1] == "1 entries checked, 0 damaged\n"
+    assert run("verify", "--store", "texts")[1] == "1 KV cache checked, 0 damaged\n"
 
 
 @pytest.mark.parametrize("is_on_disk", [True, False])
