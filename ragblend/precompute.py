@@ -46,7 +46,7 @@ from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
 from ragblend.ingestion.engine_index import resolve_chunker
-from ragblend.ingestion.prefill import Prefill, num_chunk_tokens, prefill_here, send_to_remote
+from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import IngestReport
@@ -231,6 +231,8 @@ def precompute_chunks(
                 f"to prefill: {num_kv} KV caches, {num_tokens} tokens; {format_bytes(forecast)} of new KV, {capacity}"
             )
     engine.add_known_chunks(distinct.values())
+    if prefill is prefill_here and (missing or renewed):
+        start_s += load_weights(engine, on_progress)
     on_progress("prefill", 0, len(missing) + len(renewed))
     prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
     has_given_context = {chunk for chunk in chunks if chunk.context_texts}  # no document needs to have these texts
@@ -295,7 +297,9 @@ def precompute_index(
         if problem:
             logger.warning("old variants stay in the remote tier (%s); the same command deletes them there", problem)
         refresh_pins(index.sources(), engine, index)
-    report.num_chunks, report.num_documents = index.num_chunks, index.num_documents
+    report.num_chunks, report.num_documents = len(chunks), index.num_documents
+    report.num_unchanged = report.num_documents
+    report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
     report.store_bytes = stored_kv_bytes(engine)  # without the deleted variants
     return report
 

@@ -22,7 +22,6 @@ from ragblend.cli.printing import (
 from ragblend.cli.session import (
     embedder_name,
     open_document_engine,
-    open_engine,
     open_settings_index,
     open_workers,
     opening_title,
@@ -72,8 +71,8 @@ def ingest(
 
     load = import_loader(loader) if loader is not None else None
     with (
-        progress_bars(opening_title(settings)) as progress,
-        open_engine(settings, new_model=True) as engine,
+        progress_bars(opening_title(settings, "opening the store")) as progress,
+        open_document_engine(settings, new_model=True) as engine,
         open_workers(settings, workers) as others,
     ):
         report = run(
@@ -114,8 +113,8 @@ def precompute(
     from ragblend.precompute import precompute_index
 
     with (
-        progress_bars(opening_title(settings)) as progress,
-        open_engine(settings, new_model=True) as engine,
+        progress_bars(opening_title(settings, "opening the store")) as progress,
+        open_document_engine(settings, new_model=True) as engine,
         open_settings_index(settings, engine) as opened,
         open_workers(settings, workers) as others,
     ):

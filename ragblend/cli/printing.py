@@ -121,6 +121,10 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
         f"{display_source(path)} {arguments_to_flags(reason.partition(';')[0])}" for path, reason in report.skipped
     ]
     num_kv = report.num_new_kv + report.num_known_kv
+    kv = [f"{plural(report.num_new_kv, 'KV cache')} prefilled in {report.prefill_s:.1f} s"]
+    kv += [f"{report.num_known_kv} already stored"]
+    kv += [f"{report.num_rewritten_kv} of them rewritten"] if report.num_rewritten_kv else []
+    two = "; a chunk has two: alone, and after similar chunks" if num_kv > report.num_chunks else ""
     lines = [
         f"{plural(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
         f"{plural(report.num_chunks, 'chunk')}, {plural(report.num_tokens, 'token')}",
@@ -130,10 +134,7 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
             if report.num_removed_kv
             else []
         ),
-        f"{plural(report.num_new_kv, 'KV cache')} prefilled in {report.prefill_s:.1f} s, "
-        f"{report.num_known_kv} already stored"
-        + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else "")
-        + ("; a chunk has two: alone, and after similar chunks" if num_kv > report.num_chunks else ""),
+        *([f"{', '.join(kv)}{two}"] if num_kv else []),
         f"{where}, {per_token}",
         *([f"{plural(len(skipped), 'file')} skipped: {shown(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),

@@ -97,12 +97,17 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
     return engine
 
 
-def open_document_engine(settings: Settings) -> DocumentEngine:
-    """Return the settings' engine for pinning and removing documents. Raises NotFoundError without a store."""
+def open_document_engine(settings: Settings, *, new_model: bool = False) -> Engine:
+    """Return the settings' engine for ingesting, pinning and removing documents. It answers no prompts.
+
+    It loads the model's weights when a chunk has to be prefilled. `new_model`: see `open_engine`.
+    """
     from ragblend.engine.load import load_document_engine
 
-    _require_store(settings)
-    return load_document_engine(settings.model, settings.store, **_engine_options(settings))
+    if not new_model:
+        _require_store(settings)
+    engine: Any = load_document_engine(settings.model, settings.store, new_model=new_model, **_engine_options(settings))
+    return engine  # type: ignore[no-any-return]
 
 
 def _require_store(settings: Settings) -> None:
@@ -110,9 +115,9 @@ def _require_store(settings: Settings) -> None:
         raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
 
 
-def opening_title(settings: Settings) -> str:
+def opening_title(settings: Settings, title: str = "loading the model") -> str:
     """Return the label of the progress lines of `open_engine`."""
-    return "connecting to the server" if settings.is_served else "loading the model"
+    return "connecting to the server" if settings.is_served else title
 
 
 def _engine_options(settings: Settings) -> dict[str, Any]:

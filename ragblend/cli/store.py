@@ -24,7 +24,7 @@ from ragblend.cli.printing import (
     progress_bars,
     remote_line,
 )
-from ragblend.cli.session import open_document_engine, open_engine, open_settings_index, remote_facts
+from ragblend.cli.session import open_document_engine, open_settings_index, remote_facts
 from ragblend.config import Settings, arguments_to_flags
 from ragblend.errors import CorruptError, NotFoundError
 from ragblend.files.places import expand_user_path
@@ -119,7 +119,6 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "store_bytes": nbytes,
         "kv_dtypes": dict(dtypes),
         "context": disk.read_context_policy(),
-        "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
         "disk_gib": settings.disk_gib,
@@ -204,7 +203,7 @@ def verify(
 
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")
-        with open_engine(settings) as engine, progress_bars() as progress:
+        with open_document_engine(settings) as engine, progress_bars() as progress:
             try:
                 opened = open_settings_index(settings, engine)
             except NotFoundError as error:  # what it had may just have been dropped

@@ -8,6 +8,7 @@ lists missing chunks. The keys of chunks therefore do not depend on the number o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from ragblend.corpus.folder_scan import ReadFailure
@@ -31,6 +32,16 @@ def prefill_here(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
     """
     together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
     return together(chunks) if together is not None else map(engine.precompute, chunks)
+
+
+def load_weights(engine: Engine, progress: Progress) -> float:
+    """Load the weights of an engine that loads them when it needs them. Return the seconds that this took."""
+    start_s = perf_counter()
+    if (load := getattr(engine, "load_weights", None)) is not None:
+        progress("load", 0, 1)
+        load()
+        progress("load", 1, 1)
+    return perf_counter() - start_s
 
 
 def num_chunk_tokens(chunk: Chunk, engine: Engine) -> int:

@@ -350,11 +350,12 @@ def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_pa
 
 
 @pytest.mark.slow
-def test_entries_that_an_ingestion_could_not_send_are_reported_counted_and_pushed_later(run, tmp_path, caplog):
+def test_entries_that_an_ingestion_could_not_send_are_reported_counted_and_pushed_later(run, tmp_path):
     server = RedisServer(tmp_path)
     place, remote = ["--store", str(tmp_path / "s")], ["--remote", server.url]
-    assert run(*INGEST, *place, *remote)[0] == 0
-    assert f"ragblend push --remote {server.url}" in caplog.text
+    code, out, _ = run(*INGEST, *place, *remote)
+    assert code == 5
+    assert f"send them: ragblend push --remote {server.url}" in out
     server.start()
     try:
         stats = run.facts("stats", *place, *remote)
@@ -537,7 +538,7 @@ def test_remove_says_nothing_of_other_kv_where_only_the_chunk_s_own_was_stored(d
 def test_lines_of_progress_say_that_the_model_loads_and_then_what_it_does(docs, run, monkeypatch):
     monkeypatch.setattr(printing, "progress_lines", partial(printing.progress_lines, every_s=0.001))
     _, _, err = run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)
-    assert err.startswith("loading the model: 0 s\n")
+    assert err.startswith("opening the store: 0 s\n")
     assert "working" not in err
     _, _, err = run("ask", "Who plays chess?", *SHORT, *PLACE)
     assert err.index("loading the model: ") < err.index("answering: 0 s")
@@ -550,7 +551,7 @@ def test_gc_of_orphans_lists_what_it_deletes(docs, run):
     (docs / "a.md").unlink()
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     out = run("gc", "--orphans", "--dry-run", *PLACE)[1]
-    assert "1 entries" in out
+    assert "1 KV cache," in out
     assert "1 registered text and 0 pins would go" in out
     facts = run.facts("gc", "--orphans", *PLACE)
     assert facts["texts"] == ["Alice Kern works for Nexon."]

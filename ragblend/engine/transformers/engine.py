@@ -39,7 +39,6 @@ from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.format.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
-from ragblend.engine.store.format.quantize import stored_bytes_per_token
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
@@ -96,11 +95,7 @@ class TransformersEngine(BlendingEngine):
     @property
     def bytes_per_token(self) -> int:
         """Number of bytes of stored KV per token of a long chunk, in all layers together."""
-        item, kv_dtype = self.layers.like.element_size(), self.store.kv_dtype
-        return sum(
-            stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
-            for heads, keys, values in self.layers.kv_shapes
-        )
+        return self.shape.bytes_per_token(self.store.kv_dtype)
 
     # -- ingestion
 
