@@ -55,7 +55,7 @@ from ragblend.ingestion.identity import (
     identify_all,
     note_text_identities,
 )
-from ragblend.ingestion.prefill import Prefill, num_chunk_tokens, prefill_here
+from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import BLANK_TEXT, IngestReport
@@ -228,17 +228,19 @@ def precompute_chunks(
         report.num_other_kv = num_others
         if notify is not None:
             dtype = engine.store.kv_dtype
-            notify(f"{num_others} stored chunks keep their dtype, which is not {dtype}; to convert them: "
+            notify(f"{num_others} stored KV caches keep their dtype, which is not {dtype}; to convert them: "
                 f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
     if disk is not None and (missing or renewed):
         num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in (*missing, *renewed))
         forecast = num_tokens * engine.bytes_per_token
         capacity = describe_capacity(disk, forecast)
         if notify is not None:
-            num_chunks = len(missing) + len(renewed)
+            num_kv = len(missing) + len(renewed)
             notify(
-                f"to prefill: {num_chunks} chunks, {num_tokens} tokens; {format_bytes(forecast)} of new KV, {capacity}"
+                f"to prefill: {num_kv} KV caches, {num_tokens} tokens; {format_bytes(forecast)} of new KV, {capacity}"
             )
+    if prefill is prefill_here and (missing or renewed):
+        start_s += load_weights(engine, on_progress)
     on_progress("prefill", 0, len(missing) + len(renewed))
     prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
     has_given_context = {chunk for chunk in chunks if chunk.context_texts}  # no document needs to have these texts
@@ -254,6 +256,8 @@ def precompute_chunks(
         if disk is not None:
             registry.record_stored_entries(filter(disk.has_file, keys.values()), engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
+    report.store_bytes = stored_kv_bytes(engine)
+    send_to_remote(known, missing, engine, report, on_progress)
     return report
 
 
@@ -301,8 +305,10 @@ def precompute_index(
         if problem:
             logger.warning("old variants stay in the remote tier (%s); the same command deletes them there", problem)
         refresh_pins(index.sources(), engine, index)
-    report.num_chunks, report.num_documents = index.num_chunks, index.num_documents
-    report.store_bytes = stored_kv_bytes(engine)
+    report.num_chunks, report.num_documents = len(chunks), index.num_documents
+    report.num_unchanged = report.num_documents
+    report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
+    report.store_bytes = stored_kv_bytes(engine)  # without the deleted variants
     return report
 
 
@@ -386,7 +392,9 @@ def precompute_documents(
     if prefill is None:
         prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
-    report.num_chunks, report.failures, report.skipped = len(chunks), failures, skipped
+    for failure in report.failures:  # of the remote tier
+        logger.warning("%s: %s", *failure)
+    report.num_chunks, report.failures, report.skipped = len(chunks), failures + report.failures, skipped
     report.notes, report.num_documents = [*notes, *report.notes], len(texts_of)
     report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
     if finder is not None:
@@ -396,6 +404,7 @@ def precompute_documents(
     facts_of = dict.fromkeys(replaced, DocumentFacts()) | facts_of
     # Set last, so that after a killed call the same call replaces the document again.
     registry.set_facts({name: facts for name, facts in facts_of.items() if facts != registry.facts_of(name)})
+    report.store_bytes = stored_kv_bytes(engine)
     if problem:
         logger.warning(
             "removed KV stays in the remote tier (%s); the next call that adds or removes documents deletes it", problem

@@ -15,15 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragblend.cli.options import JsonOption, Workers, with_settings
-from ragblend.cli.printing import plural, print_ingest, print_message, print_result, progress_bars, waiting_lines
+from ragblend.cli.printing import (
+    exit_if_dropped,
+    plural,
+    print_ingest,
+    print_message,
+    print_result,
+    progress_bars,
+    waiting_lines,
+)
 from ragblend.cli.session import (
     embedder_name,
     open_document_engine,
-    open_engine,
     open_settings_index,
     open_workers,
     opening_title,
-    wait_for_remote,
 )
 from ragblend.config import Settings
 from ragblend.errors import NotFoundError, UsageError
@@ -32,6 +38,7 @@ from ragblend.files.reading import read_file
 
 if TYPE_CHECKING:
     from ragblend.ingestion.documents import Removal
+    from ragblend.ingestion.report import IngestReport
 
 EXIT_PARTIAL = 6
 _TEXT_BYTES = 16 << 20  # most bytes of a text to remove
@@ -72,8 +79,8 @@ def ingest(
 
     load = import_loader(loader) if loader is not None else None
     with (
-        progress_bars(opening_title(settings)) as progress,
-        open_engine(settings, new_model=True) as engine,
+        progress_bars(opening_title(settings, "opening the store")) as progress,
+        open_document_engine(settings, new_model=True) as engine,
         open_workers(settings, workers) as others,
     ):
         report = run(
@@ -93,10 +100,7 @@ def ingest(
             progress=progress,
             notify=print_message,
         )
-        wait_for_remote(engine, progress)
-    print_ingest(report, settings, json_)
-    if report.failures:
-        raise typer.Exit(EXIT_PARTIAL)
+    _print_and_exit(report, settings, json_)
 
 
 @with_settings(
@@ -117,8 +121,8 @@ def precompute(
     from ragblend.precompute import precompute_index
 
     with (
-        progress_bars(opening_title(settings)) as progress,
-        open_engine(settings, new_model=True) as engine,
+        progress_bars(opening_title(settings, "opening the store")) as progress,
+        open_document_engine(settings, new_model=True) as engine,
         open_settings_index(settings, engine) as opened,
         open_workers(settings, workers) as others,
     ):
@@ -126,8 +130,13 @@ def precompute(
         report = precompute_index(
             engine, opened, settings.context, progress, print_message, rewrite=rewrite, workers=others
         )
-        wait_for_remote(engine, progress)
+    _print_and_exit(report, settings, json_)
+
+
+def _print_and_exit(report: IngestReport, settings: Settings, json_: bool) -> None:
+    """Print the report. Exit as `push` does if KV did not reach the remote tier, else with 6 if anything failed."""
     print_ingest(report, settings, json_)
+    exit_if_dropped(report)
     if report.failures:
         raise typer.Exit(EXIT_PARTIAL)
 

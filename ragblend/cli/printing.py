@@ -32,6 +32,7 @@ from rich.progress import (
 from rich.text import Text
 
 from ragblend.config import arguments_to_flags
+from ragblend.errors import BackendUnreachableError, StoreFullError
 from ragblend.options import DiskBudget
 from ragblend.redaction import redact_url
 
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from ragblend.config import Settings
     from ragblend.corpus.folder_scan import ReadFailure
     from ragblend.engine.api import Engine
+    from ragblend.engine.store.remote.upload import PushReport
     from ragblend.index import SearchHit
+    from ragblend.ingestion.report import IngestReport
 
 SCHEMA_VERSION = 1
 NUM_NAMED = 3  # files that a result names
@@ -99,7 +102,7 @@ def print_json(facts: dict[str, Any]) -> None:
     print(json.dumps({"schema_version": SCHEMA_VERSION, **facts}, default=str))
 
 
-def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
+def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
     """Print what an ingestion did and cost; notes about the files go to stderr.
 
     Only a few of the removed or skipped files, and a few notes, are printed; `ragblend --verbose` prints all of them.
@@ -108,9 +111,10 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     from ragblend.engine.store.tiered import format_bytes
 
     per_token = f"{format_bytes(report.bytes_per_token)} per token"
-    where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
-    if settings.is_served:
+    if report.store_bytes is None:
         where = f"store of {redact_url(settings.backend)}: {format_bytes(report.new_kv_bytes)} more"
+    else:
+        where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     most = None if logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
     shown = functools.partial(join_names, max_names=most, flag="ragblend --verbose")
     skipped = [
@@ -118,6 +122,11 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     ]
     renamed = [f"{display_source(old)} -> {display_source(new)}" for old, new in report.renamed.items()]
     gone = [source for source in report.removed if source_path(source) not in report.renamed]
+    num_kv = report.num_new_kv + report.num_known_kv
+    kv = [f"{plural(report.num_new_kv, 'KV cache')} prefilled in {report.prefill_s:.1f} s"]
+    kv += [f"{report.num_known_kv} already stored"]
+    kv += [f"{report.num_rewritten_kv} of them rewritten"] if report.num_rewritten_kv else []
+    two = "; a chunk has two: alone, and after similar chunks" if num_kv > report.num_chunks else ""
     lines = [
         f"{plural(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
         f"{plural(report.num_chunks, 'chunk')}, {plural(report.num_tokens, 'token')}",
@@ -128,9 +137,7 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
             if report.num_removed_kv
             else []
         ),
-        f"{plural(report.num_new_kv, 'chunk')} prefilled in {report.prefill_s:.1f} s, "
-        f"{report.num_known_kv} already stored"
-        + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),
+        *([f"{', '.join(kv)}{two}"] if num_kv else []),
         f"{where}, {per_token}",
         *([f"{plural(len(skipped), 'file')} skipped: {shown(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),
@@ -142,6 +149,12 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
     print_result(report.as_dict(), "\n".join(lines), json_)
     if not json_:
         _print_notes(report.notes, len(report.notes) if most is None else NUM_NOTES)
+
+
+def exit_if_dropped(report: IngestReport | PushReport) -> None:
+    """End the command if entries did not reach the remote tier: with exit code 1 if it is full, else with 5."""
+    if report.num_dropped:
+        raise typer.Exit(StoreFullError.exit_code if report.is_full else BackendUnreachableError.exit_code)
 
 
 def _print_notes(notes: Sequence[ReadFailure], most: int) -> None:
@@ -197,9 +210,9 @@ def remote_line(facts: dict[str, Any]) -> str:
     if not facts["reachable"]:
         return f"remote {facts['url']}: not reachable; answers do not use it"
     held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
-    text = f"remote {facts['url']}: KV of {plural(facts['num_stored_chunks'], 'chunk')}, {held}; "
+    text = f"remote {facts['url']}: {plural(facts['num_stored_kv'], 'KV cache')}, {held}; "
     text += f"answers in {ping_ms:.1f} ms"
-    lacks = f"\n  it lacks {facts['num_missing']} of the local chunks; send them: ragblend push --remote {facts['url']}"
+    lacks = f"\n  it lacks {facts['num_missing']} of the local ones; send them: ragblend push --remote {facts['url']}"
     return text + (lacks if facts["num_missing"] else "")
 
 

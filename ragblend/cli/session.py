@@ -20,7 +20,7 @@ from ragblend.config import Settings, load_settings
 from ragblend.errors import CorruptError, EmptyCorpusError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from ragblend.cli.options import WorkerCount
     from ragblend.engine.api import DocumentEngine, Engine
@@ -97,12 +97,17 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
     return engine
 
 
-def open_document_engine(settings: Settings) -> DocumentEngine:
-    """Return the settings' engine for pinning and removing documents. Raises NotFoundError without a store."""
+def open_document_engine(settings: Settings, *, new_model: bool = False) -> Engine:
+    """Return the settings' engine for ingesting, pinning and removing documents. It answers no prompts.
+
+    It loads the model's weights when a chunk has to be prefilled. `new_model`: see `open_engine`.
+    """
     from ragblend.engine.load import load_document_engine
 
-    _require_store(settings)
-    return load_document_engine(settings.model, settings.store, **_engine_options(settings))
+    if not new_model:
+        _require_store(settings)
+    engine: Any = load_document_engine(settings.model, settings.store, new_model=new_model, **_engine_options(settings))
+    return engine  # type: ignore[no-any-return]
 
 
 def _require_store(settings: Settings) -> None:
@@ -110,9 +115,9 @@ def _require_store(settings: Settings) -> None:
         raise NotFoundError(f"no store at {settings.store}; fill one: ragblend ingest DOCS --store {settings.store}")
 
 
-def opening_title(settings: Settings) -> str:
+def opening_title(settings: Settings, title: str = "loading the model") -> str:
     """Return the label of the progress lines of `open_engine`."""
-    return "connecting to the server" if settings.is_served else "loading the model"
+    return "connecting to the server" if settings.is_served else title
 
 
 def _engine_options(settings: Settings) -> dict[str, Any]:
@@ -207,21 +212,10 @@ def remote_facts(settings: Settings, local_keys: Sequence[str]) -> dict[str, Any
         "reachable": status.reachable,
         "latency_s": status.latency_s,
         "problem": status.problem,
-        "num_stored_chunks": len(sizes),
+        "num_stored_kv": len(sizes),
         "store_bytes": sum(sizes.values()),
         "num_missing": sum(key not in sizes for key in local_keys) if status.reachable else None,
     }
-
-
-def wait_for_remote(engine: Engine, progress: Callable[[str, int, int | None], None]) -> None:
-    """Send all queued entries to the remote tier. Return when all have arrived, or when the tier does not answer.
-
-    The wait has no time limit. `Engine.close` waits only a few seconds.
-    """
-    for tier in engine.store.remote_tiers:
-        total = tier.num_waiting
-        while not tier.flush(0.2) and tier.breaker.is_closed:
-            progress("send", total - tier.num_waiting, total)
 
 
 def retrieve(index: ChunkIndex, question: str, settings: Settings) -> Sequence[SearchHit]:

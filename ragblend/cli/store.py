@@ -6,17 +6,27 @@ Results on stdout, progress on stderr.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
 from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
-from ragblend.cli.printing import join_names, limit_line, plural, print_result, progress_bars, remote_line
-from ragblend.cli.session import open_document_engine, open_engine, open_settings_index, remote_facts
+from ragblend.cli.printing import (
+    exit_if_dropped,
+    join_names,
+    limit_line,
+    plural,
+    print_result,
+    progress_bars,
+    remote_line,
+)
+from ragblend.cli.session import open_document_engine, open_settings_index, remote_facts
 from ragblend.config import Settings, arguments_to_flags
-from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, StoreFullError
+from ragblend.errors import CorruptError, NotFoundError
 from ragblend.files.places import expand_user_path
 
 _CONTEXTS = {
@@ -36,13 +46,12 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
     with closing(tier), progress_bars() as progress:
         report = push_store(settings.store, tier, progress, kv_dir=settings.kv_dir)
     text = (
-        f"{plural(report.num_sent, 'chunk')} sent, {report.num_known} were there, {report.num_damaged} damaged here, "
-        f"{report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
+        f"{plural(report.num_sent, 'KV cache')} sent, {report.num_known} were there, {report.num_damaged} damaged "
+        f"here, {report.num_dropped} did not arrive; {format_bytes(report.sent_bytes)} sent"
         + (f"\n{report.problem}" if report.problem else "")
     )
     print_result(asdict(report), text, json_)
-    if report.num_dropped:
-        raise typer.Exit(StoreFullError.exit_code if report.is_full else BackendUnreachableError.exit_code)
+    exit_if_dropped(report)
 
 
 @with_settings("model store", unflagged="device dtype namespace system trust_remote_code")
@@ -76,9 +85,12 @@ def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = Fa
     print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
 
-@with_settings("store remote")
+@with_settings("store backend remote", unflagged="namespace")
 def stats(settings: Settings, json_: JsonOption = False) -> None:
-    """Print the store's documents, stored KV and sizes."""
+    """Print the documents, stored KV and sizes of the store, or of a server (--backend URL)."""
+    if settings.is_served:
+        _print_served_stats(settings, json_)
+        return
     from ragblend.catalog.registry import open_registry
     from ragblend.catalog.stored_documents import count_by_collection
     from ragblend.corpus.folder_scan import display_source
@@ -110,12 +122,11 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         **{name: getattr(manifest, name, None) for name in ("embedder", "tokenizer", "chunk_size", "chunker")},
         "collections": collections,
         "similar_embedders": similar,
-        "num_stored_chunks": len(entries),
+        "num_stored_kv": len(entries),
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
         "kv_dtypes": dict(dtypes),
         "context": disk.read_context_policy(),
-        "bytes_per_token": round(nbytes / num_tokens) if num_tokens else 0,
         "models": disk.models(),
         "pinned": sorted(disk.pins()),
         "disk_gib": settings.disk_gib,
@@ -123,7 +134,10 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "remote": remote_facts(settings, [entry.key for entry in entries]),
         "sources": sources,
     }
-    held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()) or "no model"
+    held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values())
+    kv = f"{plural(len(entries), 'KV cache')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}"
+    if not held:
+        kv = "no KV is here; that of a server: ragblend stats --backend URL"
     lines = [f"store {settings.store}:"]
     if manifest is not None:
         lines[0] += (
@@ -138,7 +152,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     if how := explain_hashed_words(settings.store, manifest.embedder if manifest is not None else "", similar):
         lines.append(f"hashing compares words, not meaning; for MiniLM: {how}")
     lines += [
-        f"KV of {plural(len(entries), 'chunk')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
+        kv,
         limit_line(limit, settings.disk_gib),
         *([f"context {facts['context']}: {_CONTEXTS[facts['context']]}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
@@ -148,6 +162,28 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
     ]
     print_result(facts, "\n".join(lines), json_)
+
+
+def _print_served_stats(settings: Settings, json_: bool) -> None:
+    """Print the numbers of a server's documents in the settings' namespace, by collection."""
+    from ragblend.engine.vllm.client import Connection
+
+    query = f"?{urlencode({'namespace': settings.namespace})}" if settings.namespace else ""
+    with closing(Connection(settings.backend)) as server:
+        collections = server.request_json("GET", f"/v1/ragblend/documents{query}")["collections"]
+    totals = Counter[str]()
+    for counts in collections.values():
+        totals.update(counts)
+    lines = [f"server {server.url}: {_served_line(totals)}"]
+    lines += [f"collection {name}: {_served_line(counts)}" for name, counts in collections.items()]
+    print_result({"server": server.url, "collections": collections}, "\n".join(lines), json_)
+
+
+def _served_line(counts: Mapping[str, int]) -> str:
+    num_kv = counts["num_known_kv"] + counts["num_new_kv"]
+    parts = [plural(counts["num_chunks"], "chunk"), plural(counts["num_tokens"], "token"), plural(num_kv, "KV cache")]
+    waiting = f"{counts['num_pending']} pending, {counts['num_failed']} failed"
+    return f"{plural(counts['num_stored'], 'document')}, {waiting}; {', '.join(parts)}"
 
 
 @with_settings("model store remote", unflagged="backend device dtype namespace system trust_remote_code")
@@ -178,14 +214,16 @@ def verify(
 
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")
-        with open_engine(settings) as engine, progress_bars() as progress:
+        with open_document_engine(settings) as engine, progress_bars() as progress:
             try:
                 opened = open_settings_index(settings, engine)
             except NotFoundError as error:  # what it had may just have been dropped
                 raise NotFoundError("; ".join([*report.dropped, str(error)])) from error
             with opened:
                 report.num_repaired = repair_store(report, engine, opened, progress)
-    lines = [f"{report.checked} entries checked, {len(report.damaged)} damaged, {report.orphans} without a chunk"]
+    lines = [f"{plural(report.checked, 'KV cache')} checked, {len(report.damaged)} damaged"]
+    if report.orphans is not None:
+        lines[0] += f", {report.orphans} without a chunk"
     if report.missing:
         lines[0] += f", {len(report.missing)} missing"
     found = (report.damaged, report.missing, report.damaged_remote)
@@ -223,7 +261,7 @@ def gc(
     result = collect_garbage(settings.store, max_bytes, dry_run, orphans=orphans, kv_dir=settings.kv_dir)
     verb = "would be freed" if dry_run else "freed"
     kept = format_bytes(result.kept_bytes)
-    text = f"{len(result.evicted)} entries, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
+    text = f"{plural(len(result.evicted), 'KV cache')}, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
     if orphans:
         gone = "would go" if dry_run else "gone"
         text += f"; {plural(len(result.texts), 'registered text')} and {plural(len(result.pins), 'pin')} {gone}"

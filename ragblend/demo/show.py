@@ -101,7 +101,7 @@ def run_demo(
         report = demo.report
         say(
             f"{report.num_documents} documents, {report.num_chunks} chunks: {report.num_new_kv} prefilled now, "
-            f"{report.num_known_kv} already stored; {format_bytes(report.store_bytes)} of KV\n"
+            f"{report.num_known_kv} already stored; {format_bytes(report.store_bytes or 0)} of KV\n"
         )
         if question is not None:
             rows = [ask_all_modes(demo, question)]

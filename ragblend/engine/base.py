@@ -384,17 +384,3 @@ class LocalEngine(EngineBase, ABC):
         self.known_chunks.close()
         if self._entry_registry is not None:
             self._entry_registry.close()
-
-
-class WeightlessEngine(LocalEngine):
-    """Engine with a model's tokenizer and without its weights: it finds, pins and removes documents."""
-
-    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Raise UsageError: prefilling needs the weights."""
-        raise UsageError(f"{self.name} was loaded without its weights, so it cannot prefill; load it by load_engine")
-
-    def close(self) -> None:
-        """Close the store within its timeout. Safe to call again."""
-        if self.is_usable:
-            super().close()
-            self.store.close()

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -140,17 +141,18 @@ def load_engine(
 
 
 def load_document_engine(model: str | None, store: str, **options: Any) -> DocumentEngine:
-    """Return an engine that pins and removes the documents of the folder `store`.
+    """Return an engine that pins, removes and ingests the documents of the folder `store`. It answers no prompts.
 
     `options` are arguments of `load_engine`; dtype, device, trust_remote_code and backend must be among them.
 
-    The engine has no weights if the store has KV of the model and the fingerprint can be computed without the weights.
-    In all other cases, for example for a GGUF, an adapter or quantised weights, `load_engine` loads the engine.
+    If the store has KV of the model, and the fingerprint can be computed without the weights, the weights are loaded
+    when the first chunk has to be prefilled. In all other cases, for example for a GGUF, an adapter or quantised
+    weights, `load_engine` loads the engine at once.
     """
-    from ragblend.engine.base import WeightlessEngine
     from ragblend.engine.store.disk import DiskStore
     from ragblend.engine.transformers.model import load_tokenizer
     from ragblend.engine.vllm.launch import find_checkpoint
+    from ragblend.engine.weightless import WeightlessEngine
     from ragblend.prompt.render import Renderer
 
     checkpoint, folder = None, resolve_and_migrate_store_folder(expand_user_path(store, "store"))
@@ -159,13 +161,18 @@ def load_document_engine(model: str | None, store: str, **options: Any) -> Docum
     if not is_server_url(given.pop("backend")) and model is not None:
         with suppress(UnsupportedModelError, OSError, ValueError, AttributeError):  # load_engine says what is wrong
             checkpoint = find_checkpoint(model, loading)
-    if model is None or checkpoint is None or checkpoint.fingerprint not in DiskStore(folder).models():
+    spec = None if checkpoint is None else DiskStore(folder).model_specs().get(checkpoint.fingerprint)
+    if checkpoint is None or spec is None:
         engine: DocumentEngine = load_engine(model, store, **options)
         return engine
     settings = LoadOptions(**given)
+    tiers = open_store(folder, **settings.tiers)
     return WeightlessEngine(
-        Renderer(load_tokenizer(model, loading)[0]),
-        open_store(folder, **settings.tiers),
+        Renderer(load_tokenizer(str(model), loading)[0]),
+        tiers,
+        partial(load_engine, model, store, **options),
+        context_length=checkpoint.context_length,
+        bytes_per_token=spec.bytes_per_token(tiers.kv_dtype),
         name=checkpoint.name,
         fingerprint=checkpoint.fingerprint,
         num_layers=checkpoint.num_layers,

@@ -11,10 +11,10 @@ from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import StoreFullError
 
 
-def stored_kv_bytes(engine: Engine) -> int:
-    """Return the size in bytes of stored KV on disk; 0 for an engine with KV in memory only."""
-    disk = engine.store.disk_tier
-    return disk.nbytes() if disk is not None else 0
+def stored_kv_bytes(engine: Engine) -> int | None:
+    """Return the size in bytes of the store: on disk, or in memory without a disk tier; None if a server has it."""
+    local = engine.store.disk_tier or engine.store.memory_tier
+    return None if engine.store.is_remote or local is None else local.nbytes()
 
 
 def describe_capacity(disk: DiskStore, nbytes: int) -> str:

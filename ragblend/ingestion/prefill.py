@@ -1,4 +1,5 @@
 """Prefill of chunks whose KV is missing in the store: the interface, and its implementation in this process.
+`send_to_remote` then checks that the remote tier has the KV.
 
 `ray_workers` implements it in other processes. The ingesting process itself reads, splits and indexes documents and
 lists missing chunks. The keys of chunks therefore do not depend on the number of workers.
@@ -7,9 +8,17 @@ lists missing chunks. The keys of chunks therefore do not depend on the number o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
 
+from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
+from ragblend.engine.store.remote.upload import finish_sending
+from ragblend.ingestion.report import IngestReport
 from ragblend.prompt.types import Chunk
+
+if TYPE_CHECKING:
+    from ragblend.ingestion.sync import Progress
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
 """Prefills chunks that are missing in the engine's store, and yields the bytes stored for each: 0 for a chunk that was
@@ -25,7 +34,40 @@ def prefill_here(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
     return together(chunks) if together is not None else map(engine.precompute, chunks)
 
 
+def load_weights(engine: Engine, progress: Progress) -> float:
+    """Load the weights of an engine that loads them when it needs them. Return the seconds that this took."""
+    start_s = perf_counter()
+    if (load := getattr(engine, "load_weights", None)) is not None:
+        progress("load", 0, 1)
+        load()
+        progress("load", 1, 1)
+    return perf_counter() - start_s
+
+
 def num_chunk_tokens(chunk: Chunk, engine: Engine) -> int:
     """Return the number of tokens of a chunk, from its metadata if they have it."""
     counted = chunk.metadata.get("num_tokens")
     return counted if isinstance(counted, int) else engine.renderer.count_tokens(chunk.text)
+
+
+def send_to_remote(
+    known: Sequence[Chunk], new: Sequence[Chunk], engine: Engine, report: IngestReport, progress: Progress
+) -> None:
+    """Send the KV of stored chunks to the remote tiers that lack it. Wait until it has arrived.
+
+    known: chunks that were stored before; those without KV on this machine have it in a remote tier. Does nothing
+    without a remote tier. KV that does not arrive is counted in `report` and named in `report.failures`.
+    """
+    if not engine.store.remote_tiers:
+        return
+    local = [tier for tier in engine.store.tiers if not tier.is_remote]
+    keys = [key for key in map(engine.key, known) if any(tier.contains(key) for tier in local)]
+    keys += map(engine.key, new)
+    for remote, sent in finish_sending(keys, engine.store, progress):
+        if num_dropped := sent.num_dropped + sent.num_damaged:
+            report.num_dropped += num_dropped
+            report.problem = sent.problem or "they cannot be read on this machine"
+            report.is_full = sent.is_full
+            url = remote.values.url
+            reason = f"{num_dropped} of {len(keys)} KV caches did not reach the remote tier: {report.problem}"
+            report.failures.append(ReadFailure(url, f"{reason}; send them: ragblend push --remote {url}"))

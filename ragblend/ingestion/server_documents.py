@@ -17,7 +17,7 @@ from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION, Identity, document_label
-from ragblend.ingestion.report import BLANK_TEXT, IngestReport
+from ragblend.ingestion.report import BLANK_TEXT, NOT_IN_REMOTE, IngestReport
 from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.prompt.types import Chunk
 
@@ -48,11 +48,13 @@ def _send(
     report.new_kv_bytes += counts["new_kv_bytes"]
     for reason in reasons:
         failure = ReadFailure(described.get(reason["id"], reason["id"]), reason["reason"])
-        if reason["status"] == "stored" and failure.reason != BLANK_TEXT:
+        is_dropped = failure.reason.startswith(NOT_IN_REMOTE)
+        if reason["status"] == "stored" and not is_dropped and failure.reason != BLANK_TEXT:
             report.notes.append(failure)
             continue
-        (report.skipped if reason["status"] == "stored" else report.failures).append(failure)
-        logger.warning("not prefilled: %s: %s", *failure)
+        is_skipped = reason["status"] == "stored" and not is_dropped
+        (report.skipped if is_skipped else report.failures).append(failure)
+        logger.warning("%s: %s" if is_dropped else "not prefilled: %s: %s", *failure)
     report.prefill_s += perf_counter() - start_s
     return counts  # type: ignore[no-any-return]
 

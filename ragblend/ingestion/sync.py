@@ -40,7 +40,11 @@ log = logging.getLogger(__name__)
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with a stage ("read", "embed", "prefill"), the number of finished items, and the number of all or None."""
+"""Called with a stage, the number of finished items, and the number of all or None.
+
+The stages are "read" (documents), "embed" (chunks), "load" (the model), "prefill" and "push" (KV caches; "push" sends
+them to a remote tier).
+"""
 
 
 def ignore_progress(stage: str, done: int, total: int | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragblend.engine.store.format.quantize import CODE_DTYPES, stored_bytes_per_token
+from ragblend.engine.store.format.quantize import CODE_DTYPES
 from ragblend.errors import NotFoundError
 from ragblend.files.places import expand_user_path
 from ragblend.options import ModelOptions
@@ -43,7 +43,8 @@ class ModelSizes:
 
     def stored_bytes_per_token(self, kv_dtype: str = "auto") -> int:
         """Return the bytes that a token of a long chunk has in a store with this `kv_dtype`, in all layers."""
-        return stored_bytes_per_token(self.kv_numbers, self.kv_heads, self.itemsize, kv_dtype)
+        # As KVSpec.bytes_per_token, from sums over the layers.
+        return self.kv_numbers * self.itemsize if kv_dtype == "auto" else self.kv_numbers + 4 * self.kv_heads
 
 
 def read_model_sizes(model: str, options: ModelOptions, device: str = "cuda") -> ModelSizes:

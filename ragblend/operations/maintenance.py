@@ -29,14 +29,13 @@ from ragblend.engine.store.metadata import (
     PINS_DIR,
 )
 from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.remote.upload import PushReport, send_entries
 from ragblend.engine.tuning.calibration import calibration_problem
 from ragblend.errors import (
     BackendUnreachableError,
     CorruptError,
-    DamagedEntryError,
     NotFoundError,
     RagblendError,
-    StoreFullError,
 )
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
@@ -184,6 +183,8 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             register_texts=lambda: registry.add(indexed, DocumentKey(index.collection)),
         )
         stored = registry.fingerprints_by_key()
+    if repaired.num_dropped:
+        report.unrepaired.append(": ".join(repaired.failures[-1]))
     if CATALOG_FILE in report.damaged_files:
         engine.add_known_chunks(chunk for chunk in others if engine.is_stored(chunk))
     if disk is None:
@@ -367,26 +368,12 @@ def _find_orphans(headers: Iterable[KVHeader], live: _LiveChunks) -> Iterator[st
     return (header.key for header in headers if header.prefix_ids and not live.need(header))
 
 
-@dataclass(slots=True)
-class PushReport:
-    """Result of `push_store`: numbers of entries, and the bytes that were sent."""
-
-    num_sent: int = 0
-    num_known: int = 0  # entries that the remote tier had
-    num_damaged: int = 0  # entries that the directory could not read, and that were not sent
-    num_dropped: int = 0  # entries that were not sent because the remote tier failed or is full
-    sent_bytes: int = 0
-    problem: str = ""  # why the last dropped entry was not sent
-    is_full: bool = False  # the remote tier has no free space
-
-
 def push_store(
     store: str | Path, remote: RemoteStore, progress: Progress = ignore_progress, *, kv_dir: str | None = None
 ) -> PushReport:
     """Send every entry that the remote tier does not have. After an interruption, call it again.
 
-    If the remote tier fails repeatedly, its circuit breaker opens, and the remaining entries are not sent. Raises
-    BackendUnreachableError if the remote tier does not answer at the start.
+    See `send_entries`. Raises BackendUnreachableError if the remote tier does not answer at the start.
     """
     status = remote.status()
     if not status.reachable:
@@ -394,29 +381,7 @@ def push_store(
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     disk.delete_temporary_files()
     remote.values.delete_temporary_files()
-    known, keys = set(remote.keys()), list(disk.keys())
-    report = PushReport()
-    for done, key in enumerate(keys, start=1):
-        if key in known:
-            report.num_known += 1
-        elif not remote.breaker.is_closed:
-            report.num_dropped += 1
-        else:
-            try:
-                found = disk.get(key)
-                if found is not None:
-                    remote.put_and_wait(found)
-                    report.num_sent += 1
-                    report.sent_bytes += found.nbytes
-                else:
-                    report.num_damaged += 1
-            except DamagedEntryError:
-                report.num_damaged += 1
-            except (BackendUnreachableError, StoreFullError) as error:
-                report.num_dropped += 1
-                report.problem, report.is_full = str(error), isinstance(error, StoreFullError)
-        progress("push", done, len(keys))
-    return report
+    return send_entries(list(disk.keys()), set(remote.keys()), [disk], remote, progress)
 
 
 class _LiveChunks:

@@ -1,6 +1,6 @@
 """HTTP routes for a server's operator: list the contents of the store, and delete a namespace from it.
 
-    GET  /v1/ragblend/store          numbers of chunks and bytes by namespace; budget, pins, status of the remote tier
+    GET  /v1/ragblend/store          numbers of KV caches, and bytes, by namespace; budget, pins, remote tier
     GET  /v1/ragblend/store/chunks   ?namespace=NS&after=KEY&limit=N -> {"chunks": [...], "next": KEY or null}
     POST /v1/ragblend/store/clear    {"namespace"} -> {"num_removed", "num_unread"}
 
@@ -48,7 +48,7 @@ def add_store_routes(app: Any, store: TieredStore, respond: Respond) -> None:
 
 
 def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of the disk tier: numbers of chunks and bytes, in total and by namespace.
+    """Return the contents of the disk tier: numbers of entries (`num_kv`) and bytes, in total and by namespace.
 
     The result also has the tier's limit in bytes (`budget_bytes`), the number of pinned chunks by document (`pins`),
     and the status of the remote tier (`remote`; None without a remote tier). `fields` of the HTTP request are ignored.
@@ -63,10 +63,10 @@ def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     for status in statuses:
         del status["url"]  # clients do not learn where the store is
     return {
-        "num_chunks": counts.total(),
+        "num_kv": counts.total(),
         "nbytes": sizes.total(),
         "budget_bytes": None if disk is None else disk.limit_bytes(),
-        "namespaces": {name: {"num_chunks": counts[name], "nbytes": sizes[name]} for name in sorted(counts)},
+        "namespaces": {name: {"num_kv": counts[name], "nbytes": sizes[name]} for name in sorted(counts)},
         "pins": {} if disk is None else {document: len(keys) for document, keys in disk.pins().items()},
         "remote": statuses[0] if statuses else None,
     }

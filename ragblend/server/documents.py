@@ -48,6 +48,7 @@ from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import delete_stale_kv
 from ragblend.ingestion.documents import describe_documents, remove_stored_documents
 from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
+from ragblend.ingestion.report import NOT_IN_REMOTE, IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 
@@ -270,12 +271,18 @@ class DocumentIngester:
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
+            if report.num_dropped and is_stored:
+                reason = _explain_dropped(stored, engine, report) or reason
             if not has_all and not all(tier.is_available() for tier in engine.store.remote_tiers):
                 raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
             self._table.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
-        self._progress = (namespace, done, total or 0)
+        if stage == "push":  # its entries go to the remote tier, which may take long
+            self._check_interrupted()
+            self._renew_leases()
+        else:
+            self._progress = (namespace, done, total or 0)
 
     def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
         """Prefill chunks in turn, with pauses while requests generate. Yield the number of bytes stored for each."""
@@ -395,6 +402,14 @@ def _stored_keys(chunks: Iterable[Chunk], engine: Engine) -> set[str]:
     """Return the keys of the chunks' stored entries, in all variants of the store's context policy."""
     keys = [*dict.fromkeys(map(engine.key, chunk_variants(chunks, engine.context)))]
     return {key for key, is_stored in zip(keys, engine.store.contains_many(keys), strict=True) if is_stored}
+
+
+def _explain_dropped(stored: set[str], engine: Engine, report: IngestReport) -> str:
+    """Return the reason for clients if a remote tier lacks some of a document's `stored` entries, else ""."""
+    keys = [*stored]
+    lacking = {key for tier in engine.store.remote_tiers for key in stored - tier.find_stored(keys)}
+    why = "is full" if report.is_full else "does not accept it"
+    return f"{NOT_IN_REMOTE}, which {why}: {len(lacking)} of {len(keys)} KV caches" if lacking else ""
 
 
 class _SentVectors:

@@ -96,7 +96,7 @@ def test_search_and_stats_describe_the_index(run, questions):
     assert len(run.facts("search", questions[0]["question"], "-k", "3", "--store", "s")["sources"]) == 3
     facts = run.facts("stats", *PLACE)
     assert (facts["num_documents"], facts["tokenizer"]) == (4, "demo")
-    assert facts["num_stored_chunks"] == facts["num_chunks"]
+    assert facts["num_stored_kv"] == facts["num_chunks"]
 
 
 @pytest.mark.parametrize("flags", [("-k", "2", *PLACE), ("--demo",)], ids=["own corpus", "demo"])
@@ -260,9 +260,9 @@ def test_verify_repairs_a_damaged_catalogue_and_every_text_is_there_again(run, h
 def test_remove_and_gc_drop_kv(run, home):
     sources = run.facts("stats", *PLACE)["sources"]
     assert run.facts("remove", sources[-1], *PLACE)["num_kv"] > 0
-    before = run.facts("stats", *PLACE)["num_stored_chunks"]
+    before = run.facts("stats", *PLACE)["num_stored_kv"]
     assert run.facts("gc", "--max-size", "100KiB", "--dry-run", *PLACE)["evicted"]
-    assert run.facts("stats", *PLACE)["num_stored_chunks"] == before
+    assert run.facts("stats", *PLACE)["num_stored_kv"] == before
     run("gc", "--orphans", *PLACE)
     assert run.facts("verify", *PLACE)["orphans"] == 0
     assert run(*INGEST, *PLACE)[0] == 0
@@ -282,7 +282,7 @@ def test_a_pinned_document_outlives_gc_until_it_is_unpinned(run):
     assert facts["num_stored"] == facts["num_chunks"] > 0
     assert run("gc", "--max-size", "0", *PLACE)[0] == 0
     stats = run.facts("stats", *PLACE)
-    assert (stats["num_stored_chunks"], stats["pinned"]) == (facts["num_chunks"], [sources[0]])
+    assert (stats["num_stored_kv"], stats["pinned"]) == (facts["num_chunks"], [sources[0]])
     assert run.facts("unpin", sources[0], "--store", "s")["was_pinned"] is True
     assert "was not pinned" in run("unpin", sources[0], "--store", "s")[1]
     code, _, log = run("pin", "nowhere.md", *PLACE)
@@ -299,7 +299,7 @@ def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers
     assert run(*INGEST, *place, *remote)[0] == 0
     stats = run.facts("stats", *place, *remote)
     assert stats["remote"]["reachable"]
-    assert stats["remote"]["num_stored_chunks"] == stats["num_stored_chunks"] > 0
+    assert stats["remote"]["num_stored_kv"] == stats["num_stored_kv"] > 0
     assert stats["remote"]["store_bytes"] == stats["store_bytes"]
     assert "answers in" in run("stats", *place, *remote)[1]
     checks = run.facts("doctor", *place, *remote)["checks"]
@@ -340,25 +340,26 @@ def test_a_remote_tier_that_is_down_is_named_by_doctor_and_costs_no_answer(run, 
 
 def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_path):
     remote = ["--remote", f"file://{tmp_path}/shared"]
-    num_stored = run.facts("stats", *PLACE)["num_stored_chunks"]
+    num_stored = run.facts("stats", *PLACE)["num_stored_kv"]
     for expected in ((num_stored, 0), (0, num_stored)):
         facts = run.facts("push", "--store", "s", *remote)
         assert (facts["num_sent"], facts["num_known"], facts["num_dropped"]) == (*expected, 0)
-    assert run.facts("stats", *PLACE, *remote)["remote"]["num_stored_chunks"] == num_stored
+    assert run.facts("stats", *PLACE, *remote)["remote"]["num_stored_kv"] == num_stored
     assert run("push", "--store", "s")[0] == 2
     assert run("push", "--store", "s", "--remote", "redis://127.0.0.1:1/0")[0] == 5
 
 
 @pytest.mark.slow
-def test_entries_that_an_ingestion_could_not_send_are_reported_counted_and_pushed_later(run, tmp_path, caplog):
+def test_entries_that_an_ingestion_could_not_send_are_reported_counted_and_pushed_later(run, tmp_path):
     server = RedisServer(tmp_path)
     place, remote = ["--store", str(tmp_path / "s")], ["--remote", server.url]
-    assert run(*INGEST, *place, *remote)[0] == 0
-    assert f"ragblend push --remote {server.url}" in caplog.text
+    code, out, _ = run(*INGEST, *place, *remote)
+    assert code == 5
+    assert f"send them: ragblend push --remote {server.url}" in out
     server.start()
     try:
         stats = run.facts("stats", *place, *remote)
-        assert stats["remote"]["num_missing"] == stats["num_stored_chunks"] > 0
+        assert stats["remote"]["num_missing"] == stats["num_stored_kv"] > 0
         assert f"ragblend push --remote {server.url}" in run("stats", *place, *remote)[1]
         assert run("push", *place, *remote)[0] == 0
         assert run.facts("stats", *place, *remote)["remote"]["num_missing"] == 0
@@ -369,7 +370,7 @@ def test_entries_that_an_ingestion_could_not_send_are_reported_counted_and_pushe
 def test_a_push_to_a_full_remote_names_the_reason(run, tmp_path):
     for server in running_redis(tmp_path, "--maxmemory", "1", "--maxmemory-policy", "noeviction"):
         code, out, _ = run("push", "--store", "s", "--remote", server.url)
-        assert (code, out[:13]) == (1, "0 chunks sent")  # it answers: not 5
+        assert (code, out[:16]) == (1, "0 KV caches sent")  # it answers: not 5
         assert "allkeys-lru" in out
 
 
@@ -433,7 +434,7 @@ def test_a_folder_ingested_again_from_elsewhere_is_followed_and_deletions_are_li
     assert "2 KV caches of changed or removed documents removed" in out
     stats = run.facts("stats", *place)
     assert stats["sources"] == [f"{docs}/r.jsonl#0", f"{docs}/sub/b.md"]
-    assert stats["num_stored_chunks"] == 2
+    assert stats["num_stored_kv"] == 2
     monkeypatch.chdir(docs.parent)
     (docs / "sub" / "b.md").rename(docs / "c.md")
     code, out, _ = run("ingest", "docs", *place)
@@ -467,7 +468,7 @@ def test_remove_pin_and_unpin_take_a_file_a_folder_or_a_record(docs, run, name, 
     assert run.facts("remove", name, *PLACE)["sources"] == named
     stats = run.facts("stats", *PLACE)
     assert stats["sources"] == [f"{docs}/{name}" for name in left]
-    assert (stats["num_stored_chunks"], stats["pinned"]) == (len(left), [])
+    assert (stats["num_stored_kv"], stats["pinned"]) == (len(left), [])
 
 
 def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
@@ -482,7 +483,7 @@ def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
         "people": {"num_documents": 2, "num_chunks": 2},
         "staff": {"num_documents": 1, "num_chunks": 1},
     }
-    assert (facts["num_documents"], facts["embedder"], facts["num_stored_chunks"]) == (0, None, 2)
+    assert (facts["num_documents"], facts["embedder"], facts["num_stored_kv"]) == (0, None, 2)
     assert "collection people: 2 documents, 2 chunks" in run("stats", *place)[1]
     explained = run.facts("explain", "Where does Bob Stahl live?", "-k", "2", "--max-tokens", "2", *place)
     assert {each["source"] for each in explained["sources"]} == {"people/1", "people/2"}
@@ -508,9 +509,9 @@ def test_an_unknown_document_is_refused_before_the_model_is_loaded(run, monkeypa
 def test_remove_counts_the_kv_that_was_computed_after_a_removed_chunk(docs, run):
     ingest = ("ingest", "docs", "--model", "demo", "--embedder", "hashing", "--context", "similar", *PLACE)
     assert run(*ingest)[0] == 0
-    whole = run.facts("stats", *PLACE)["num_stored_chunks"]
+    whole = run.facts("stats", *PLACE)["num_stored_kv"]
     code, out, _ = run("remove", "docs/a.md", *PLACE)
-    left = run.facts("stats", *PLACE)["num_stored_chunks"]
+    left = run.facts("stats", *PLACE)["num_stored_kv"]
     num_others = whole - left - 2  # two are variants of the chunk itself
     assert (code, num_others > 0) == (0, True)
     assert (
@@ -542,7 +543,7 @@ def test_remove_says_nothing_of_other_kv_where_only_the_chunk_s_own_was_stored(d
 def test_lines_of_progress_say_that_the_model_loads_and_then_what_it_does(docs, run, monkeypatch):
     monkeypatch.setattr(printing, "progress_lines", partial(printing.progress_lines, every_s=0.001))
     _, _, err = run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)
-    assert err.startswith("loading the model: 0 s\n")
+    assert err.startswith("opening the store: 0 s\n")
     assert "working" not in err
     _, _, err = run("ask", "Who plays chess?", *SHORT, *PLACE)
     assert err.index("loading the model: ") < err.index("answering: 0 s")
@@ -555,7 +556,7 @@ def test_gc_of_orphans_lists_what_it_deletes(docs, run):
     (docs / "a.md").unlink()
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     out = run("gc", "--orphans", "--dry-run", *PLACE)[1]
-    assert "1 entries" in out
+    assert "1 KV cache," in out
     assert "1 registered text and 0 pins would go" in out
     facts = run.facts("gc", "--orphans", *PLACE)
     assert facts["texts"] == ["Alice Kern works for Nexon."]
@@ -568,9 +569,9 @@ def test_the_documents_of_a_store_belong_to_one_namespace(docs, run):
         assert code != 0
         assert "ingested for namespace 'acme', but the namespace is" in err
         assert "RAGBLEND_NAMESPACE='acme'" in err
-    assert run.facts("stats", *PLACE)["num_stored_chunks"] > 0
+    assert run.facts("stats", *PLACE)["num_stored_kv"] > 0
     assert run("remove", "docs", *PLACE)[0] == 0, "only documents of that namespace have the name"
-    assert run.facts("stats", *PLACE)["num_stored_chunks"] == 0
+    assert run.facts("stats", *PLACE)["num_stored_kv"] == 0
 
 
 BAD_INPUT = {

@@ -90,10 +90,10 @@ def test_a_metadata_file_without_the_stores_signature_is_rejected(tmp_path):
 
 
 def test_every_command_finds_entries_that_are_kept_elsewhere(run, monkeypatch):
-    num_chunks = run.facts("stats")["num_stored_chunks"]
+    num_chunks = run.facts("stats")["num_stored_kv"]
     monkeypatch.setenv("RAGBLEND_KV_DIR", "fast")
     shutil.move("ragblend-data/kv", "fast")
-    assert run.facts("stats")["num_stored_chunks"] == num_chunks
+    assert run.facts("stats")["num_stored_kv"] == num_chunks
     assert run.facts("verify")["checked"] == num_chunks
     assert run.facts("ingest", "docs")["num_new_kv"] == 0
     shutil.rmtree("fast")

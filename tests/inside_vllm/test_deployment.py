@@ -112,7 +112,7 @@ def test_who_runs_it_sees_and_clears_what_is_stored(pod, engine):
     with load_engine("demo", backend=pod.url, api_key=KEY, namespace="theirs") as other:
         other.precompute(theirs)
         state = ask("GET", "")
-        assert {name: held["num_chunks"] for name, held in state["namespaces"].items()} == {"": 1, "theirs": 1}
+        assert {name: held["num_kv"] for name, held in state["namespaces"].items()} == {"": 1, "theirs": 1}
         assert state["nbytes"] == sum(held["nbytes"] for held in state["namespaces"].values()) > 0
         assert state["budget_bytes"] == 180 << 30
         assert state["remote"]["reachable"]

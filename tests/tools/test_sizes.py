@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "ragblend"
 MOST_LINES, MOST_FILES = 420, 14
 LONGER_FILES = {  # each entry needs a review
-    "catalog/registry.py": 610,
+    "catalog/registry.py": 620,
     "engine/store/format/chunk_file.py": 520,
     "engine/store/disk.py": 475,
     "engine/store/remote/tier.py": 490,
@@ -17,7 +17,6 @@ LONGER_FILES = {  # each entry needs a review
     "engine/vllm/scheduler_side/scheduler.py": 580,
     "engine/vllm/worker_side/worker.py": 520,
     "index.py": 560,
-    "operations/maintenance.py": 490,
 }
 LARGER_FOLDERS = {
     "corpus/readers": 34,  # one file per format

@@ -25,8 +25,9 @@ MAX_WAITING = 100_000  # chunks, most of them by key alone
 class WriteQueue:
     """Chunks that wait to be written to a slow target, such as a server. A thread writes the oldest first. Thread-safe.
 
-    A new chunk replaces a queued one of the same key. Each dropped chunk adds 1 to `num_dropped` and is logged as a
-    warning. All chunks that are dropped at `close`, or when the process ends, are logged as one warning.
+    A new chunk replaces a queued one of the same key. Each dropped chunk adds 1 to `num_dropped`. The first one that is
+    dropped for a reason is logged as a warning, those that follow for the same reason at level INFO. All chunks that
+    are dropped at `close`, or when the process ends, are logged as one warning.
 
     - write(kv): writes one chunk. If it raises BackendUnreachableError, the chunk is queued again and written after a
       pause. After any other error, the chunk is dropped.
@@ -49,6 +50,7 @@ class WriteQueue:
         self.capacity_bytes = capacity_bytes
         self.read_back: Callable[[str], MemoryKV | None] | None = None
         self.num_dropped = 0
+        self._last_reason = ""  # for which a chunk was dropped since the last written one
         self._write, self._name, self._pause_s, self._fix = write, name, pause_s, fix
         self._waiting: OrderedDict[str, MemoryKV | None] = OrderedDict()  # oldest first; None: to be read back
         self._current: tuple[str, MemoryKV | None] | None = None  # being written; no longer in _waiting
@@ -184,6 +186,8 @@ class WriteQueue:
                 self._queued_bytes -= held.nbytes if held is not None else 0
                 if failure:
                     self._drop(key, failure)
+                elif not should_retry:
+                    self._last_reason = ""
             self._changed.notify_all()
 
     def _forget(self, key: str) -> None:
@@ -202,4 +206,6 @@ class WriteQueue:
 
     def _drop(self, key: str, reason: str) -> None:
         self.num_dropped += 1
-        log.warning("KV %s is not written by %s: %s%s", key, self._name, reason, self._fix)
+        level = logging.INFO if reason == self._last_reason else logging.WARNING
+        self._last_reason = reason
+        log.log(level, "KV %s is not written by %s: %s%s", key, self._name, reason, self._fix)

@@ -39,7 +39,6 @@ from ragblend.engine.shadow import compare_with_full
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.format.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
-from ragblend.engine.store.format.quantize import stored_bytes_per_token
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
@@ -56,7 +55,8 @@ log = logging.getLogger(__name__)
 class TransformersEngine(BlendingEngine):
     """Engine over a TransformersLayers model, a Renderer and a KVStore. Use as a context manager, or `close()` it.
 
-    - check: run `self_check`, which raises UnsupportedModelError if blending does not work with the model.
+    - check: run `self_check`, which raises UnsupportedModelError if blending does not work with the model, and compute
+      the KV of the default prefix.
     - machine: measurements by which a request without a ratio chooses its ratio, or full prefill if that is faster.
     - max_num_seqs: the largest number of prompts that are decoded together.
     - options: the keyword arguments of `LocalEngine`, such as system, namespace, on_miss and shadow.
@@ -88,15 +88,14 @@ class TransformersEngine(BlendingEngine):
         self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids)
         if check:
             self_check(layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config))
+            # Computed at load, so that the first request reuses it also in a process that has ingested nothing.
+            if 0 < len(self.default_prefix_ids) < self.context_length:
+                self.loop.call(lambda: self._prefix(self.default_prefix_ids))
 
     @property
     def bytes_per_token(self) -> int:
         """Number of bytes of stored KV per token of a long chunk, in all layers together."""
-        item, kv_dtype = self.layers.like.element_size(), self.store.kv_dtype
-        return sum(
-            stored_bytes_per_token(heads * (keys + values), heads, item, kv_dtype)
-            for heads, keys, values in self.layers.kv_shapes
-        )
+        return self.shape.bytes_per_token(self.store.kv_dtype)
 
     # -- ingestion
 

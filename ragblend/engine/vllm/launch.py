@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.store.format.kv import DTYPES, KVSpec, dtype_name
+from ragblend.engine.store.format.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.model import choose_dtype, find_device, load_tokenizer, model_name
@@ -57,12 +57,17 @@ class Checkpoint(NamedTuple):
 
     def stored_bytes_per_token(self, kv_dtype: str) -> int:
         """Return the number of bytes of stored KV per token, all layers, in a store with this `kv_dtype`."""
-        return self.bytes_per_token // (1 if kv_dtype == "auto" else DTYPES[self.dtype].itemsize)
+        return self.kv_spec.bytes_per_token(kv_dtype)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts about the checkpoint that a store records: its name, and dtype and shapes of its KV."""
+        return {"model": self.name, **self.kv_spec.as_facts()}
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """Dtype and shapes of the model's KV."""
         shapes = [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers
-        return {"model": self.name, **KVSpec.from_kv_shapes(self.dtype, shapes).as_facts()}
+        return KVSpec.from_kv_shapes(self.dtype, shapes)
 
 
 def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:

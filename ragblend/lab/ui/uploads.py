@@ -119,7 +119,7 @@ def ingest_uploads(job: UiJob, names: Sequence[str], engine: Engine, index: Chun
         num_tokens=report.num_tokens,
         num_new_kv=report.num_new_kv,
         prefill_s=report.prefill_s,
-        store=format_bytes(report.store_bytes),
+        store=None if report.store_bytes is None else format_bytes(report.store_bytes),
         problems=[{"name": display_name(problem.path), "reason": problem.reason} for problem in problems],
     )
 

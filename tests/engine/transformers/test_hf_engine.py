@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import SPECIALS, TEMPLATES
+from demo_texts import QUESTION, A, B
 from tiny_models import LATENT, make_model
 from tiny_prompts import CHUNKS, PROMPT
 from transformers.utils import chat_template_utils
 
+from ragblend import load_engine
 from ragblend.engine import generation
 from ragblend.engine.fusion.plan import FusePlan
 from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
@@ -217,6 +219,22 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
     assert report.recompute_ratio == {"blend": 0.2, "full": 1.0}.get(mode, 0.0)
     assert json.loads(json.dumps(report.as_dict()))["mode"] == mode
     assert ("full prefill" if mode == "full" else f"{report.num_chunk_hits}/3 chunks") in report.summary()
+
+
+@pytest.mark.parametrize("system", [None, "Answer briefly. " * 30])
+def test_a_process_that_ingested_and_later_ones_reuse_the_same_tokens(system, tmp_path):
+    reports = []
+    for ingested in ([A, B], [], [A, B]):
+        with load_engine("demo", tmp_path, system=system) as engine:
+            for chunk in ingested:
+                engine.precompute(chunk)
+            for _ in range(2):
+                found = engine.generate(Prompt([A, B], QUESTION, system), max_tokens=4)
+                report = found.report
+                counts = (report.num_prefix_tokens, report.num_reused_tokens, report.num_recomputed_tokens)
+                reports.append((*counts, found.token_ids))
+    assert reports == [reports[0]] * 6
+    assert reports[0][0] > 0
 
 
 def test_the_last_token_is_not_counted_as_reused_when_a_chunk_ends_the_prompt(engine):

@@ -116,6 +116,18 @@ class KVSpec(NamedTuple):
         shapes = self.layers[:1] if len(set(self.layers)) == 1 else self.layers
         return {"dtype": self.dtype, "num_layers": len(self.layers), "kv_shapes": [list(each) for each in shapes]}
 
+    def bytes_per_token(self, kv_dtype: str) -> int:
+        """Return the number of bytes that each further token of a long chunk adds to a stored entry, in all layers.
+
+        kv_dtype: "auto", "int8" or "fp8"; the eight-bit dtypes have a scale of 4 bytes for each head's values.
+
+        >>> spec = KVSpec("bfloat16", ((4, 64, 64),))
+        >>> spec.bytes_per_token("auto"), spec.bytes_per_token("int8")
+        (1024, 528)
+        """
+        item, scale = (DTYPES[self.dtype].itemsize, 0) if kv_dtype == "auto" else (1, 4)
+        return sum(heads * ((keys + values) * item + scale) for heads, keys, values in self.layers)
+
     def mismatch_reason(self, header: KVHeader, shapes: Sequence[tuple[int, int, int]]) -> str:
         """Return why an entry with this header and these layer shapes does not belong to the model; "" if it does."""
         if header.dtype != self.dtype:

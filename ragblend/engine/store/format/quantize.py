@@ -82,18 +82,6 @@ def dequantize(layer: QuantizedLayer) -> tuple[Tensor, Tensor]:
     )
 
 
-def stored_bytes_per_token(head_dims: int, heads: int, itemsize: int, kv_dtype: str) -> int:
-    """Return the number of bytes that each further token of a long chunk adds to one stored layer.
-
-    head_dims: number of elements of a token's K and V in all heads together. heads: number of KV heads. itemsize: bytes
-    per element in the model's dtype. kv_dtype: "auto", "int8" or "fp8".
-
-    >>> stored_bytes_per_token(2 * 4 * 64, 4, 2, "auto"), stored_bytes_per_token(2 * 4 * 64, 4, 2, "int8")
-    (1024, 528)
-    """
-    return head_dims * itemsize if kv_dtype == "auto" else head_dims + 4 * heads
-
-
 def _scales(tensor: Tensor, dim: int, dtype: torch.dtype) -> Tensor | None:
     """Return the scales of [H, T, D] over `dim`, which stays in the shape; None for values near infinity or NaN."""
     largest = tensor.abs().amax(dim, keepdim=True).float()

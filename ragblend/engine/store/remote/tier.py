@@ -111,6 +111,8 @@ class RemoteStore(KVStore):
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._has_warned = False  # about the current outage
+        self.last_failure = ""
+        """Why the latest failed request failed; "" if none has failed."""
         fix = f"; what is on disk goes there with: ragblend push --remote {values.url}"
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._backoff_s, fix)
 
@@ -300,7 +302,13 @@ class RemoteStore(KVStore):
         until_s: a time of the monotonic clock, in seconds.
         """
         there = {key for key in keys if self._queue.peek(key) is not None}
-        left = [key for key in dict.fromkeys(keys) if key not in there and key not in self._bad]
+        there |= self.find_stored([key for key in dict.fromkeys(keys) if key not in there], until_s)
+        return [key in there for key in keys]
+
+    def find_stored(self, keys: Sequence[str], until_s: float = math.inf) -> set[str]:
+        """Return those of `keys` whose entries the backend has; the queue does not count. See `contains_many`."""
+        there = set[str]()
+        left = [key for key in keys if key not in self._bad]
         for start in range(0, len(left), CONTAINS_BATCH):
             batch = left[start : start + CONTAINS_BATCH]
             if monotonic() >= until_s or not self.is_available():
@@ -311,7 +319,7 @@ class RemoteStore(KVStore):
                 self._record_failure(str(error))
                 break
             self.breaker.record_success()
-        return [key in there for key in keys]
+        return there
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return True if there was one. Raises BackendUnreachableError if no answer arrives."""
@@ -432,6 +440,7 @@ class RemoteStore(KVStore):
 
     def _record_failure(self, reason: str) -> None:
         self._count(num_failures=1)
+        self.last_failure = reason
         self.breaker.record_failure()
         with self._lock:
             is_new, self._has_warned = not self._has_warned, True

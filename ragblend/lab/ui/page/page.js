@@ -160,7 +160,7 @@ async function take(files) {
           for (const { name, reason: text } of report.problems) complain(name, text);
           const fresh = report.num_documents - report.num_unchanged;
           message = fresh
-            ? `${count(fresh, "document")} ingested: ${count(report.num_chunks, "chunk")}, ${count(report.num_new_kv, "KV cache")} prefilled in ${report.prefill_s.toFixed(1)} s; the store has ${report.store}.`
+            ? `${count(fresh, "document")} ingested: ${count(report.num_chunks, "chunk")}, ${count(report.num_new_kv, "KV cache")} prefilled in ${report.prefill_s.toFixed(1)} s${report.store ? `; the store has ${report.store}` : ""}.`
             : report.num_documents ? "Nothing new: these documents were here already." : "";
         },
       });

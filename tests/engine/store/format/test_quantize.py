@@ -16,8 +16,8 @@ from hypothesis.extra import numpy as hnp
 from tier_support import make_kv
 
 from ragblend.engine.store.format.chunk_file import encode_chunk
-from ragblend.engine.store.format.kv import DTYPES, MemoryKV, convert_kv_dtype
-from ragblend.engine.store.format.quantize import CODE_DTYPES, NUM_FIRST, dequantize, quantize, stored_bytes_per_token
+from ragblend.engine.store.format.kv import DTYPES, KVSpec, MemoryKV, convert_kv_dtype
+from ragblend.engine.store.format.quantize import CODE_DTYPES, NUM_FIRST, dequantize, quantize
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import UsageError
 
@@ -150,7 +150,7 @@ def test_512_tokens_of_head_dimension_64_take_about_half_of_16_bits(kv_dtype, dt
     kv = make_kv(tokens=512, dim=64, dtype=dtype)
     packed = convert_kv_dtype(kv, kv_dtype)
     assert len(encode_chunk(packed)) <= share * len(encode_chunk(kv))
-    item = DTYPES[dtype].itemsize
-    forecast = 2 * 512 * stored_bytes_per_token(2 * 2 * 64, 2, item, kv_dtype)
+    spec = KVSpec(dtype, ((2, 64, 64),) * 2)
+    forecast = 512 * spec.bytes_per_token(kv_dtype)
     assert forecast == pytest.approx(packed.nbytes, rel=0.03)
-    assert 2 * 512 * stored_bytes_per_token(2 * 2 * 64, 2, item, "auto") == kv.nbytes
+    assert 512 * spec.bytes_per_token("auto") == kv.nbytes
