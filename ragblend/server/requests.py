@@ -139,8 +139,8 @@ class DocumentCounts(StoredCounts):
 
 
 class DocumentReason(BaseModel):
-    """Status of a document. `reason`: why it failed, has no chunk, is not in the remote tier, or has a chunk that is too
-    short for prompts to reuse it; "" for none of these."""
+    """Status of a document. `reason`: why it failed, has no chunk, is not in the remote tier, or has a chunk too short
+    for prompts to reuse it; "" for none of these."""
 
     collection: str
     id: str
