@@ -141,7 +141,7 @@ def _describe_tool(tool: Any, strict: bool | None) -> dict[str, Any]:
             "class: class Answer(BaseModel): value: TYPE"
         )
     if isinstance(tool, Mapping) and "title" in tool and not {"name", "function", "toolSpec"} & set(tool):
-        # LangChain leaves out a JSON schema that has no properties of its own, but a $ref.
+        # LangChain leaves out a JSON schema that has no top-level properties, but a $ref.
         parameters = {name: value for name, value in tool.items() if name not in ("title", "description")}
         described = {"description": tool["description"]} if "description" in tool else {}
         tool = {"name": tool["title"], **described, "parameters": parameters}

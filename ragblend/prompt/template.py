@@ -75,11 +75,17 @@ def turn_arrangements(prompt: Prompt) -> Iterator[Sequence[Message]]:
     If the prompt has tool calls or results, each version is followed by one in which the ids of calls have nine letters
     and digits, for Mistral.
     """
-    messages = _with_tool_names(prompt.messages)
+    messages: Sequence[Message] = prompt.messages
+    uses_tools = any(message.calls or message.role == "tool" for message in messages)
+    if uses_tools:
+        messages = _with_tool_names(messages)
+        yield messages
+        yield _with_short_call_ids(messages)
+    else:
+        yield messages
     merged = _merge_adjacent(messages)
     as_user = [replace(message, role="user") if message.role == "system" else message for message in merged]
-    uses_tools = any(message.calls or message.role == "tool" for message in messages)
-    for version in (messages, merged, _merge_adjacent([*merged[:1], *as_user[1:]]), _merge_adjacent(as_user)):
+    for version in (merged, _merge_adjacent([*merged[:1], *as_user[1:]]), _merge_adjacent(as_user)):
         yield version
         if uses_tools:
             yield _with_short_call_ids(version)

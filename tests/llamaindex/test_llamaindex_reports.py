@@ -127,7 +127,7 @@ def test_a_stream_that_is_closed_early_has_a_response_without_values(llm, index)
 )  # LlamaIndex reads chat streams there
 @pytest.mark.parametrize("way", WAYS)
 def test_strict_queries_raise_for_documents_that_are_not_stored(way, llm):
-    index = VectorStoreIndex([TextNode(text="Nobody stored that boat of ours.")], embed_model=MockEmbedding(8))
+    index = VectorStoreIndex([TextNode(text="That boat was never stored by us.")], embed_model=MockEmbedding(8))
     with pytest.raises(ChunkNotReusedError, match="no ingested chunk was found"):
         query(index.as_query_engine(llm=llm, streaming="stream" in way), way)
     with pytest.raises(ChunkNotReusedError, match="no ingested chunk was found"):
@@ -146,4 +146,4 @@ def test_strict_concerns_calls_outside_of_components_and_prompts_with_nodes_only
     engine = RetrieverQueryEngine(fusion, BlendSynthesizer(llm))
     check(engine.query(QUESTION).metadata["ragblend"], 2, calls=2)
     with pytest.raises(ChunkNotReusedError):
-        BlendSynthesizer(llm).get_response(QUESTION, ["Nobody stored that boat of ours."])
+        BlendSynthesizer(llm).get_response(QUESTION, ["That boat was never stored by us."])
