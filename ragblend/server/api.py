@@ -21,7 +21,6 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -103,7 +102,6 @@ def install_routes(app: Any) -> Readiness:
         add_document_routes(app, served, respond)
     except Exception as error:
         log.warning("this server has no routes under /v1/ragblend/documents: %s", error)
-    correct_cached_tokens(app.state.engine_client)
     for serving, name, place in (
         (getattr(app.state, "openai_serving_completion", None), "completion_stream_generator", 1),
         (getattr(app.state, "openai_serving_chat", None), "chat_completion_stream_generator", 0),
@@ -203,27 +201,6 @@ class ServerResources:
             bytes_per_token=checkpoint.stored_bytes_per_token(self.store.kv_dtype),
             num_layers=checkpoint.num_layers,
         )
-
-
-def correct_cached_tokens(engine_client: Any) -> None:
-    """Change vLLM's `engine_client` in place, so that `cached_tokens` in a complete response is the number of reused
-    tokens.
-
-    vLLM itself counts all tokens that the connector filled, recomputed ones included. It sends this count if it runs
-    with --enable-prompt-tokens-details. In streams, vLLM's own count stays, because vLLM sends it before the report
-    arrives.
-    """
-    generate = engine_client.generate
-
-    async def counted(*given: Any, **more: Any) -> AsyncIterator[Any]:
-        async with aclosing(generate(*given, **more)) as outputs:
-            async for output in outputs:
-                report = (getattr(output, "kv_transfer_params", None) or {}).get(PARAMS_KEY)
-                if report is not None:
-                    output.num_cached_tokens = report["num_reused_tokens"]
-                yield output
-
-    engine_client.generate = counted
 
 
 def add_reports_to_streams(serving: Any, method_name: str, arg_index: int) -> None:

@@ -24,7 +24,7 @@ from harness import ask as ask_afresh
 
 ask = partial(ask_afresh, forgets=False)
 CHUNKS = [random_ids(n, n) for n in (90, 70, 110, 80)]
-QUESTION, LABEL = random_ids(9, 4), random_ids(7, 6)
+QUESTION, LABEL, LONG = random_ids(9, 4), random_ids(7, 6), random_ids(40, 40)
 BLOCK = 32
 
 
@@ -82,9 +82,9 @@ def test_a_request_without_parameters_equals_the_one_with_the_servers_own(llm):
     assert tokens(plain) == tokens(asked)
 
 
-def test_ratio_one_is_full_prefill_also_after_cached_history(llm):
+def test_ratio_one_is_full_prefill_also_after_cached_history(llm, renderer):
     first, second, third, fourth = CHUNKS
-    turn, wish = [*PREFIX, *first, *LABEL, *second[3:], *QUESTION], {"ratio": 1.0}
+    turn, wish = [*PREFIX, *first, *LABEL, *second[3:], *LONG, *renderer.tail_ids], {"ratio": 1.0}
     answer = tokens(ask(llm, turn, wish))
     assert answer == tokens(ask(llm, turn, {"mode": "full"}))
     later = [*turn, *answer, *LABEL, *third, *fourth[:70], *QUESTION[::-1]]
@@ -92,60 +92,31 @@ def test_ratio_one_is_full_prefill_also_after_cached_history(llm):
     got = report(blended)
     assert (got["mode"], got["num_chunk_hits"]) == ("blend", 4)
     assert got["num_prefix_tokens"] == len([*turn, *answer]) // BLOCK * BLOCK
-    # The second chunk's last tokens are not in a whole block, so they are stored KV, which is recomputed.
-    assert [chunk["exact"] for chunk in got["chunks"]] == [True, False, False, False]
-    cut = len(turn) - len(QUESTION) - got["num_prefix_tokens"]
-    assert [chunk["num_recomputed_tokens"] for chunk in got["chunks"]] == [0, cut, len(third), 70]
+    assert [chunk["exact"] for chunk in got["chunks"]] == [True, True, False, False]
+    assert [chunk["num_recomputed_tokens"] for chunk in got["chunks"]] == [0, 0, len(third), 70]
     assert_same_answer(blended, full, 1e-3)
 
 
 @pytest.mark.parametrize("rule", ["ask", "cacheblend"])
-def test_over_cached_history_the_rule_sees_what_it_sees_without(llm, rule):
-    """The history's chunk is exact, so its KV is the same; of fewer chunk tokens fewer are chosen."""
-    first, second, third, _ = CHUNKS
-    turn, wish = [*PREFIX, *first, *QUESTION], {"rule": rule, "ratio": 0.3}
-    later = [*turn, *tokens(ask(llm, turn, wish)), *LABEL, *second, *third, *QUESTION[::-1]]
+def test_each_turn_is_asked_by_its_own_question_with_and_without_cached_history(llm, renderer, rule):
+    first, second, third, fourth = CHUNKS
+    tail, wish = renderer.tail_ids, {"rule": rule, "ratio": 0.3}
+    turn = [*PREFIX, *LABEL, *first, *second, *LONG, *tail]
     with recorded_selections() as selections:
-        assert report(ask(llm, later, wish))["num_prefix_tokens"] > len(PREFIX) + len(first)
+        later = [*turn, *tokens(ask(llm, turn, wish)), *LABEL, *third, *fourth, *QUESTION, *tail]
+        cached = report(ask(llm, later, wish))
         llm.reset_prefix_cache()
-        assert report(ask(llm, later, wish))["num_prefix_tokens"] == len(PREFIX)
-    over_history, alone = map(set, selections)
-    assert len(over_history) == round(0.3 * 180)
-    assert len(alone) == round(0.3 * 270)
-    assert over_history < alone
-
-
-def test_a_later_turn_finds_its_conversation_and_nobody_else_does(llm):
-    first, second, *_ = CHUNKS
-    turn = [*PREFIX, *LABEL, *first, *second, *QUESTION]
-    answer = tokens(ask(llm, turn))
-    later, other = [*turn, *answer, *LABEL], [*turn[: -len(QUESTION)], *LABEL, *QUESTION[::-1]]
-    got = report(ask(llm, later))
-    cached = len([*turn, *answer]) // BLOCK * BLOCK
-    assert (got["mode"], got["num_reused_tokens"], got["num_recomputed_tokens"]) == ("blend", cached, 0)
-    assert (got["num_chunks"], got["num_chunk_hits"]) == (2, 2)
-    assert not any(chunk["exact"] for chunk in got["chunks"])
-    for wish in ({"ratio": 0.5}, {"rule": "cacheblend_k"}, {"mode": "reuse"}, {"seed": 1}):
-        assert report(ask(llm, later, wish))["num_prefix_tokens"] <= len([*PREFIX, *LABEL]), wish
-    assert report(ask(llm, other))["num_prefix_tokens"] <= len([*PREFIX, *LABEL])  # another question
-    assert ask(llm, later, {"mode": "prefix"}).num_cached_tokens == 0
-    assert ask(llm, later, {"mode": "full"}).num_cached_tokens == 0
-    assert ask(llm, later, {"mode": "prefix"}).num_cached_tokens == (len(later) - 1) // BLOCK * BLOCK
-
-
-def test_what_vllm_has_exactly_is_left_to_it_where_blending_would_compute_no_less(llm):
-    first, second, third, _ = CHUNKS
-    turn = [*PREFIX, *LABEL, *first, *second, *third, *QUESTION]
-    prefilled = ask(llm, turn, {"mode": "prefix"})
-    again = ask(llm, [*turn, *LABEL])
-    got = report(again)
-    assert (got["mode"], got["rule"], got["refused_reason"]) == ("prefix", "none", "")
-    assert got["num_reused_tokens"] == again.num_cached_tokens == len(turn) // BLOCK * BLOCK
-    assert [(chunk["hit"], chunk["exact"]) for chunk in got["chunks"]] == [(True, True)] * 3
-    assert tokens(again) == tokens(ask(llm, [*turn, *LABEL], {"mode": "full"}))
-    assert prefilled.num_cached_tokens == 0
-    short = [*turn[: len(PREFIX) + 40], *second, *third, *QUESTION]  # a block is cached, two chunks are not
-    assert report(ask(llm, short))["mode"] == "blend"
+        alone = report(ask(llm, later, wish))
+    assert cached["num_prefix_tokens"] > len(turn) - BLOCK
+    assert alone["num_prefix_tokens"] == len(PREFIX)  # the worker has its KV from ingestion
+    counts = [round(0.3 * 160), round(0.3 * 190)]
+    assert [len(each) for each in selections] == [*counts, sum(counts)]
+    assert selections[0] + selections[1] == selections[2]
+    assert [chunk["num_recomputed_tokens"] for chunk in cached["chunks"]][2:] == [
+        chunk["num_recomputed_tokens"] for chunk in alone["chunks"]
+    ][2:]
+    assert alone["num_reused_tokens"] == len(PREFIX) + 350 - sum(counts)
+    assert 0 < alone["charged_budget"] < 1
 
 
 def test_a_question_that_quotes_a_chunk_stays_fresh(llm, renderer):
@@ -185,7 +156,7 @@ def test_what_has_no_stored_chunk_or_no_plain_ids_is_left_alone_and_counted(llm)
 def test_namespaces_match_and_share_nothing(llm):
     """What another namespace has stored is neither found in a prompt nor in vLLM's prefix cache."""
     first, second, *_ = CHUNKS
-    turn = [*PREFIX, *LABEL, *first, *second, *QUESTION]
+    turn = [*PREFIX, *LABEL, *first, *second, *LONG]
     for name, chunk in (("a", first), ("a", second), ("b", second)):
         ingest(llm, PREFIX, chunk, name)
     for name, hits in (("a", 2), ("b", 1), ("c", 0)):

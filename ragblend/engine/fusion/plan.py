@@ -202,6 +202,34 @@ class FuseResult:
             self.fixed_cost += num_rows
 
 
+def merge_fusions(fused: Sequence[tuple[FusePlan, FuseResult]]) -> tuple[FusePlan, FuseResult]:
+    """Return the plans and results of one prompt, fused part by part, as one plan and one result.
+
+    `fused`: in the order of the parts, each of which had the parts before it as resident rows. The rule and the query
+    probe's attention are the last part's.
+    """
+    (plan, result), (first, _) = fused[-1], fused[0]
+    if len(fused) == 1:
+        return plan, result
+    deviations = [part.deviation for _, part in fused if part.deviation is not None]
+    deviation = deviations[-1].clone() if len(deviations) == len(fused) else None
+    if deviation is not None:
+        for earlier in deviations[:-1]:  # each has a value for the rows of its own part
+            deviation[: len(earlier)] = earlier.where(~earlier.isnan(), deviation[: len(earlier)])
+    merged = replace(
+        result,
+        recomputed=torch.cat([part.recomputed for _, part in fused]),
+        rows_per_layer=[sum(rows) for rows in zip(*(part.rows_per_layer for _, part in fused), strict=True)],
+        fixed_cost=sum(part.fixed_cost for _, part in fused),
+        probe_s=sum(part.probe_s for _, part in fused),
+        select_s=sum(part.select_s for _, part in fused),
+        deviation=deviation,
+    )
+    placements = tuple(placement for part, _ in fused for placement in part.placements)
+    exact_end = min(first.num_resident, plan.exact_end)
+    return replace(plan, placements=placements, num_resident=first.num_resident, num_exact=exact_end), merged
+
+
 def record_fusion(
     report: BlendReport,
     starts: Iterable[int],

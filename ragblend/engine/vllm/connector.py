@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,7 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
     """Message of one engine step from the scheduler to the workers."""
 
     jobs: list[BlendJob] = field(default_factory=list)  # new ones
+    resident: dict[str, BlendReport] = field(default_factory=dict)  # by id of requests that need no job
     is_idle: bool = False  # vLLM schedules no tokens in this step
 
 
@@ -147,7 +148,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if is_idle:
             self.scheduler.wait_for_pending()
-        return BlendMetadata(self.scheduler.take_jobs(), is_idle)
+        return BlendMetadata(self.scheduler.take_jobs(), self.scheduler.take_resident(), is_idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' message to the scheduler's half."""
@@ -201,6 +202,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
         meta = self._get_connector_metadata()
+        self._keep_reports(meta.resident)
         if weights_updated.is_set():  # all ranks see it between the same two steps
             self._record_finished(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
         else:
@@ -218,15 +220,19 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _record_finished(self, finished: Sequence[JobResult]) -> None:
         for job, report, failed in finished:
             self._finished.add(job.request_id)
-            self._reports[job.request_id] = self._recent_reports[job.request_id] = report
-            if len(self._recent_reports) > _REPORTS_KEPT:
-                self._recent_reports.popitem(last=False)
+            self._reports[job.request_id] = report
+            self._keep_reports({job.request_id: report})
             if failed:
                 # The resident blocks are valid, and other requests may share them.
                 self._failed_blocks.update(job.block_ids[job.num_resident // self._worker.layers.block_size :])
 
+    def _keep_reports(self, reports: Mapping[str, BlendReport]) -> None:
+        self._recent_reports.update(reports)
+        while len(self._recent_reports) > _REPORTS_KEPT:
+            self._recent_reports.popitem(last=False)
+
     def report_for(self, request_id: str) -> dict[str, Any] | None:
-        """Return the report of a recent job as JSON values; None if there is none.
+        """Return the report of a recent request as JSON values; None if there is none.
 
         `request_id` may lack the suffix that vLLM appends to a front end's id.
         """

@@ -24,7 +24,14 @@ from ragblend.engine.loop import run_call
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import OutputDelta, VllmEngineBase, VllmRequest
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.launch import EXTENSION, Checkpoint, cpu_paged_kv_bytes, has_cuda, vllm_environment
+from ragblend.engine.vllm.launch import (
+    BLOCK_SIZE_ON_CPU,
+    EXTENSION,
+    Checkpoint,
+    cpu_paged_kv_bytes,
+    has_cuda,
+    vllm_environment,
+)
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
     report_from_params,
@@ -153,6 +160,8 @@ def start_vllm(
         "worker_extension_cls": EXTENSION,
         **options,
     }
+    if not has_cuda():
+        arguments.setdefault("block_size", BLOCK_SIZE_ON_CPU)
     if not has_cuda() and not {"compilation_config", "optimization_level"} & set(options):
         arguments.setdefault("enforce_eager", True)  # on a CPU, compiling takes longer than most sessions
     memory = cpu_paged_kv_bytes(checkpoint, options.get("max_model_len"))

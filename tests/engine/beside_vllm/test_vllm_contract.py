@@ -21,8 +21,9 @@ ATTRIBUTES = {
     ("vllm.v1.request", "Request"): (
         "request_id", "prompt_token_ids", "prompt_embeds", "cache_salt", "block_hashes", "update_block_hashes",
         "kv_transfer_params", "skip_reading_prefix_cache", "num_preemptions", "num_output_tokens", "arrival_time",
-        "mm_features", "lora_request", "sampling_params",
+        "mm_features", "lora_request", "sampling_params", "prefill_stats",
     ),
+    ("vllm.v1.metrics.stats", "PrefillStats"): ("set", "num_prompt_tokens", "num_local_cached_tokens"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): ("get_computed_blocks",),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): ("get_block_ids",),
     ("vllm.v1.core.sched.output", "SchedulerOutput"): ("total_num_scheduled_tokens",),

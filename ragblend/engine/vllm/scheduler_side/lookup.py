@@ -19,6 +19,7 @@ from ragblend.engine.store.format.keys import KEY_CONTEXTS, LookupContext, chunk
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import MAX_RUNS, BlendParams
 from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
+from ragblend.engine.vllm.scheduler_side.turns import turn_ends
 from ragblend.engine.vllm.worker_side.worker import StoredSpan
 from ragblend.errors import RagblendError
 from ragblend.options import ContextPolicy
@@ -37,6 +38,7 @@ class LookupResult(NamedTuple):
     stored: tuple[StoredSpan, ...] = ()  # the runs whose chunk has a stored entry
     missing: tuple[str, ...] = ()  # keys of entries that this machine does not have, but the remote tier may have
     match_s: float = 0.0  # seconds that matching the prompt took
+    turn_ends: tuple[int, ...] = ()  # positions at which the prompt's turns end
 
 
 class ChunkLookup:
@@ -108,7 +110,8 @@ class ChunkLookup:
         candidates = list(self._candidates(ids, runs, params.namespace))
         missing = self._missing(candidates) if asks_remote else ()
         stored = () if missing else tuple(self._find_stored(candidates))
-        return LookupResult(runs, stored, missing, match_s)
+        ends = turn_ends(ids, self._matcher.tail_ids if self._matcher is not None else (), runs) if stored else ()
+        return LookupResult(runs, stored, missing, match_s, tuple(ends))
 
     def _match(self, ids: Sequence[int], namespace: str) -> tuple[ChunkRun, ...]:
         if self._matcher is None:

@@ -8,9 +8,7 @@ Depends on the attributes of vLLM's requests; does not import vLLM.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -36,12 +34,12 @@ from ragblend.engine.vllm.params import (
 from ragblend.engine.vllm.scheduler_side.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, machine_facts_of
 from ragblend.engine.vllm.scheduler_side.lookup import PATIENCE_S, ChunkLookup, LookupResult
-from ragblend.engine.vllm.scheduler_side.matching import ConversationSalts, PromptMatcher
+from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
+from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
-from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S, BlendJob, StoredSpan
+from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S, BlendJob, BlendTurn, StoredSpan
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.token_index import MIN_RUN
 from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 log = logging.getLogger(__name__)
@@ -63,7 +61,7 @@ class _RequestState:
     params: BlendParams
     report: BlendReport
     end: int = 0  # the connector fills tokens [0, end); 0: none
-    stored: tuple[StoredSpan, ...] = ()
+    turns: tuple[BlendTurn, ...] = ()  # the turns of the prompt that have stored chunks
     pending_lookup: Future[LookupResult] | None = None  # the plan is made from its result
     pending_fetch: PendingFetch | None = None  # from the remote tier; a second lookup follows it
     waited_s: float = 0.0  # for the fetch
@@ -71,12 +69,19 @@ class _RequestState:
     adapts_ratio: bool = False  # the loading controller still has to choose the ratio, or full prefill
     is_new: bool = True  # the scheduler has not waited for its lookup yet
     is_ours: bool = True  # it has parameters, or its prompt has runs of chunks
-    is_salted: bool = False  # only its own conversation, or no request, finds its blocks in vLLM's prefix cache
+    is_separated: bool = False  # vLLM's prefix cache shares its blocks only with prompts whose blocks have the same KV
+    hidden: tuple[int, list[Any]] | None = None  # index and hashes of blocks that are computed again, see `hide_blocks`
     num_resident: int = 0  # tokens at the prompt's start that vLLM's prefix cache has
     runs: tuple[ChunkRun, ...] | None = None  # None before the prompt is matched
     num_missing: int = 0  # runs without a stored entry
     is_filled: bool = False  # the workers have reported the job
-    request: Any = None  # vLLM's, until its first token
+    request: Any = None  # vLLM's
+    is_timed: bool = False  # its first token is recorded
+
+    @property
+    def stored(self) -> tuple[StoredSpan, ...]:
+        """Return the stored chunks of all turns."""
+        return tuple(span for turn in self.turns for span in turn.stored)
 
 
 class BlendScheduler:
@@ -87,6 +92,7 @@ class BlendScheduler:
         self.metrics = RequestMetrics()
         self.requests: dict[str, _RequestState] = {}
         self._new_jobs: list[BlendJob] = []
+        self._new_resident: dict[str, BlendReport] = {}
         # A fetched entry is also in the remote tier, so no write needs to wait until the disk has it (fsync).
         self.store = config.open_tiers(fsync=False)
         disk = self.store.disk_tier
@@ -107,7 +113,6 @@ class BlendScheduler:
         self._filling: set[str] = set()  # requests whose context the workers fill
         matcher = self._make_matcher(model)
         self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, matcher)
-        self._salts = ConversationSalts(matcher.tail_ids if matcher is not None else ())
         self._cache_config = vllm_config.cache_config
         self.kv_cache_manager: Any = None  # vLLM's, once vLLM has passed it
         self._reuses = True
@@ -147,8 +152,7 @@ class BlendScheduler:
         state.request = request
         self.metrics.add(requests=state.is_ours, refused_requests=bool(state.report.refused_reason))
         if state.params.mode == "full":
-            state.is_salted = True
-            _hide(request)
+            hide_blocks(request, 0)
         elif not state.report.refused_reason and state.params.mode != "prefix":
             self._start_lookup(request, state, asks_remote=self._fetch is not None)
             self._is_plan_ready(request, state)
@@ -162,7 +166,7 @@ class BlendScheduler:
             return None
         tenant = (request.kv_transfer_params or {}).get(TENANT_KEY)
         if not isinstance(tenant, str):  # the request did not pass the front end's gate
-            _hide(request)
+            hide_blocks(request, 0)
             raise UsageError("the server requires API keys, but the request has none; send Authorization: Bearer KEY")
         namespace = salted_namespace(tenant, request.cache_salt)
         if namespace:
@@ -256,7 +260,7 @@ class BlendScheduler:
                 state.pending_fetch = self._fetch.start(result.missing)
                 return False
             if state.runs:
-                self._plan_fill(request, state, state.runs, result.stored)
+                self._plan_fill(request, state, state.runs, result)
         return True
 
     def _take_runs(self, request: Any, state: _RequestState, result: LookupResult) -> None:
@@ -275,55 +279,40 @@ class BlendScheduler:
         self._resolve_rule(request, state)
         state.report.match_s = result.match_s
 
-    def _plan_fill(
-        self, request: Any, state: _RequestState, runs: Sequence[ChunkRun], stored: tuple[StoredSpan, ...]
-    ) -> None:
+    def _plan_fill(self, request: Any, state: _RequestState, runs: Sequence[ChunkRun], found: LookupResult) -> None:
         """Set the end of the context that the connector fills, from the stored chunks."""
-        state.stored = stored
         if state.params.mode == "ingest":
+            state.turns = (BlendTurn(0, len(request.prompt_token_ids), found.stored),)
             state.end = runs[-1].end
-            state.is_salted = True
-            _hide(request)
+            state.is_separated = True
+            hide_blocks(request, 0)
             return
-        state.num_missing = len(runs) - len(stored)
-        state.end = stored[-1].end if stored else 0
+        state.num_missing = len(runs) - len(found.stored)
+        state.turns = split_by_turns(found.stored, found.turn_ends)
+        state.end = state.turns[-1].fused_end if state.turns else 0
         if state.end and not state.adapts_ratio:  # the loading controller may still choose full prefill
-            self._share_conversation(request, state)
+            self._separate(request, state)
 
-    def _share_conversation(self, request: Any, state: _RequestState) -> None:
-        """Salt a request so that it shares blended blocks with earlier and later turns of its conversation.
-
-        Leave the request to vLLM instead if its prefix cache has exact tokens, and blending would compute no fewer
-        tokens than vLLM.
-        """
-        ids, params, choice = request.prompt_token_ids, state.params, state.choice
-        assert choice is not None
-        salt, num_exact = request.cache_salt, self._num_cached(request)
-        settings = (params.namespace, params.mode, params.rule, params.ratio, choice.is_auto_ratio, params.seed)
-        _salt(request, self._salts.salt_for(ids, settings))
-        state.is_salted = True
-        ratio = params.ratio if params.mode == "blend" else 0.0
-        assert isinstance(ratio, float | int)
-        num_resident = self._num_cached(request)
-        num_stored = sum(span.end - span.start for span in _from(state.stored, num_resident))
-        if num_exact and num_exact >= num_resident + (1 - ratio) * num_stored:
-            _salt(request, salt)
-            state.is_salted = False
-            self._leave(request, state, num_exact)
-            self._count_left("prefix_cache")
+    def _separate(self, request: Any, state: _RequestState) -> None:
+        """Have vLLM's prefix cache share the request's blended blocks only with prompts that blend them equally."""
+        assert state.choice is not None
+        params, fit = state.params, state.choice.fit
+        rule_and_layer = fit.rule_and_layer if fit is not None else None
+        settings = (params.mode, params.rule, state.report.recompute_ratio, rule_and_layer, params.seed)
+        separate_blended_blocks(request, state.turns, settings, self._cache_config.block_size)
+        state.is_separated = True
 
     def _num_cached(self, request: Any) -> int:
-        """Return the number of leading tokens that vLLM's prefix cache has under the request's salt."""
+        """Return the number of leading tokens that vLLM's prefix cache has under the request's hashes."""
         return 0 if self.kv_cache_manager is None else int(self.kv_cache_manager.get_computed_blocks(request)[1])
 
-    def _leave(self, request: Any, state: _RequestState, num_cached: int) -> None:
-        """Leave the rest of a prompt to vLLM, whose prefix cache has its first `num_cached` tokens."""
-        report = state.report
-        if not state.is_salted:
-            report = _as_prefill(report)
-        is_exact, runs = report.mode == "prefix" or report.recompute_ratio >= 1, state.runs or ()
+    def _record_resident(self, state: _RequestState, num_cached: int) -> None:
+        """Complete the report of a request whose context vLLM's prefix cache has: the first `num_cached` tokens."""
+        report, runs = state.report, state.runs or ()
         report.chunks = [
-            replace(chunk, hit=True, prefix_match="exact", exact=is_exact) if run.start < num_cached else chunk
+            replace(chunk, hit=True, prefix_match="exact", exact=report.recompute_ratio >= 1)
+            if run.start < num_cached
+            else chunk
             for chunk, run in zip(report.chunks, runs, strict=True)
         ]
         report.num_prefix_tokens = report.num_reused_tokens = num_cached
@@ -331,7 +320,7 @@ class BlendScheduler:
         total = sum(chunk.num_tokens for chunk in report.chunks)
         cached = sum(max(0, min(run.end, num_cached) - run.start) for run in runs)
         report.charged_budget = report.charged_budget_32 = 1 - cached / total
-        state.report, state.end, state.stored, state.num_missing = report, 0, (), 0
+        state.is_filled = True
         self.metrics.add(reused_tokens=num_cached)
 
     def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
@@ -344,13 +333,13 @@ class BlendScheduler:
         state.adapts_ratio = False
         if decision.fallback_reason:
             state.report = _as_prefill(state.report, decision.fallback_reason)
-            state.stored, state.end = (), 0
+            state.turns, state.end = (), 0
             self.metrics.add(refused_requests=1)
             return
         state.report.recompute_ratio = decision.ratio
         if state.choice.fit is not None:
             state.report.predicted_agreement = state.choice.fit.agreement_at(decision.ratio)
-        self._share_conversation(request, state)
+        self._separate(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the number of tokens after `num_computed_tokens` that the workers will fill with KV.
@@ -361,23 +350,31 @@ class BlendScheduler:
         state = self.requests.get(request.request_id)
         if state is None:
             return 0, False
-        was_salted = state.is_salted
+        was_separated = state.is_separated
         if not self._is_plan_ready(request, state):
             return None, False
         if state.end and state.adapts_ratio:
             self._adapt_ratio(request, state)
-        if state.is_salted != was_salted and num_computed_tokens != self._num_cached(request):
-            return None, False  # vLLM counted under the previous salt, and counts again at the next step
+        if state.is_separated != was_separated and (num_computed_tokens or self._num_cached(request)):
+            return None, False  # vLLM found blocks by the previous hashes, and looks again at the next step
         if not state.end:
             return 0, False
-        if request.num_preemptions and num_computed_tokens > state.num_resident:
-            # Its own blocks that survived the preemption are filled again, so that they do not change the result.
-            _hide_blocks(request, state.num_resident // self._cache_config.block_size)
-            return None, False
-        num_stored = sum(span.end - span.start for span in _from(state.stored, num_computed_tokens))
-        if num_computed_tokens and num_stored < MIN_RUN and state.params.mode != "ingest":
-            self._leave(request, state, num_computed_tokens)
+        is_ingestion = state.params.mode == "ingest"
+        if num_computed_tokens >= state.end and not is_ingestion:
+            if not state.is_filled:
+                self._record_resident(state, num_computed_tokens)
+                self._new_resident[request.request_id] = state.report
             return 0, False
+        # A turn of which vLLM has only a part is fused again, because its selection is one of the whole turn.
+        start = 0
+        if not is_ingestion:
+            start = next(turn.fused_start for turn in state.turns if turn.fused_end > num_computed_tokens)
+        if num_computed_tokens > start:
+            _unhide_blocks(request, state)
+            index = start // self._cache_config.block_size
+            state.hidden = index, request.block_hashes[index:]
+            hide_blocks(request, index)
+            return None, False
         state.num_resident = num_computed_tokens
         return state.end - num_computed_tokens, True
 
@@ -386,6 +383,7 @@ class BlendScheduler:
         state = self.requests.get(request.request_id)
         if state is None:
             return
+        _unhide_blocks(request, state)  # once they are computed again, they are found again
         self._filling.add(request.request_id)
         fit = state.choice.fit if state.choice is not None else None
         self._new_jobs.append(
@@ -396,7 +394,7 @@ class BlendScheduler:
                 tuple(request.prompt_token_ids),
                 tuple((run.start, run.end) for run in state.runs or ()),
                 state.end,
-                _from(state.stored, state.num_resident),
+                tuple(turn for turn in state.turns if not turn.stored or turn.fused_end > state.num_resident),
                 tuple(block_ids),
                 self.fingerprint,
                 fit.rule_and_layer if fit is not None else None,
@@ -433,6 +431,11 @@ class BlendScheduler:
         jobs, self._new_jobs = self._new_jobs, []
         return jobs
 
+    def take_resident(self) -> dict[str, BlendReport]:
+        """Return the reports, by request id, of this step's new requests whose context vLLM's prefix cache has."""
+        reports, self._new_resident = self._new_resident, {}
+        return reports
+
     def take_reports(self, reports: Mapping[str, BlendReport], memory: MemoryTierDelta | None) -> None:
         """Record the workers' reports, by request id, and the changes of their memory tier."""
         if memory is not None:
@@ -446,8 +449,22 @@ class BlendScheduler:
             if state is not None:
                 report.predicted_agreement, report.match_s = state.report.predicted_agreement, state.report.match_s
                 state.report, state.is_filled = report, True
-                if report.refused_reason:
-                    state.end = 0  # so that a failed blend is not repeated forever
+                self._note_result(state)
+
+    def _note_result(self, state: _RequestState) -> None:
+        """Tell vLLM's request which tokens were reused, and hide its blocks if they are not what was planned."""
+        request, report, starts = state.request, state.report, {span.start for span in state.stored}
+        stats = request.prefill_stats  # None after the first token
+        if stats is not None:
+            num_local = stats.num_local_cached_tokens
+            stats.set(stats.num_prompt_tokens, num_local, max(0, report.num_reused_tokens - num_local))
+        is_read = all(
+            chunk.hit for run, chunk in zip(state.runs or (), report.chunks, strict=False) if run.start in starts
+        )
+        if report.refused_reason or not is_read:
+            hide_blocks(request, state.num_resident // self._cache_config.block_size)
+        if report.refused_reason:
+            state.turns, state.end = (), 0  # so that a failed blend is not repeated forever
 
     def on_request_finished(self, request_id: str) -> dict[str, Any] | None:
         """Remove a request. Return the `kv_transfer_params` of its response; None for a request left to vLLM."""
@@ -471,10 +488,10 @@ class BlendScheduler:
 
     def _time_first_token(self, state: _RequestState) -> None:
         """Record the request's first token, at most one engine step late."""
-        if state.request is not None and state.request.num_output_tokens > 0:
+        if not state.is_timed and state.request.num_output_tokens > 0:
             if state.params.mode != "ingest" and state.is_ours:
                 self.metrics.record_first_token(state.report.mode, state.request.arrival_time)
-            state.request = None
+            state.is_timed = True
 
     def close(self) -> None:
         """End the threads for deletions, fetches and lookups."""
@@ -512,25 +529,11 @@ def _as_prefill(report: BlendReport, reason: str = "") -> BlendReport:
     )
 
 
-def _from(stored: Sequence[StoredSpan], start: int) -> tuple[StoredSpan, ...]:
-    """Return the parts of stored spans from position `start` on."""
-    cut = (
-        span._replace(start=max(start, span.start), chunk_start=span.chunk_start + max(0, start - span.start))
-        for span in stored
-    )
-    return tuple(span for span in cut if span.start < span.end)
-
-
-def _hide(request: Any) -> None:
-    """Give a request a unique salt, so that it shares no block in vLLM's prefix cache with other requests."""
-    _salt(request, f"{request.cache_salt or ''}ragblend-{uuid.uuid4().hex}")
-
-
-def _hide_blocks(request: Any, num_seen: int) -> None:
-    """Change the hashes of a request's blocks after the first `num_seen`, so that vLLM's prefix cache lacks them."""
-    salt = uuid.uuid4().bytes
-    hidden = [hashlib.sha256(salt + each).digest() for each in request.block_hashes[num_seen:]]
-    request.block_hashes[num_seen:] = hidden
+def _unhide_blocks(request: Any, state: _RequestState) -> None:
+    """Give blocks that were hidden from vLLM's prefix cache their hashes back."""
+    if state.hidden is not None:
+        index, hashes = state.hidden
+        request.block_hashes[index:], state.hidden = hashes, None
 
 
 def _salt(request: Any, salt: str | None) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
-from ragblend.engine.fusion.plan import FusePlan, Placement, record_fusion
+from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement, merge_fusions, record_fusion
 from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
 from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
 from ragblend.engine.store.base import KVStore
@@ -66,9 +66,30 @@ class StoredSpan(NamedTuple):
     chunk_start: int = 0  # index of the run's first token in the chunk
 
 
+class BlendTurn(NamedTuple):
+    """Positions [start, end) of a prompt. Their stored chunks are fused with the question after the last of them."""
+
+    start: int
+    end: int
+    stored: tuple[StoredSpan, ...]  # ascending
+
+    @property
+    def fused_start(self) -> int:
+        """Position of the first stored token."""
+        return self.stored[0].start
+
+    @property
+    def fused_end(self) -> int:
+        """Position after the last stored token."""
+        return self.stored[-1].end
+
+
 @dataclass(frozen=True, slots=True)
 class BlendJob:
-    """Work for one request: fill positions [0, end) of its blocks. Mode "ingest" also stores the last of `spans`."""
+    """Work for one request: fill positions [0, end) of its blocks. Mode "ingest" also stores the last of `spans`.
+
+    `turns`: fused one after the other. An ingestion has one, of the chunks that are stored already.
+    """
 
     request_id: str
     params: BlendParams
@@ -76,7 +97,7 @@ class BlendJob:
     token_ids: tuple[int, ...]  # of the whole prompt
     spans: tuple[tuple[int, int], ...]  # positions [start, end) of its runs
     end: int  # of the context; vLLM computes the tokens after it
-    stored: tuple[StoredSpan, ...]
+    turns: tuple[BlendTurn, ...]
     block_ids: tuple[int, ...]
     fingerprint: str
     fitted: tuple[str, int] | None = None  # calibrated rule and check layer
@@ -86,6 +107,11 @@ class BlendJob:
     def prefix_ids(self) -> tuple[int, ...]:
         """Ids before the first chunk."""
         return self.token_ids[: self.spans[0][0]]
+
+    @property
+    def stored(self) -> tuple[StoredSpan, ...]:
+        """Stored chunks of all turns."""
+        return tuple(span for turn in self.turns for span in turn.stored)
 
     @property
     def num_tokens_to_compute(self) -> int:
@@ -288,17 +314,44 @@ class BlendWorker:
     # -- the two kinds of jobs
 
     def _blend(self, job: BlendJob) -> Steps[_JobOutput]:
-        """Fuse the stored chunks into the request's blocks. After a damaged entry, start again without it."""
-        reuse = job.params.mode != "blend"
+        """Fuse the stored chunks into the request's blocks, one turn of the prompt after the other."""
         own = (job.params.namespace, job.prefix_ids)
         was_known = own in self._prefixes
         prefix = () if job.num_resident else (yield from self._prefix(job))
         num_resident = job.num_resident or sum(placement.end for placement in prefix)
         num_known = 0 if own in self._prefixes and not was_known and not job.num_resident else num_resident
+        mode = job.params.reported_mode
+        report = BlendReport(mode, "none", job.ratio if job.params.mode == "blend" else 0.0)
+        fused: list[tuple[FusePlan, FuseResult]] = []
+        for turn in job.turns:
+            before = prefix if not fused else ()
+            fused.append((yield from self._blend_turn(job, turn, before, num_resident, report)))
+            num_resident = turn.fused_end
+        plan, result = merge_fusions(fused)
+        if job.params.mode == "blend":
+            report.rule = plan.rule.name
+        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.spans]
+        stored = {span.start: span for span in job.stored}
+        used = {each.start: (each, stored[each.start].match, stored[each.start].policy) for each in plan.placements}
+        record_fusion(report, [start for start, _ in job.spans], used, plan, result, num_known)
+        return report, None
+
+    def _blend_turn(
+        self,
+        job: BlendJob,
+        turn: BlendTurn,
+        prefix: tuple[Placement, ...],
+        num_resident: int,
+        report: BlendReport,
+    ) -> Steps[tuple[FusePlan, FuseResult]]:
+        """Fuse one turn's chunks. After a damaged entry, start again without it. Add the seconds to `report`.
+
+        `num_resident`: the number of tokens before the turn whose KV is there, in blocks or as the placements `prefix`.
+        """
         damaged: set[str] = set()
         while True:
-            plan = self._fuse_plan(job, self._lookup(job, damaged), num_resident)
-            paged = self._paged(job, plan)
+            plan = self._fuse_plan(job, turn, self._lookup(turn.stored, damaged), num_resident)
+            paged = self._paged(job, turn, plan, 0 if prefix else num_resident)
             try:
                 ends_s: list[float] = []
                 placed = (*prefix, *plan.placements)
@@ -316,15 +369,10 @@ class BlendWorker:
         result.add_first_layer_cost(num_charged, plan)
         if self.timelines is not None:
             self.timelines.append(source.timeline(ends_s))
-        report = BlendReport(job.params.reported_mode, "none" if reuse else plan.rule.name, 0.0 if reuse else job.ratio)
-        report.load_s, report.stall_s, report.num_damaged_entries = source.load_s, source.stall_s, len(damaged)
-        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.spans]
-        stored = {span.start: span for span in job.stored}
-        by_start = {each.start: (each, stored[each.start].match, stored[each.start].policy) for each in plan.placements}
-        firsts = {start: first for start, end in job.spans if (first := max(start, job.num_resident)) < end}
-        used = {start: by_start[first] for start, first in firsts.items() if first in by_start}
-        record_fusion(report, [start for start, _ in job.spans], used, plan, result, num_known)
-        return report, None
+        report.load_s += source.load_s
+        report.stall_s += source.stall_s
+        report.num_damaged_entries += len(damaged)
+        return plan, result
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
         """Compute the KV of the last span after the ids before it, and queue it for storing."""
@@ -350,7 +398,7 @@ class BlendWorker:
         ids, start = torch.tensor(job.token_ids, dtype=torch.int64, device=self.layers.device), job.spans[-1][0]
         damaged: set[str] = set()
         while True:
-            placed, num_resident = self._lookup(job, damaged), sum(placement.end for placement in prefix)
+            placed, num_resident = self._lookup(job.stored, damaged), sum(placement.end for placement in prefix)
             plan = FusePlan(ids[:start], placed, num_resident=num_resident, num_fused=start)
             paged = PagedKV(self.layers, job.block_ids, job.end)
             try:
@@ -379,30 +427,41 @@ class BlendWorker:
 
     # -- parts of jobs
 
-    def _fuse_plan(self, job: BlendJob, placements: tuple[Placement, ...], num_resident: int) -> FusePlan:
-        """Return the plan of a blend: placed chunks, selection rule and check layer."""
-        params, layers, question_start = job.params, self.layers, job.spans[-1][1]
-        plan = FusePlan(
-            torch.tensor(job.token_ids, dtype=torch.int64, device=layers.device),
-            placements,
-            num_resident=num_resident,
-            seed=params.seed,
-            num_fused=job.end,
-            sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
-            question_start=question_start if question_start < len(job.token_ids) else None,
-            # Earlier turns were blended by the same rule and ratio, which are part of the salt of their blocks.
-            num_exact=None if params.mode == "blend" and job.ratio >= 1 else min(num_resident, job.spans[0][0]),
-        )
-        return plan.with_rule(params.rule, job.ratio, layers, job.fitted) if params.mode == "blend" else plan
+    def _fuse_plan(
+        self, job: BlendJob, turn: BlendTurn, placements: tuple[Placement, ...], num_resident: int
+    ) -> FusePlan:
+        """Return the plan of a turn: placed chunks, selection rule and check layer.
 
-    def _paged(self, job: BlendJob, plan: FusePlan) -> PagedKV:
+        The plan is a function of the prompt: how many tokens before the turn's first chunk have KV already changes
+        nothing but the work.
+        """
+        params, layers, ids = job.params, self.layers, job.token_ids[: turn.end]
+        spans = [span for span in job.spans if turn.start <= span[0] < turn.end]
+        question_start = spans[-1][1]
+        plan = FusePlan(
+            torch.tensor(ids, dtype=torch.int64, device=layers.device),
+            placements,
+            num_resident=spans[0][0],
+            seed=params.seed,
+            num_fused=turn.fused_end,
+            sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
+            question_start=question_start if question_start < len(ids) else None,
+        )
+        if params.mode == "blend":
+            plan = plan.with_rule(params.rule, job.ratio, layers, job.fitted)
+        is_exact = params.mode == "blend" and job.ratio >= 1
+        return replace(
+            plan, num_resident=num_resident, num_exact=None if is_exact else min(num_resident, job.spans[0][0])
+        )
+
+    def _paged(self, job: BlendJob, turn: BlendTurn, plan: FusePlan, num_in_blocks: int) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
         kept = {plan.check_layer}
         if self.layers.attends_scattered_rows_together and 0 < plan.ratio < 1:
             kept.update(range(self.layers.num_layers))
-        num_probe_rows = len(job.token_ids) - job.end if plan.probe_layers else 0
+        num_probe_rows = len(plan.token_ids) - plan.end if plan.probe_layers else 0
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
-        return PagedKV(self.layers, job.block_ids, job.end, kept, num_probe_rows, job.num_resident)
+        return PagedKV(self.layers, job.block_ids, plan.end, kept, num_probe_rows, num_in_blocks)
 
     def _source(
         self, placements: Sequence[Placement], paged: PagedKV, *, corrects_drift: bool = False
@@ -441,15 +500,15 @@ class BlendWorker:
             self._prefixes.popitem(last=False)
         return (Placement(known, 0, exact=True),)
 
-    def _lookup(self, job: BlendJob, damaged: set[str]) -> tuple[Placement, ...]:
+    def _lookup(self, stored: Sequence[StoredSpan], damaged: set[str]) -> tuple[Placement, ...]:
         """Return the stored chunks that could be read on all ranks, with this rank's heads."""
         found: list[ChunkKV | None] = []
-        for span in job.stored:
+        for span in stored:
             found.append(self._store.get_local(span.key, span.chunk_ids, {}) if span.key not in damaged else None)
         # Each rank reads separately. A chunk that one rank cannot read is a miss on all, so that all compute the same.
         counts = self.layers.count_ranks([kv is not None for kv in found])
         placements = []
-        for span, kv, count in zip(job.stored, found, counts, strict=True):
+        for span, kv, count in zip(stored, found, counts, strict=True):
             if kv is not None and count == self.layers.num_ranks:
                 rows = slice_kv_rows(
                     self.layers.select_own_heads(kv), span.chunk_start, span.chunk_start + span.end - span.start

@@ -1,0 +1,97 @@
+"""Turns of a prompt, and the hashes of its blocks in vLLM's own prefix cache.
+
+Every turn's chunks are fused with the turn's own question. So the KV of a turn depends on the prompt up to the end of
+this turn, and not on later turns: a later prompt of the conversation finds it in vLLM's prefix cache, and a prompt that
+finds nothing there computes the same. Depends on token ids and block hashes, not on vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from ragblend.engine.base import ends_with_quotation
+from ragblend.engine.vllm.worker_side.worker import BlendTurn, StoredSpan
+from ragblend.prompt.types import ChunkRun
+
+
+def turn_ends(token_ids: Sequence[int], tail_ids: Sequence[int], runs: Sequence[ChunkRun] = ()) -> list[int]:
+    """Return the positions at which the turns of a prompt end, in ascending order. The last one is the prompt's end.
+
+    `tail_ids`: the ids that the chat template writes after a user turn; a turn ends after them, unless they are inside
+    one of `runs`.
+
+    >>> turn_ends([5, 1, 2, 6, 7, 1, 2, 8], [1, 2]), turn_ends([5, 1, 2], [1, 2]), turn_ends([5, 6], [])
+    ([3, 7, 8], [3], [2])
+    """
+    ids, tail, count = list(token_ids), list(tail_ids), len(tail_ids)
+    ends, start = [], 0
+    while tail:
+        try:
+            start = ids.index(tail[0], start)
+        except ValueError:
+            break
+        end = start + count
+        if ids[start:end] == tail and not any(run.start < end <= run.end for run in runs):
+            ends.append(end)
+        start += 1
+    return ends if ends and ends[-1] == len(ids) else [*ends, len(ids)]
+
+
+def without_quotations(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> list[ChunkRun]:
+    """Return the runs without those that may be quotations in the question of their turn."""
+    ids, kept = list(token_ids), list[ChunkRun]()
+    for start, end in pairwise([0, *turn_ends(ids, tail_ids, runs)]):
+        own = [run for run in runs if start <= run.start < end]
+        kept += own[:-1] if ends_with_quotation(own, ids[:end], tail_ids) else own
+    return kept
+
+
+def split_by_turns(stored: Sequence[StoredSpan], ends: Sequence[int]) -> tuple[BlendTurn, ...]:
+    """Return the turns that have stored chunks. `ends`: see `turn_ends`."""
+    turns = (
+        BlendTurn(start, end, tuple(span for span in stored if start <= span.start < end))
+        for start, end in pairwise([0, *ends])
+    )
+    return tuple(turn for turn in turns if turn.stored)
+
+
+def separate_blended_blocks(
+    request: Any, turns: Sequence[BlendTurn], settings: tuple[object, ...], block_size: int
+) -> None:
+    """Change the hashes of a request's blocks so that only prompts whose blocks have the same KV share them.
+
+    The KV of a turn, from its first stored chunk on, depends on all tokens up to the turn's end, on the stored chunks,
+    and on `settings`, but vLLM hashes the tokens up to the end of a block. Blocks before the first chunk keep vLLM's
+    own hashes, because their KV is exact.
+    """
+    digest, start = hashlib.sha256(repr(settings).encode(errors="surrogatepass")), 0
+    for turn in turns:
+        digest.update(array("Q", request.prompt_token_ids[start : turn.end]))
+        digest.update(repr([(span.start, span.end, span.key, span.exact) for span in turn.stored]).encode())
+        start = turn.end
+        _mix_into_hashes(request, turn.fused_start // block_size, digest.digest())
+
+
+def hide_blocks(request: Any, num_seen: int) -> None:
+    """Change the hashes of a request's blocks after the first `num_seen`, so that vLLM's prefix cache lacks them."""
+    _mix_into_hashes(request, num_seen, uuid.uuid4().bytes)
+
+
+def _mix_into_hashes(request: Any, index: int, secret: bytes) -> None:
+    """Mix `secret` into the hash of the block at `index`, and so into the hashes of all later blocks.
+
+    vLLM hashes a block once its last token is known. Without the block's hash, the hash before it is changed, or the
+    salt of the first one.
+    """
+    hashes = request.block_hashes
+    if hashes:
+        index = min(index, len(hashes) - 1)
+        hashes[index:] = [hashlib.sha256(secret + hashes[index]).digest()]
+        request.update_block_hashes()  # of the later blocks; each is computed from the one before
+    else:
+        request.cache_salt = f"ragblend-{secret.hex()}{request.cache_salt or ''}"
