@@ -13,7 +13,7 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
@@ -76,7 +76,7 @@ class _RequestState:
     runs: tuple[ChunkRun, ...] | None = None  # None before the prompt is matched
     num_missing: int = 0  # runs without a stored entry
     is_filled: bool = False  # the workers have reported the job
-    request: Any = None  # vLLM's, until its first token
+    request: Any = field(default=None, repr=False)  # vLLM's, until its first token
 
 
 class BlendScheduler:
@@ -515,7 +515,7 @@ def _as_prefill(report: BlendReport, reason: str = "") -> BlendReport:
 def _from(stored: Sequence[StoredSpan], start: int) -> tuple[StoredSpan, ...]:
     """Return the parts of stored spans from position `start` on."""
     cut = (
-        span._replace(start=max(start, span.start), chunk_start=span.chunk_start + max(0, start - span.start))
+        replace(span, start=max(start, span.start), chunk_start=span.chunk_start + max(0, start - span.start))
         for span in stored
     )
     return tuple(span for span in cut if span.start < span.end)
