@@ -21,7 +21,7 @@ from ragblend.files.places import expand_user_path
 from ragblend.files.store_folder import DEFAULT_STORE
 from ragblend.option_fields import at_least, check_options, copy_option, option
 from ragblend.options import TIER_NAMES, ContextPolicy, GenerationOptions, Mode, RatioChoice, TierOptions
-from ragblend.redaction import redact_message, redact_url
+from ragblend.redaction import hide_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class ConnectorConfig(TierOptions):
             for store in {str(Path(place).resolve()), str(Path(place).absolute()), place}:
                 text = text.replace(store, "STORE")
         if self.remote is not None:
-            text = redact_message(text, self.remote).replace(redact_url(self.remote), "REMOTE")
+            text = hide_address(text, self.remote, "REMOTE")
         if (catalog := self.catalog or trusted_setting("catalog")) is not None:
-            text = redact_message(text, catalog).replace(redact_url(catalog), "CATALOG")
+            text = hide_address(text, catalog, "CATALOG")
         return text
 
     def open_tiers(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:

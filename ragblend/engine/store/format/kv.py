@@ -53,9 +53,7 @@ class KVHeader:
 
     key: str  # keys.key_from_header(header), a hash of the other facts
     fingerprint: str  # of the model: weights, config, dtype, RoPE
-    prefix_ids: tuple[int, ...] = field(
-        repr=False
-    )  # the tokens before the chunk when it was computed; () for a prefix itself
+    prefix_ids: tuple[int, ...] = field(repr=False)  # before the chunk when it was computed; () for a prefix itself
     token_ids: tuple[int, ...] = field(repr=False)  # T ids
     num_layers: int
     dtype: str  # a name in DTYPES: the dtype in which the KV was computed, and which `layer` returns
