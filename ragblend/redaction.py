@@ -72,12 +72,11 @@ def hide_address(message: str, url: str, name: str) -> str:
         message = message.replace(each, name)
     place = re.split(r"[/?#]", _SCHEME.sub("", url.rpartition("@")[2], count=1), maxsplit=1)[0]
     first, *others = place.split(",")  # libpq's URLs may name several hosts
-    message = redact_message(message, url.replace(place, first) if others else url)
     hosts = [re.sub(r":\d*$", "", each).strip("[]") for each in (first, *others)]
     hosts += re.findall(r"[?&]host(?:addr)?=([^&,]+)", url)  # libpq's, too
     for host in sorted(filter(None, hosts), key=len, reverse=True):
         message = re.sub(rf"(?<![\w.-])\[?{re.escape(host)}\]?(:\d+)?(?![\w-])", name, message)
-    return message
+    return redact_message(message, url.replace(place, first) if others else url)
 
 
 def url_in_command(shown: str) -> str:
