@@ -1,4 +1,4 @@
-"""Removal of secrets from texts: `redact_url`, and `redact_message` for messages that may contain a URL.
+"""Texts for display: without secrets (`redact_url`, `redact_message`), and without control characters (`printable`).
 
 A URL is cut, not parsed. A password may contain `/`, `#`, `?` and `@`, and a scheme may be mistyped, so a parser may
 return a piece of the password as the host. If in doubt, more is removed. Depends on text only.
@@ -24,6 +24,7 @@ _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)?$|pwd$|secret|token$|credential|signature$|(api|access|private|store|account)[_-]?key$|^(key|sig|auth)$",
     re.IGNORECASE,
 )
+_MAX_MESSAGE_CHARS = 2000
 _MAX_DELIMITERS = 24  # marks in a password at which it may have been cut
 _MIN_PIECE_CHARS = 3  # shortest piece of a password that is searched for: shorter ones occur in any text
 
@@ -59,6 +60,19 @@ def redact_message(message: str, url: str) -> str:
         message = message.replace(piece, HIDDEN)
     message = _URL.sub(lambda found: redact_url(found[0]), message)
     return _PAIR.sub(lambda pair: f"{pair['name']}={HIDDEN}" if is_secret(pair["name"]) else pair[0], message)
+
+
+def printable(text: str) -> str:
+    """Return a message for a log or a client: control characters are escaped, and the end of a long one is left out.
+
+    Messages may quote what a client sent: megabytes, line breaks that forge log lines, half a surrogate.
+
+    >>> printable("the mode is a\\x1b[31m"), len(printable("a" * 9999)) < 2100
+    ('the mode is a\\\\x1b[31m', True)
+    """
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = f"{text[:_MAX_MESSAGE_CHARS]}... ({len(text)} characters)"
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def hide_address(message: str, url: str, name: str) -> str:

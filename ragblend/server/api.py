@@ -63,6 +63,8 @@ class RoutesMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        from starlette.requests import ClientDisconnect
+
         if not self._equipped:
             self._keys = install_gate(scope["app"])  # an error here ends the request, and the next request tries again
             self._equipped = True
@@ -71,10 +73,13 @@ class RoutesMiddleware:
             except Exception:  # vLLM still serves; to clients it is a vLLM without ragblend
                 log.exception("this server has no routes under /v1/ragblend, and its streams have no reports")
         app = self._app if self._keys is None else wrap_app(self._app, self._keys)
-        if self._readiness is None:
-            await app(scope, receive, send)
-        else:
-            await self._readiness.serve_unless_stopping(app, scope, receive, send)
+        try:
+            if self._readiness is None:
+                await app(scope, receive, send)
+            else:
+                await self._readiness.serve_unless_stopping(app, scope, receive, send)
+        except ClientDisconnect:  # while its body was read, so nobody waits for an answer
+            log.info("a client closed the connection before it had sent the body of %s", scope["path"])
 
 
 def install_routes(app: Any) -> Readiness:

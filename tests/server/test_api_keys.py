@@ -202,9 +202,6 @@ def test_an_ingestion_has_a_limit_of_chunks():
     assert len(parse_params({**behind, "spans": spans[:-1]}).spans) == MAX_RUNS
     with pytest.raises(UsageError, match=str(MAX_RUNS)):
         parse_params({**behind, "spans": spans})
-    with pytest.raises(UsageError) as error:
-        parse_params({"spans": ["x" * 100_000]})
-    assert len(str(error.value)) < 500
 
 
 def test_errors_that_go_out_name_no_place(tmp_path):

@@ -35,6 +35,8 @@ MIDDLEWARE = "ragblend.server.api.RoutesMiddleware"
 CLI_MODULE = "vllm.entrypoints.cli.main"
 """Module of vLLM's command line."""
 LOOPBACK = "127.0.0.1"
+SHUTDOWN_TIMEOUT_S = 30
+"""Longest time after SIGTERM for open answers of `ragblend serve`, unless `--shutdown-timeout` sets another one."""
 
 _MIB = 1 << 20
 _CONTEXTS_ON_CPU = 4  # prompts of the longest length that fit into vLLM's paged KV on a CPU by default
@@ -236,6 +238,8 @@ def server_command(
     command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
     # Without this flag, vLLM warns at every start that it disables the manager for a connector that fills one group.
     command += ["--middleware", MIDDLEWARE, "--disable-hybrid-kv-cache-manager"]
+    if "--shutdown-timeout" not in given:
+        command += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]  # without one, an open stream keeps vLLM running
     if "--worker-extension-cls" not in given:
         command += ["--worker-extension-cls", EXTENSION]
     if "--served-model-name" not in given:

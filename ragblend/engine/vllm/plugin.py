@@ -7,11 +7,17 @@ lines as vLLM's. It imports no large module. In a vLLM without the connector, it
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import time
 import weakref
 from threading import Event
 from typing import Any
+
+from ragblend.redaction import printable
+
+_WINDOW_S, _MOST = 60.0, 5
 
 # At most one, because a worker process has one model. The reference is weak, so that the model is freed with its
 # engine. vLLM's linear layers call torch when they are freed, which breaks a later engine that compiles at that time.
@@ -106,13 +112,33 @@ class BlendWorkerExtension:
 
 
 class _VllmLogHandler(logging.Handler):
-    """Handler that passes records to vLLM's logger, with the handlers that it has at that time."""
+    """Handler that passes records to vLLM's logger, with the handlers that it has at that time.
+
+    Messages are made `printable`. Of the records that one statement logs within `_WINDOW_S`, only the first `_MOST` are
+    passed on, because a full disk or a client can cause a record for each document or request.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # by statement: begin of the window, its records
 
     def emit(self, record: logging.LogRecord) -> None:
         vllm_logger = logging.getLogger("vllm")
         # With handlers, the root logger receives the record itself.
-        if not logging.getLogger().handlers and vllm_logger.isEnabledFor(record.levelno):
-            vllm_logger.handle(record)
+        if logging.getLogger().handlers or not vllm_logger.isEnabledFor(record.levelno):
+            return
+        statement = record.pathname, record.lineno
+        start_s, count = self._windows.get(statement, (record.created, 0))
+        text = record.getMessage()
+        if record.created - start_s > _WINDOW_S:
+            if count > _MOST:
+                text += f" ({count - _MOST} more like it since {time.strftime('%H:%M:%S', time.localtime(start_s))})"
+            start_s, count = record.created, 0
+        self._windows[statement] = start_s, count + 1
+        if count < _MOST:
+            shown = copy.copy(record)  # other handlers of the logger get the record itself
+            shown.msg, shown.args = printable(text), None
+            vllm_logger.handle(shown)
 
 
 def use_vllm_logger() -> None:
