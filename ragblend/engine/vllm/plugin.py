@@ -34,7 +34,7 @@ def register() -> None:
 
     The wrapper of `load_model` keeps a reference to the model. The wrapper of `determine_available_memory` reserves
     memory for blending. The wrappers of weight updates set `weights_updated`. vLLM's CPU and XPU workers inherit the
-    wrappers. Repeated calls do nothing.
+    wrappers. Repeated calls do nothing. On a CPU, seeded requests keep vLLM running; see `keep_seeds_on_cpu`.
     """
     use_vllm_logger()
     from vllm.v1.worker.gpu_worker import Worker
@@ -59,6 +59,46 @@ def register() -> None:
     for name in ("reload_weights", "update_weights", "finish_weight_update"):
         if hasattr(Worker, name):
             setattr(Worker, name, _setting_weights_updated(getattr(Worker, name)))
+    keep_seeds_on_cpu()
+
+
+def keep_seeds_on_cpu() -> None:
+    """Have vLLM on a CPU compute the prompt of a seeded request in several steps, as it does on a GPU.
+
+    After each step but the last, vLLM discards the sampled token and resets the request's random generator by its
+    offset. A generator on a CPU has no offset, and the error ends the engine, for all clients. The wrappers reset the
+    generator's state instead, so a seed gives the same tokens however the prompt is divided.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample, finish = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
+
+    def discarded(runner: Any) -> dict[int, Any]:
+        """Return the generators whose next token is discarded, by the request's row."""
+        if runner.device.type != "cpu" or not runner.input_batch.generators:
+            return {}
+        mask = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+        return {row: each for row, each in runner.input_batch.generators.items() if row < len(mask) and mask[row]}
+
+    @functools.wraps(sample)
+    def sampling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = [(each, each.get_state()) for each in discarded(self).values()]
+        result = sample(self, *args, **kwargs)
+        for generator, state in states:
+            generator.set_state(state)
+        return result
+
+    @functools.wraps(finish)
+    def finishing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch, hidden = self.input_batch, discarded(self)
+        generators = batch.generators
+        batch.generators = {row: each for row, each in generators.items() if row not in hidden}
+        try:
+            return finish(self, *args, **kwargs)
+        finally:
+            batch.generators = generators
+
+    GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync = sampling, finishing
 
 
 def reserve_blend_memory(measure: Any) -> Any:
