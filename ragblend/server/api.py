@@ -39,6 +39,7 @@ from ragblend.prompt.render import Renderer
 from ragblend.server.admin import add_store_routes
 from ragblend.server.api_keys import ApiKeys
 from ragblend.server.auth_gate import App, Receive, Scope, Send, current_grant, install_gate, wrap_app
+from ragblend.server.document_metrics import DocumentMetrics
 from ragblend.server.readiness import Readiness, add_readiness_route
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def install_routes(app: Any) -> Readiness:
     respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     add_store_routes(app, served.store, respond)
+    DocumentMetrics(Path(served.config.store), served.config.catalog, by_namespace=bool(served.config.keys)).start()
     try:
         add_document_routes(app, served, respond)
     except Exception as error:
