@@ -206,7 +206,7 @@ class SentDocumentTable(Catalog):
         facts = (*sums, size, func.min(case((waiting, _ROW.number))), func.max(_ROW.number))
         query = select(_ROW.namespace, *facts).group_by(_ROW.namespace) if by_namespace else select(literal(""), *facts)
         rows = self._rows(query)
-        found = {row[0]: Backlog._make(row[1:-1]) for row in rows if row[-1] is not None}
+        found = {row[0]: Backlog._make([*(each or 0 for each in row[1:5]), row[5]]) for row in rows}
         return found, max((row[-1] or 0 for row in rows), default=0)
 
     def documents_with_reason(

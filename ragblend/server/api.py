@@ -105,11 +105,11 @@ def install_routes(app: Any) -> Readiness:
     respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     add_store_routes(app, served.store, respond)
-    DocumentMetrics(Path(served.config.store), served.config.catalog, by_namespace=bool(served.config.keys)).start()
     try:
         add_document_routes(app, served, respond)
     except Exception as error:
         log.warning("this server has no routes under /v1/ragblend/documents: %s", error)
+    DocumentMetrics(Path(served.config.store), served.config.catalog, by_namespace=bool(served.config.keys)).start()
     correct_cached_tokens(app.state.engine_client)
     for serving, name, place in (
         (getattr(app.state, "openai_serving_completion", None), "completion_stream_generator", 1),

@@ -65,6 +65,8 @@ class DocumentMetrics:
 
     def update(self) -> None:
         """Read the catalogue, and set the gauges. While it does not answer, those of documents stay as they are."""
+        if isinstance(self._place, Path) and not self._place.exists():
+            return  # a store whose folder was deleted; opening the catalogue would create it
         try:
             if self._table is None:
                 self._table = SentDocumentTable(self._place)

@@ -165,7 +165,7 @@ def _remote_state(tiers: Sequence[RemoteStore]) -> str:
 
 def _catalog_state(store: KVStore) -> str:
     try:
-        with open_registry(store) as registry:
+        with open_registry(store, create=False) as registry:  # a deleted folder is not created again
             registry.change_counter()
     except BackendUnreachableError:
         return "unreachable"

@@ -76,7 +76,12 @@ def test_documents_are_counted_by_namespace(make, seconds, tmp_path):
 
 
 def test_without_api_keys_clients_make_no_series(make, tmp_path):
-    metrics, table = make(by_namespace=False), SentDocumentTable(tmp_path / CATALOG_FILE)
+    metrics = make(by_namespace=False)
+    metrics.update()
+    assert not [*tmp_path.iterdir()], "a deleted store stays deleted"
+    table = SentDocumentTable(tmp_path / CATALOG_FILE)
+    metrics.update()
+    assert shown("documents", status="pending", store_namespace="") == 0
     for number in range(20):
         table.add(f"n{number}", sent("a"))
     metrics.update()
