@@ -205,9 +205,12 @@ class SentDocumentTable(Catalog):
         size = cast(func.coalesce(func.sum(func.length(_ROW.body)), 0), INTEGER)
         facts = (*sums, size, func.min(case((waiting, _ROW.number))), func.max(_ROW.number))
         query = select(_ROW.namespace, *facts).group_by(_ROW.namespace) if by_namespace else select(literal(""), *facts)
-        rows = self._rows(query)
-        found = {row[0]: Backlog._make([*(each or 0 for each in row[1:5]), row[5]]) for row in rows}
-        return found, max((row[-1] or 0 for row in rows), default=0)
+        rows: Sequence[Any] = self._rows(query)
+        found, highest = dict[str, Backlog](), 0
+        for namespace, *counts, oldest, last in rows:
+            found[namespace] = Backlog._make([*(count or 0 for count in counts), oldest])
+            highest = max(highest, last or 0)
+        return found, highest
 
     def documents_with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int

@@ -79,7 +79,7 @@ class RoutesMiddleware:
                 await app(scope, receive, send)
             else:
                 await self._readiness.serve_unless_stopping(app, scope, receive, send)
-        except ClientDisconnect:  # while its body was read, so nobody waits for an answer
+        except ClientDisconnect:  # while its body was read, so no client waits for an answer
             log.info("a client closed the connection before it had sent the body of %s", scope["path"])
 
 

@@ -5,7 +5,7 @@
     vllm:ragblend_pending_bytes{store_namespace}              size of the pending documents
     vllm:ragblend_oldest_pending_seconds{store_namespace}     age of the oldest of them
 
-A thread reads them from the catalogue, also while nobody asks. Replicas with one catalogue report the same documents.
+A thread reads them from the catalogue, also while no client asks. Replicas with one catalogue report the same documents.
 Depends on the catalogue and on Prometheus' client, which vLLM brings.
 """
 

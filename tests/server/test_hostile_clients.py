@@ -20,7 +20,7 @@ HUGE = "x" * (1 << 20)
 
 
 def vllm_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Messages of vLLM's logger from now on. ragblend's records go there if the root logger has no handlers."""
+    """Messages of vLLM's logger after this call. ragblend's records go there if the root logger has no handlers."""
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
