@@ -1,4 +1,4 @@
-"""Removal of secrets from texts: `redact_url`, and `redact_message` for messages that may contain a URL.
+"""Texts for display: without secrets (`redact_url`, `redact_message`), and without control characters (`printable`).
 
 A URL is cut, not parsed. A password may contain `/`, `#`, `?` and `@`, and a scheme may be mistyped, so a parser may
 return a piece of the password as the host. If in doubt, more is removed. Depends on text only.
@@ -7,6 +7,7 @@ return a piece of the password as the host. If in doubt, more is removed. Depend
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
@@ -23,6 +24,7 @@ _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)?$|pwd$|secret|token$|credential|signature$|(api|access|private|store|account)[_-]?key$|^(key|sig|auth)$",
     re.IGNORECASE,
 )
+_MAX_MESSAGE_CHARS = 2000
 _MAX_DELIMITERS = 24  # marks in a password at which it may have been cut
 _MIN_PIECE_CHARS = 3  # shortest piece of a password that is searched for: shorter ones occur in any text
 
@@ -58,6 +60,48 @@ def redact_message(message: str, url: str) -> str:
         message = message.replace(piece, HIDDEN)
     message = _URL.sub(lambda found: redact_url(found[0]), message)
     return _PAIR.sub(lambda pair: f"{pair['name']}={HIDDEN}" if is_secret(pair["name"]) else pair[0], message)
+
+
+def printable(text: str) -> str:
+    """Return a message for a log or a client: control characters are escaped, and the end of a long one is left out.
+
+    Messages may quote what a client sent: megabytes, line breaks that forge log lines, half a surrogate.
+
+    >>> printable("the mode is a\\x1b[31m"), len(printable("a" * 9999)) < 2100
+    ('the mode is a\\\\x1b[31m', True)
+    """
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = f"{text[:_MAX_MESSAGE_CHARS]}... ({len(text)} characters)"
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def hide_address(message: str, url: str, name: str) -> str:
+    """Return a message for clients without secrets and without the address in `url`, for which it says `name`.
+
+    >>> url = "postgresql://rag:secret@db.internal:5432/rag"
+    >>> hide_address(f"{redact_url(url)} does not answer (db.internal: timeout); run: ragblend doctor", url, "CATALOG")
+    'CATALOG does not answer (CATALOG: timeout); run: ragblend doctor'
+    """
+    for each in (url, redact_url(url)):
+        message = message.replace(each, name)
+    place = re.split(r"[/?#]", _SCHEME.sub("", url.rpartition("@")[2], count=1), maxsplit=1)[0]
+    first, *others = place.split(",")  # libpq's URLs may name several hosts
+    hosts = [re.sub(r":\d*$", "", each).strip("[]") for each in (first, *others)]
+    hosts += re.findall(r"[?&]host(?:addr)?=([^&,]+)", url)  # libpq's, too
+    for host in sorted(filter(None, hosts), key=len, reverse=True):
+        message = re.sub(rf"(?<![\w.-])\[?{re.escape(host)}\]?(:\d+)?(?![\w-])", name, message)
+    return redact_message(message, url.replace(place, first) if others else url)
+
+
+def url_in_command(shown: str) -> str:
+    """Return a URL that was redacted for display as a word of a command that a message suggests.
+
+    If something is hidden in it, the word is `URL`, because a command with `***` cannot be run.
+
+    >>> url_in_command("s3://bucket/kv"), url_in_command("redis://***@cache:6379/0")
+    ('s3://bucket/kv', 'URL')
+    """
+    return "URL" if HIDDEN in shown else shlex.quote(shown)
 
 
 def has_secret(url: str) -> bool:
@@ -135,6 +179,8 @@ def _pieces(url: str) -> Iterator[str]:
     host = place.partition("/")[0]
     if not _HOST.fullmatch(host):
         host, before, options = "", rest, []
+    user, has_password, password = before.partition(":")
+    before = password if has_password else user  # a user's name may be any word of a message
     for hidden in (before, *options):
         marks = [0, *sorted({end for found in _URL_DELIMITERS.finditer(hidden) for end in found.span()}), len(hidden)][
             -_MAX_DELIMITERS:

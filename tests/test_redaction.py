@@ -7,6 +7,7 @@ import traceback
 import pytest
 
 from ragblend import BlendLLM, ChatBlend, load_engine
+from ragblend.cli.printing import remote_line
 from ragblend.config import Settings
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.vllm.client import Connection
@@ -102,3 +103,15 @@ def test_the_printed_command_of_a_server_hides_what_is_secret(tmp_path):
     assert SECRET not in made.display_command()
     assert made.display_command().endswith("--max-model-len 512")
     assert made.command[-5:-3] == ("--hf-token", SECRET), "vLLM still gets it"
+
+
+@pytest.mark.parametrize("url", ["redis://:geheim@127.0.0.1:1/0", "redis://127.0.0.1:1/0"])
+def test_a_command_that_a_message_suggests_can_be_run(url, caplog):
+    store = open_remote(url, timeout_s=0.2)
+    store.get("a" * 32)
+    store.close()
+    shown = remote_line({"reachable": True, "url": redact_url(url), "store_bytes": 1, "latency_s": 1.0,
+                         "num_stored_chunks": 1, "num_missing": 1})  # fmt: skip
+    commands = [each.partition("ragblend ")[2] for each in (shown, *caplog.messages) if "ragblend " in each]
+    assert len(commands) >= 2
+    assert not [each for each in commands if "***" in each]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, case, cast, delete, func, insert, select, text, update
+from sqlalchemy import ColumnElement, case, cast, delete, func, insert, literal, select, text, update
 
 from ragblend.catalog.database import Catalog
 from ragblend.catalog.schema import (
@@ -63,6 +63,19 @@ class WaitingDocument(NamedTuple):
     def lease_name(self) -> str:
         """Name of the document in `Leases`, the same for all its versions."""
         return lease_name(self.namespace, self.collection, self.id)
+
+
+class Backlog(NamedTuple):
+    """Numbers of documents by status. `oldest`: number of the waiting document that was sent first; None without one.
+
+    `pending_bytes`: size of the waiting documents.
+    """
+
+    num_stored: int
+    num_pending: int
+    num_failed: int
+    pending_bytes: int
+    oldest: int | None
 
 
 def lease_name(namespace: str, collection: str, document_id: str) -> str:
@@ -179,6 +192,23 @@ class SentDocumentTable(Catalog):
         chosen = _chosen(namespace, collection, ingestion)
         query = select(_ROW.collection, *sums.values()).where(*chosen).group_by(_ROW.collection)
         return {row[0]: dict(zip(sums, row[1:], strict=True)) for row in self._rows(query)}
+
+    def backlogs(self, *, by_namespace: bool) -> tuple[dict[str, Backlog], int]:
+        """Return the Backlog of each namespace, and the highest number of a document, 0 without documents.
+
+        Without `by_namespace`, return one Backlog of all documents under the key "".
+        """
+        waiting = _ROW.body.is_not(None)
+        sums = [func.sum(case({status: 1}, value=STATUS, else_=0)) for status in _STATUSES]
+        size = cast(func.coalesce(func.sum(func.length(_ROW.body)), 0), INTEGER)
+        facts = (*sums, size, func.min(case((waiting, _ROW.number))), func.max(_ROW.number))
+        query = select(_ROW.namespace, *facts).group_by(_ROW.namespace) if by_namespace else select(literal(""), *facts)
+        rows: Sequence[Any] = self._rows(query)
+        found, highest = dict[str, Backlog](), 0
+        for namespace, *counts, oldest, last in rows:
+            found[namespace] = Backlog._make([*(count or 0 for count in counts), oldest])
+            highest = max(highest, last or 0)
+        return found, highest
 
     def documents_with_reason(
         self, namespace: str, collection: str | None, ingestion: str | None, limit: int

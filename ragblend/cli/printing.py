@@ -34,7 +34,7 @@ from rich.text import Text
 from ragblend.config import arguments_to_flags
 from ragblend.errors import BackendUnreachableError, StoreFullError
 from ragblend.options import DiskBudget
-from ragblend.redaction import redact_url
+from ragblend.redaction import redact_url, url_in_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -212,7 +212,8 @@ def remote_line(facts: dict[str, Any]) -> str:
     held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
     text = f"remote {facts['url']}: {plural(facts['num_stored_kv'], 'KV cache')}, {held}; "
     text += f"answers in {ping_ms:.1f} ms"
-    lacks = f"\n  it lacks {facts['num_missing']} of the local ones; send them: ragblend push --remote {facts['url']}"
+    fix = f"ragblend push --remote {url_in_command(facts['url'])}"
+    lacks = f"\n  it lacks {facts['num_missing']} of the local ones; send them: {fix}"
     return text + (lacks if facts["num_missing"] else "")
 
 

@@ -39,7 +39,7 @@ class Conversation:
     stored.
     """
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list, repr=False)
     fused: FusedKV | None = None
     num_exact: int = 0  # leading tokens whose KV is exact
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from ragblend.catalog.database import Catalog
 from ragblend.catalog.registry import open_registry
 from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.config import Settings
@@ -25,6 +26,7 @@ from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import NotFoundError, RagblendError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
+from ragblend.server.readiness import PATH as READY_PATH
 
 
 class DiagnosticResult(NamedTuple):
@@ -61,6 +63,7 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
         _check_free_space(settings),
         _check("store key", _find_store_key, "ragblend init-key", missing="ragblend init-key"),
         *([_check_remote(settings)] if settings.remote is not None else []),
+        *([_check("catalog", lambda: _find_catalog(settings), _CATALOG_FIX)] if settings.catalog is not None else []),
         *(
             _check(package, partial(_find_package, package), f"pip install 'ragblend[{extra}]'", optional=True)
             for extra, package in _EXTRAS.items()
@@ -69,6 +72,7 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
     ]
 
 
+_CATALOG_FIX = "start the database, or correct --catalog, RAGBLEND_CATALOG or ragblend.toml"
 _EXTRAS = {
     "langchain": "langchain-core",
     "llamaindex": "llama-index-core",
@@ -103,7 +107,9 @@ def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
     """
     if settings.is_served:
         fix = "run ragblend serve MODEL --store DIR on the machine of this address"
-        return [_check("server", lambda: _find_server(settings), fix)]
+        ready_fix = "read the server's log; on its machine run: ragblend doctor --store DIR"
+        checks = [_check("server", lambda: _find_server(settings), fix)]
+        return [*checks, _check("server parts", lambda: _find_parts(settings), ready_fix)] if checks[0].ok else checks
     optional = settings.backend != "vllm"
     checks = [_check_vllm(optional)]
     if checks[0].ok:
@@ -167,6 +173,26 @@ def _find_server(settings: Settings) -> str:
         if not facts.fingerprint:
             raise RagblendError(f"{connection.url} is vLLM with {facts.model}, without ragblend")
         return f"{connection.url} blends {facts.model}, {facts.context_length} tokens of context"
+
+
+def _find_parts(settings: Settings) -> str:
+    """Return the states of a server's engine, store, remote tier and catalogue."""
+    from ragblend.engine.vllm.client import Connection
+
+    with closing(Connection(settings.backend, max_retries=0)) as connection:
+        state = connection.request_json("GET", READY_PATH)
+    found = ", ".join(f"{name}: {value}" for name, value in state.items() if name != "ready")
+    if not state.get("ready") or not {*state.values()} <= {True, "ok", "none"}:
+        raise RagblendError(found)
+    return found
+
+
+def _find_catalog(settings: Settings) -> str:
+    """Return the address of the shared catalogue, if it answers."""
+    assert settings.catalog is not None
+    with closing(Catalog(settings.catalog)) as catalog:
+        catalog.change_counter()
+        return f"{catalog.name} answers"
 
 
 def _find_package(name: str) -> str:

@@ -5,9 +5,11 @@ Converts settings to vLLM's flags and replaces this process by vLLM.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -154,12 +156,27 @@ def _check_keys(path: Path, api_key: str | None) -> None:
         )
 
 
+def _check_port(host: str, port: int) -> None:
+    """Raise UsageError if no server can listen there. vLLM listens only after it has loaded the model."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
+    except (OSError, OverflowError) as error:
+        reason = "the port is in use" if getattr(error, "errno", 0) == errno.EADDRINUSE else str(error)
+        raise UsageError(f"no server can listen at {host}:{port}: {reason}; choose another --port or --host") from None
+
+
 def serve(settings: Settings, flags: Sequence[str] = (), **options: Any) -> NoReturn:
     """Replace this process by the server that `build_server_command` describes. Never returns.
 
     Raises RagblendError if the server cannot be started.
     """
     launch = build_server_command(settings, flags, **options)
+    if not {"--headless", "--uds"}.intersection(flag.partition("=")[0] for flag in flags):
+        _check_port(options.get("host", LOOPBACK), options.get("port", 8000))
     catalog, checkpoint = resolve_catalog(launch.store, settings.catalog), launch.checkpoint
     register_shared_model(catalog, checkpoint.fingerprint, checkpoint.name, new_model=False)
     register_model(launch.store, checkpoint.fingerprint, checkpoint.facts(), True, settings.catalog)

@@ -210,11 +210,11 @@ class ChunkRun:
     according to the registry; "" if unknown.
     """
 
-    chunk_ids: tuple[int, ...]
+    chunk_ids: tuple[int, ...] = field(repr=False)
     chunk_start: int
     start: int
     end: int
-    chunk: Chunk | None = None
+    chunk: Chunk | None = field(default=None, repr=False)
     document: str = ""
 
     @property
@@ -269,9 +269,9 @@ class MatchedPrompt:
     KV stored for this prefix was computed with these ids in front of the chunk.
     """
 
-    token_ids: list[int]
+    token_ids: list[int] = field(repr=False)
     runs: tuple[ChunkRun, ...] = ()
-    prefix_ids: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = field(default=(), repr=False)
     match_s: float = field(default=0.0, compare=False)  # seconds that rendering and matching took
 
     @property

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from ragblend.prompt.render import Renderer
 from ragblend.server.admin import add_store_routes
 from ragblend.server.api_keys import ApiKeys
 from ragblend.server.auth_gate import App, Receive, Scope, Send, current_grant, install_gate, wrap_app
+from ragblend.server.document_metrics import DocumentMetrics
 from ragblend.server.readiness import Readiness, add_readiness_route
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class RoutesMiddleware:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        from starlette.requests import ClientDisconnect
+
         if not self._equipped:
             self._keys = install_gate(scope["app"])  # an error here ends the request, and the next request tries again
             self._equipped = True
@@ -70,10 +73,13 @@ class RoutesMiddleware:
             except Exception:  # vLLM still serves; to clients it is a vLLM without ragblend
                 log.exception("this server has no routes under /v1/ragblend, and its streams have no reports")
         app = self._app if self._keys is None else wrap_app(self._app, self._keys)
-        if self._readiness is None:
-            await app(scope, receive, send)
-        else:
-            await self._readiness.serve_unless_stopping(app, scope, receive, send)
+        try:
+            if self._readiness is None:
+                await app(scope, receive, send)
+            else:
+                await self._readiness.serve_unless_stopping(app, scope, receive, send)
+        except ClientDisconnect:  # while its body was read, so no client waits for an answer
+            log.info("a client closed the connection before it had sent the body of %s", scope["path"])
 
 
 def install_routes(app: Any) -> Readiness:
@@ -102,12 +108,15 @@ def install_routes(app: Any) -> Readiness:
         add_document_routes(app, served, respond)
     except Exception as error:
         log.warning("this server has no routes under /v1/ragblend/documents: %s", error)
+    DocumentMetrics(Path(served.config.store), served.config.catalog, by_namespace=bool(served.config.keys)).start()
     for serving, name, place in (
         (getattr(app.state, "openai_serving_completion", None), "completion_stream_generator", 1),
         (getattr(app.state, "openai_serving_chat", None), "chat_completion_stream_generator", 0),
     ):
         if serving is not None:
             add_reports_to_streams(serving, name, place)
+    if (completions := getattr(app.state, "openai_serving_completion", None)) is not None:
+        add_reports_of_all_prompts(completions)
     return add_readiness_route(app, served.store)
 
 
@@ -217,31 +226,62 @@ def add_reports_to_streams(serving: Any, method_name: str, arg_index: int) -> No
     def with_report(request: Any, *args: Any, **kwargs: Any) -> Any:
         if (getattr(request, "kv_transfer_params", None) or {}).get(PARAMS_KEY) is None:
             return original(request, *args, **kwargs)
-        params: dict[str, Any] = {}
-        request_ids: set[str] = set()
+        params: dict[int, dict[str, Any]] = {}  # by the number of the prompt in the request
+        request_ids: dict[int, str] = {}
 
         async def watched() -> AsyncIterator[Any]:
             async for each in args[arg_index]:
-                result = each[1] if isinstance(each, tuple) else each
-                request_ids.add(result.request_id)
-                params.update(getattr(result, "kv_transfer_params", None) or {})
+                number, result = each if isinstance(each, tuple) else (0, each)
+                request_ids[number] = result.request_id
+                if found := getattr(result, "kv_transfer_params", None):
+                    params[number] = found
                 yield each
 
         async def events() -> AsyncIterator[str]:
             has_report = False  # True from vLLM 0.33 on
             async for event in original(request, *args[:arg_index], watched(), *args[arg_index + 1 :], **kwargs):
                 has_report = has_report or _has_report(event)
-                done = event.startswith("data: [DONE]") and not has_report
-                if done and not params and len(request_ids) == 1:  # after a stop string, vLLM drops the report
-                    params.update(await report_from_workers(serving, request_ids.pop()))
-                if done and params:
-                    last = {"id": args[arg_index + 1], "choices": [], "kv_transfer_params": params}
-                    yield f"data: {json.dumps(last)}\n\n"
+                if event.startswith("data: [DONE]") and not has_report:
+                    for number in request_ids.keys() - params.keys():  # after a stop string, vLLM drops the report
+                        params[number] = await report_from_workers(serving, request_ids[number])
+                    if sent := join_reports([params[number] for number in sorted(params)]):
+                        last = {"id": args[arg_index + 1], "choices": [], "kv_transfer_params": sent}
+                        yield f"data: {json.dumps(last)}\n\n"
                 yield event
 
         return events()
 
     setattr(serving, method_name, with_report)
+
+
+def join_reports(params: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """Return the `kv_transfer_params` of a response from those of its prompts; {} if no prompt has a report.
+
+    With several prompts, the value of PARAMS_KEY is the list of their reports, with None for a prompt without one.
+
+    >>> join_reports([{"ragblend": {"mode": "blend"}}, None])
+    {'ragblend': [{'mode': 'blend'}, None]}
+    """
+    if len(params) == 1:
+        return params[0] or {}
+    reports = [(each or {}).get(PARAMS_KEY) for each in params]
+    return {PARAMS_KEY: reports} if any(reports) else {}
+
+
+def add_reports_of_all_prompts(serving: Any) -> None:
+    """Have complete responses of `serving`, vLLM's handler of completions, report on each of several prompts.
+
+    vLLM itself sends the `kv_transfer_params` of the first prompt alone.
+    """
+    original = serving.request_output_to_completion_response
+
+    def with_reports(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        response = original(outputs, *args, **kwargs)
+        if len(outputs) > 1:
+            response.kv_transfer_params = join_reports([each.kv_transfer_params for each in outputs]) or None
+        return response
+
+    serving.request_output_to_completion_response = with_reports
 
 
 def _has_report(event: str) -> bool:

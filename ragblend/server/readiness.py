@@ -1,10 +1,10 @@
 """Readiness route of a vLLM server, and its graceful shutdown.
 
-    GET /ragblend/ready   200 or 503, {"ready", "engine", "store", "remote"}
+    GET /ragblend/ready   200 or 503, {"ready", "engine", "store", "remote", "catalog"}
 
-A server is ready if its engine runs, its store can be written, and it is not stopping. An unreachable remote tier or a
-full disk is reported, but the server stays ready, because it still answers. Otherwise, a failure of the shared remote
-tier would remove all replicas at once. Like vLLM's own /health, the route ignores --api-key.
+A server is ready if its engine runs, its store can be written, and it is not stopping. An unreachable remote tier or
+catalogue and a full disk are reported, but the server stays ready, because it still answers. Otherwise, a failure of
+what replicas share would remove all of them at once. Like vLLM's own /health, the route ignores --api-key.
 
 On SIGTERM, vLLM's own shutdown waits until its engine has computed the last token, for at most `--shutdown-timeout`.
 New requests in that time are accepted and fail. At its end, tokens that the front end has not sent are lost. So before
@@ -22,10 +22,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
-from ragblend.errors import RagblendError, StoreFullError
+from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError
 from ragblend.files.directory import Directory, try_remove_file
 
 PATH = "/ragblend/ready"
@@ -50,6 +51,7 @@ class Readiness:
         self._client = engine_client
         self._disk = _CachedProbe(lambda: _disk_state(store.disk_tier))
         self._remote = _CachedProbe(lambda: _remote_state(store.remote_tiers))
+        self._catalog = _CachedProbe(lambda: _catalog_state(store))
         shutdown = engine_client.shutdown
 
         def draining(*given: Any, **named: Any) -> Any:
@@ -82,11 +84,12 @@ class Readiness:
         return end_s - time.monotonic()
 
     async def state(self) -> dict[str, Any]:
-        """Return the body of the readiness response: `ready`, and the states of engine, disk and remote tier."""
+        """Return the response's body: `ready`, and the states of engine, disk, remote tier and catalogue."""
         engine = "stopping" if self.is_stopping else await self._engine_state()
-        disk, remote = await asyncio.gather(asyncio.to_thread(self._disk.state), asyncio.to_thread(self._remote.state))
+        probes = (self._disk, self._remote, self._catalog)
+        disk, remote, catalog = await asyncio.gather(*(asyncio.to_thread(probe.state) for probe in probes))
         is_ready = engine == "ok" and disk in ("ok", "full")
-        return {"ready": is_ready, "engine": engine, "store": disk, "remote": remote}
+        return {"ready": is_ready, "engine": engine, "store": disk, "remote": remote, "catalog": catalog}
 
     async def _engine_state(self) -> str:
         try:
@@ -158,3 +161,12 @@ def _remote_state(tiers: Sequence[RemoteStore]) -> str:
     if not tiers:
         return "none"
     return "ok" if all(tier.status().reachable for tier in tiers) else "unreachable"
+
+
+def _catalog_state(store: KVStore) -> str:
+    try:
+        with open_registry(store, create=False) as registry:  # a deleted folder is not created again
+            registry.change_counter()
+    except BackendUnreachableError:
+        return "unreachable"
+    return "ok"

@@ -8,6 +8,7 @@ import pytest
 from commands import CommandRunner
 
 from ragblend.catalog.registry import SimilarContextVariant, open_registry
+from ragblend.config import Settings
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
 from ragblend.engine.store.disk import DiskStore
 from ragblend.index import open_index
@@ -57,3 +58,24 @@ def test_doctor_says_which_embedder_a_store_has_and_how_to_change_it(
         _, out, _ = run("stats", "--store", str(tmp_path))
         assert ("hashing compares words, not meaning; for MiniLM: " in out) is ("hashing" in indexed + similar)
         assert not similar or f"similar chunks of 1 text are found by {similar}" in out
+
+
+@pytest.mark.parametrize(("catalog", "code"), [("ok", 0), ("unreachable", 1)])
+def test_doctor_says_what_a_server_lacks(catalog, code, monkeypatch, capsys):
+    state = {"ready": True, "engine": "ok", "store": "ok", "remote": "none", "catalog": catalog}
+    monkeypatch.setattr(doctor, "_find_server", lambda settings: "it blends")
+    monkeypatch.setattr("ragblend.engine.vllm.client.Connection.request_json", lambda self, method, path: state)
+    checks = doctor.run_vllm_diagnostics(Settings(backend="http://127.0.0.1:1"))
+    assert [check.ok for check in checks] == [True, not code]
+    assert f"catalog: {catalog}" in checks[1].finding
+
+
+def test_doctor_fails_if_the_shared_catalogue_does_not_answer(tmp_path, capsys):
+    pytest.importorskip("psycopg")
+    url = "postgresql://user:secret@127.0.0.1:1/kv?connect_timeout=1"
+    (check,) = (
+        each for each in doctor.run_diagnostics(Settings(store=str(tmp_path), catalog=url)) if each[0] == "catalog"
+    )
+    assert (check.ok, check.optional) == (False, False)
+    assert "does not answer" in check.finding
+    assert "secret" not in check.finding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,24 @@ def test_a_dry_run_refuses_the_store_that_serve_refuses(tmp_path, monkeypatch, k
     assert str(store) in errors[0]
     assert errors[0] == errors[1]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("flags", [(), ("--max-model-len", "512"), ("--uds=/tmp/socket",)])
+def test_a_port_in_use_is_an_error_before_the_model_loads(tmp_path, monkeypatch, flags):
+    monkeypatch.setattr("ragblend.operations.serve.require_vllm", lambda: None)
+    monkeypatch.setattr("os.execvpe", lambda *call: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        reason = "started" if "--uds=/tmp/socket" in flags else f"127.0.0.1:{port}: the port is in use; choose"
+        with pytest.raises((UsageError, pytest.fail.Exception), match=reason):
+            serve(Settings(model="demo", store=str(tmp_path)), flags, port=port)
+    with pytest.raises(UsageError, match=r"no server can listen at no\.such\.host:1"):
+        serve(Settings(model="demo", store=str(tmp_path)), host="no.such.host", port=1)
+
+
+@pytest.mark.parametrize(("flags", "seconds"), [((), "30"), (("--shutdown-timeout", "5"), "5")])
+def test_open_streams_end_after_half_a_minute_unless_a_flag_says_otherwise(tmp_path, flags, seconds):
+    assert value(launch(*flags, store=str(tmp_path)).command, "--shutdown-timeout") == seconds
 
 
 def test_a_store_of_another_model_is_named(tmp_path, caplog):

@@ -22,8 +22,9 @@ from ragblend.engine.namespaces import equals_ignoring_salt, salted_namespace, v
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import MAX_RUNS, TENANT_KEY, parse_params
-from ragblend.errors import NotFoundError, RagblendError, StoreFullError, UsageError
+from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, StoreFullError, UsageError
 from ragblend.operations.serve import build_server_command
+from ragblend.redaction import redact_url
 from ragblend.server.api_keys import ApiKeys, ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
 from ragblend.server.auth_gate import guard_engine, wrap_app
 
@@ -201,9 +202,6 @@ def test_an_ingestion_has_a_limit_of_chunks():
     assert len(parse_params({**behind, "spans": spans[:-1]}).spans) == MAX_RUNS
     with pytest.raises(UsageError, match=str(MAX_RUNS)):
         parse_params({**behind, "spans": spans})
-    with pytest.raises(UsageError) as error:
-        parse_params({"spans": ["x" * 100_000]})
-    assert len(str(error.value)) < 500
 
 
 def test_errors_that_go_out_name_no_place(tmp_path):
@@ -213,6 +211,21 @@ def test_errors_that_go_out_name_no_place(tmp_path):
     assert message.startswith("STORE/aa/b needs 9 bytes")
     for hidden in (str(tmp_path), "secret", "cache.internal"):
         assert hidden not in message
+    for name, url in (
+        ("catalog", "postgresql://ragblend:secret@cache.internal:5432/ragblend"),  # user and database of one name
+        ("catalog", "postgresql://cache.internal/ragblend"),
+        ("catalog", "postgresql://ragblend:secret@cache.internal:1,cache.internal:2/ragblend?sslmode=require"),
+        ("catalog", "postgresql:///ragblend?host=cache.internal"),
+        ("remote", "redis://ragblend:secret@cache.internal"),
+    ):
+        config = ConnectorConfig(store=str(tmp_path / "kv"), **{name: url})
+        for shown in (url, redact_url(url), "cache.internal:6379", "cache.internal", '"cache.internal", port 5432'):
+            error = BackendUnreachableError(f"{shown} does not answer; check it: ragblend doctor --remote URL")
+            message = config.message_for_clients(error)
+            assert message.startswith((name.upper(), f'"{name.upper()}", port'))
+            assert message.endswith("check it: ragblend doctor --remote URL")
+            for hidden in ("secret", "cache.internal", "***"):
+                assert hidden not in message
     assert "/etc" not in config.message_for_clients(OSError(13, "Permission denied", "/etc/passwd"))
 
 

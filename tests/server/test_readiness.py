@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.open import open_store
 from ragblend.server.readiness import Readiness
 
 POST = {"type": "http", "method": "POST"}
@@ -72,3 +73,17 @@ async def test_an_answer_that_takes_too_long_does_not_hold_up_the_stop(timeout, 
     await asyncio.to_thread(client.shutdown, timeout)
     assert client.timeouts == [passed_on]
     answer.cancel()
+
+
+@pytest.mark.parametrize(
+    ("catalog", "state"), [(None, "ok"), ("postgresql://user:secret@127.0.0.1:1/kv?connect_timeout=1", "unreachable")]
+)
+async def test_a_catalogue_that_does_not_answer_is_named(catalog, state, tmp_path):
+    pytest.importorskip("psycopg")
+
+    async def check_health() -> None: ...
+
+    client: Any = EngineClient()
+    client.check_health = check_health
+    found = await Readiness(client, open_store(tmp_path, catalog=catalog)).state()
+    assert found == {"ready": True, "engine": "ok", "store": "ok", "remote": "none", "catalog": state}

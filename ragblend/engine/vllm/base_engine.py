@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Unpack
 
@@ -42,10 +42,10 @@ class VllmRequest:
     The ids were rendered from `prompt` in `render_s` seconds. `prompt` is None for an ingestion.
     """
 
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] = field(repr=False)
     params: BlendParams
-    options: GenerationOptions
-    prompt: Prompt | None = None
+    options: GenerationOptions = field(repr=False)
+    prompt: Prompt | None = field(default=None, repr=False)
     render_s: float = 0.0
 
 
@@ -53,7 +53,7 @@ class VllmRequest:
 class OutputDelta:
     """Output of one vLLM step for an answer. The last output has a `finish_reason` and the connector's `report`."""
 
-    token_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = field(default=(), repr=False)
     finish_reason: str | None = None
     report: BlendReport | None = None
     num_cached_tokens: int = 0  # prompt tokens that vLLM did not compute; 0 if vLLM does not report them

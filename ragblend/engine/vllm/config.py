@@ -21,7 +21,7 @@ from ragblend.files.places import expand_user_path
 from ragblend.files.store_folder import DEFAULT_STORE
 from ragblend.option_fields import at_least, check_options, copy_option, option
 from ragblend.options import TIER_NAMES, ContextPolicy, GenerationOptions, Mode, RatioChoice, TierOptions
-from ragblend.redaction import redact_message, redact_url
+from ragblend.redaction import hide_address, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ConnectorConfig(TierOptions):
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
 
     def message_for_clients(self, error: BaseException) -> str:
-        """Return an error's message without the store's paths on this machine.
+        """Return an error's message, `printable`, without the store's paths on this machine.
 
         The addresses of the remote tier and the catalogue are removed, too. For an error that is not a RagblendError,
         the message names only the error's type.
@@ -77,10 +77,10 @@ class ConnectorConfig(TierOptions):
             for store in {str(Path(place).resolve()), str(Path(place).absolute()), place}:
                 text = text.replace(store, "STORE")
         if self.remote is not None:
-            text = redact_message(text, self.remote).replace(redact_url(self.remote), "REMOTE")
+            text = hide_address(text, self.remote, "REMOTE")
         if (catalog := self.catalog or trusted_setting("catalog")) is not None:
-            text = redact_message(text, catalog).replace(redact_url(catalog), "CATALOG")
-        return text
+            text = hide_address(text, catalog, "CATALOG")
+        return printable(text)
 
     def open_tiers(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
         """Open the store: the disk tier, a remote tier if one is configured and, if `memory`, a memory tier."""

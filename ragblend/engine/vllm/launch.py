@@ -37,6 +37,8 @@ CLI_MODULE = "vllm.entrypoints.cli.main"
 LOOPBACK = "127.0.0.1"
 BLOCK_SIZE_ON_CPU = 32
 """Tokens of a block of vLLM's cache on a CPU, as fast as vLLM's 128. A later prompt finds whole blocks only."""
+SHUTDOWN_TIMEOUT_S = 30
+"""Longest time after SIGTERM for open answers of `ragblend serve`, unless `--shutdown-timeout` sets another one."""
 
 _MIB = 1 << 20
 _CONTEXTS_ON_CPU = 4  # prompts of the longest length that fit into vLLM's paged KV on a CPU by default
@@ -243,6 +245,8 @@ def server_command(
     command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
     # Without this flag, vLLM warns at every start that it disables the manager for a connector that fills one group.
     command += ["--middleware", MIDDLEWARE, "--disable-hybrid-kv-cache-manager"]
+    if "--shutdown-timeout" not in given:
+        command += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]  # without one, an open stream keeps vLLM running
     if "--worker-extension-cls" not in given:
         command += ["--worker-extension-cls", EXTENSION]
     if not given & {"--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"}:

@@ -36,6 +36,7 @@ PARAMS_KEY = "ragblend"
 TENANT_KEY = "ragblend_tenant"
 """Second key, which a server's front end adds for its engine: the namespace of the request's API key."""
 PARAMS_VERSION = 2
+_MAX_NAMES = 10  # unknown parameters that an error names
 MAX_RUNS = 1024
 """Most runs of chunks in one request. A lookup of more would delay other requests."""
 
@@ -59,20 +60,20 @@ class BlendParams:
     def __post_init__(self) -> None:
         if self.version != PARAMS_VERSION:
             raise UsageError(
-                f"the version of the ragblend parameters is {self.version!r}, but this server reads {PARAMS_VERSION}; "
-                "install the same release of ragblend on client and server"
+                f"the version of the ragblend parameters is {_short(self.version)}, but this server reads "
+                f"{PARAMS_VERSION}; install the same release of ragblend on client and server"
             )
         if self.mode not in VLLM_MODES:
-            raise UsageError(f"mode is {self.mode!r}; choose one of {', '.join(VLLM_MODES)}")
+            raise UsageError(f"mode is {_short(self.mode)}; choose one of {', '.join(VLLM_MODES)}")
         if not isinstance(self.rule, str) or not isinstance(self.namespace, str):
-            raise UsageError(f"rule {self.rule!r} and namespace {self.namespace!r} must be text")
+            raise UsageError(f"rule {_short(self.rule)} and namespace {_short(self.namespace)} must be text")
         check_options(self)
         if not _is_int(self.seed):
-            raise UsageError(f"seed is {self.seed!r}; it must be a whole number")
+            raise UsageError(f"seed is {_short(self.seed)}; it must be a whole number")
         CONTEXT.validate("context", self.context)
         for span in self.spans:
             if len(span) != 2 or not all(map(_is_int, span)) or not 0 <= span[0] < span[1]:
-                raise UsageError(f"span {span!r} is not [start, end) with 0 <= start < end")
+                raise UsageError(f"span {_short(span)} is not [start, end) with 0 <= start < end")
         for (_, end), (start, _) in pairwise(self.spans):
             if start < end:
                 raise UsageError(f"a span starts at {start}, but the span before it ends at {end}; send them in order")
@@ -118,7 +119,7 @@ def parse_params(raw: object) -> BlendParams:
         raise UsageError(f"ragblend parameters are {type(raw).__name__}; send an object such as {{'mode': 'blend'}}")
     unknown = sorted(str(name) for name in raw if name not in {field.name for field in fields(BlendParams)})
     if unknown:
-        raise UsageError(f"unknown ragblend parameters: {', '.join(unknown)}")
+        raise UsageError(f"unknown ragblend parameters: {', '.join(map(_short, unknown[:_MAX_NAMES]))}")
     if isinstance(raw.get("namespace"), str):
         check_namespace(raw["namespace"])
     spans = raw.get("spans", ())

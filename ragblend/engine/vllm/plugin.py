@@ -2,16 +2,23 @@
 
 vLLM does not pass the model to a connector (vllm-project/vllm#37339 would). So the plugin keeps a reference to the
 model that a worker loads. It also detects weight updates, reserves memory for blending, and formats ragblend's log
-lines as vLLM's. It imports no large module. In a vLLM without the connector, it changes only these log lines.
+lines as vLLM's. It imports no large module. In a vLLM without the connector, it changes only these log lines and,
+on a CPU, what seeded requests do (`keep_seeds_on_cpu`).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
+import time
 import weakref
 from threading import Event
 from typing import Any
+
+from ragblend.redaction import printable
+
+_WINDOW_S, _MOST = 60.0, 5
 
 # At most one, because a worker process has one model. The reference is weak, so that the model is freed with its
 # engine. vLLM's linear layers call torch when they are freed, which breaks a later engine that compiles at that time.
@@ -28,7 +35,7 @@ def register() -> None:
 
     The wrapper of `load_model` keeps a reference to the model. The wrapper of `determine_available_memory` reserves
     memory for blending. The wrappers of weight updates set `weights_updated`. vLLM's CPU and XPU workers inherit the
-    wrappers. Repeated calls do nothing.
+    wrappers. Repeated calls do nothing. On a CPU, seeded requests keep vLLM running; see `keep_seeds_on_cpu`.
     """
     use_vllm_logger()
     from vllm.v1.worker.gpu_worker import Worker
@@ -53,6 +60,48 @@ def register() -> None:
     for name in ("reload_weights", "update_weights", "finish_weight_update"):
         if hasattr(Worker, name):
             setattr(Worker, name, _setting_weights_updated(getattr(Worker, name)))
+    keep_seeds_on_cpu()
+
+
+def keep_seeds_on_cpu() -> None:
+    """Have vLLM on a CPU compute the prompt of a seeded request in several steps, as it does on a GPU.
+
+    After each step but the last, vLLM discards the sampled token and resets the request's random generator by its
+    offset. A generator on a CPU has no offset, and the error ends the engine, for all clients. The wrappers reset the
+    generator's state instead, so a seed gives the same tokens however the prompt is divided.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not hasattr(GPUModelRunner, "_sample") or not hasattr(GPUModelRunner, "_bookkeeping_sync"):
+        return  # these methods are private to vLLM; tests/inside_vllm/test_seeds.py fails if one has another name
+    sample, finish = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
+
+    def discarded(runner: Any) -> dict[int, Any]:
+        """Return the generators whose next token is discarded, by the request's row."""
+        if runner.device.type != "cpu" or not runner.input_batch.generators:
+            return {}
+        mask = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+        return {row: each for row, each in runner.input_batch.generators.items() if row < len(mask) and mask[row]}
+
+    @functools.wraps(sample)
+    def sampling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        states = [(each, each.get_state()) for each in discarded(self).values()]
+        result = sample(self, *args, **kwargs)
+        for generator, state in states:
+            generator.set_state(state)
+        return result
+
+    @functools.wraps(finish)
+    def finishing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch, hidden = self.input_batch, discarded(self)
+        generators = batch.generators
+        batch.generators = {row: each for row, each in generators.items() if row not in hidden}
+        try:
+            return finish(self, *args, **kwargs)
+        finally:
+            batch.generators = generators
+
+    GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync = sampling, finishing
 
 
 def reserve_blend_memory(measure: Any) -> Any:
@@ -106,13 +155,33 @@ class BlendWorkerExtension:
 
 
 class _VllmLogHandler(logging.Handler):
-    """Handler that passes records to vLLM's logger, with the handlers that it has at that time."""
+    """Handler that passes records to vLLM's logger, with the handlers that it has at that time.
+
+    Messages are made `printable`. Of the records that one statement logs within `_WINDOW_S`, only the first `_MOST` are
+    passed on, because a full disk or a client can cause a record for each document or request.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[tuple[str, int], tuple[float, int]] = {}  # by statement: begin of the window, its records
 
     def emit(self, record: logging.LogRecord) -> None:
         vllm_logger = logging.getLogger("vllm")
         # With handlers, the root logger receives the record itself.
-        if not logging.getLogger().handlers and vllm_logger.isEnabledFor(record.levelno):
-            vllm_logger.handle(record)
+        if logging.getLogger().handlers or not vllm_logger.isEnabledFor(record.levelno):
+            return
+        statement = record.pathname, record.lineno
+        start_s, count = self._windows.get(statement, (record.created, 0))
+        text = record.getMessage()
+        if record.created - start_s > _WINDOW_S:
+            if count > _MOST:
+                text += f" ({count - _MOST} more like it since {time.strftime('%H:%M:%S', time.localtime(start_s))})"
+            start_s, count = record.created, 0
+        self._windows[statement] = start_s, count + 1
+        if count < _MOST:
+            shown = copy.copy(record)  # other handlers of the logger get the record itself
+            shown.msg, shown.args = printable(text), None
+            vllm_logger.handle(shown)
 
 
 def use_vllm_logger() -> None:

@@ -84,7 +84,7 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"mode": "ingest", "spans": [[1, 3]], "context": "similar"}, "context"),
         ({"mode": "ingest", "spans": [[1, 3]], "context": "every"}, "every"),
         ({"mode": "ingest", "spans": [], "context": "similar"}, "context"),
-        ({"around": [[[1], []]]}, "unknown ragblend parameters: around"),
+        ({"around": [[[1], []]]}, "unknown ragblend parameters: 'around'"),
         ({"key": "abc"}, "key"),
     ],
 )

@@ -15,6 +15,8 @@ from ragblend.engine.store.format.kv import KVSpec
 from ragblend.engine.transformers.checkpoints import AS_IT_IS
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.params import parse_params
+from ragblend.engine.vllm.scheduler_side.lookup import ChunkLookup
 from ragblend.engine.vllm.scheduler_side.scheduler import BlendScheduler
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
@@ -89,3 +91,25 @@ def test_only_chunks_of_the_requests_namespace_are_found(monkeypatch, tmp_path, 
 def test_of_a_prompt_that_ends_with_a_chunk_the_last_token_is_computed(monkeypatch, tmp_path, tokenizer):
     """vLLM samples the first token from the computed end of the prompt."""
     assert num_matched_tokens(monkeypatch, tmp_path, tokenizer, PROMPT, "acme") == 160
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"mode": "ingest", "spans": [[1, 4], [4, 8]], "context": "similar"},
+        {"mode": "ingest", "spans": [[1, 4]], "context": "none"},
+        {"mode": "reuse", "ratio": 0.5},
+    ],
+)
+def test_a_request_changes_nothing_outside_its_namespace(tmp_path, sent):
+    """Such as the context policy, which is the operator's and decides what is stored for all namespaces."""
+    disk = DiskStore(tmp_path, fsync=False)
+    disk.put_context_policy("none")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    lookup = ChunkLookup(disk, ConnectorConfig(store=str(tmp_path)), "model", num_layers=32)
+    try:
+        lookup.start(PROMPT[:9], parse_params({"namespace": "acme", **sent}), asks_remote=False).result(10)
+        assert lookup.context_policy() == "none"
+    finally:
+        lookup.close()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

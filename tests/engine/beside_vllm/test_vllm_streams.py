@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragblend.server.api import add_reports_to_streams
+from ragblend.server.api import add_reports_of_all_prompts, add_reports_to_streams
 
 REPORT = {"ragblend": {"num_chunk_hits": 2}}
 TEXT = 'data: {"choices": [{"text": "mentions kv_transfer_params"}]}\n\n'
@@ -57,3 +57,52 @@ def test_a_stream_has_one_report(last, is_chat):
     parsed = [json.loads(event.removeprefix("data: ")) for event in events if event != DONE]
     assert [each["kv_transfer_params"] for each in parsed if each.get("kv_transfer_params")] == [REPORT]
     assert (events[0], events[-1]) == (TEXT, DONE)
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([1], {"ragblend": 1}),
+        ([1, 2, 3], {"ragblend": [1, 2, 3]}),
+        ([1, None], {"ragblend": [1, None]}),
+        ([None, None], None),
+        ([None], None),
+    ],
+)
+def test_each_prompt_of_a_request_has_its_report(reports, expected):
+    outputs = [
+        SimpleNamespace(request_id=f"r-{number}", kv_transfer_params=each and {"ragblend": each})
+        for number, each in enumerate(reports)
+    ]
+
+    async def stream(request: Any, inputs: Any, results: AsyncIterator[Any], request_id: str) -> AsyncIterator[str]:
+        async for _ in results:
+            yield TEXT
+        yield DONE
+
+    async def results() -> AsyncIterator[Any]:
+        for number in reversed(range(len(outputs))):  # prompts end in any order
+            yield number, outputs[number]
+
+    async def call_workers(*args: Any, **kwargs: Any) -> list[None]:
+        return [None]
+
+    serving = SimpleNamespace(
+        stream_generator=stream,
+        engine_client=SimpleNamespace(collective_rpc=call_workers),
+        request_output_to_completion_response=lambda batch, request: SimpleNamespace(
+            kv_transfer_params=batch[0].kv_transfer_params  # as vLLM's
+        ),
+    )
+    add_reports_to_streams(serving, "stream_generator", 1)
+    add_reports_of_all_prompts(serving)
+    request = SimpleNamespace(kv_transfer_params={"ragblend": {}})
+    assert serving.request_output_to_completion_response(outputs, request).kv_transfer_params == expected
+
+    async def collected() -> list[str]:
+        return [each async for each in serving.stream_generator(request, None, results(), "r")]
+
+    streamed = [json.loads(each.removeprefix("data: ")) for each in asyncio.run(collected()) if each != DONE]
+    assert [each["kv_transfer_params"] for each in streamed if "kv_transfer_params" in each] == [
+        *filter(None, [expected])
+    ]

@@ -21,10 +21,11 @@ import os
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.format.kv import LAYOUT_VERSION, KVHeader
@@ -100,7 +101,8 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
 # --- contexts
 
 
-class IngestionContext(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class IngestionContext:
     """The similar chunks that are put between the prefix and a chunk when the chunk is precomputed.
 
     Each of `parts` has the token ids of one similar chunk and of the separator after it. Without parts, the chunk
@@ -108,7 +110,7 @@ class IngestionContext(NamedTuple):
     """
 
     policy: ContextPolicy = "none"
-    parts: tuple[tuple[int, ...], ...] = ()
+    parts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -137,13 +139,14 @@ class IngestionContext(NamedTuple):
 NO_CONTEXT = IngestionContext()
 
 
-class LookupContext(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LookupContext:
     """One variant of a chunk to look up in the store: KV computed after this prefix, under this context policy.
 
     `exact`: the variant's KV was computed after exactly the tokens that precede the chunk in the prompt.
     """
 
-    token_ids: tuple[int, ...]  # the prefix, `chunk_key`'s `prefix_ids`
+    token_ids: tuple[int, ...] = field(repr=False)  # the prefix, `chunk_key`'s `prefix_ids`
     match: PrefixMatch  # "exact" if the prompt begins with this prefix
     exact: bool
     policy: ContextPolicy

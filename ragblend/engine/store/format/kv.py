@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -53,8 +53,8 @@ class KVHeader:
 
     key: str  # keys.key_from_header(header), a hash of the other facts
     fingerprint: str  # of the model: weights, config, dtype, RoPE
-    prefix_ids: tuple[int, ...]  # the tokens before the chunk when it was computed; () for a prefix itself
-    token_ids: tuple[int, ...]  # T ids
+    prefix_ids: tuple[int, ...] = field(repr=False)  # before the chunk when it was computed; () for a prefix itself
+    token_ids: tuple[int, ...] = field(repr=False)  # T ids
     num_layers: int
     dtype: str  # a name in DTYPES: the dtype in which the KV was computed, and which `layer` returns
     namespace: str = ""
@@ -167,7 +167,7 @@ class MemoryKV:
     """ChunkKV whose layers are tensors in memory."""
 
     header: KVHeader
-    layers: tuple[StoredLayer, ...]
+    layers: tuple[StoredLayer, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.header.num_layers:

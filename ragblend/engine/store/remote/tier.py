@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from ragblend.engine.store.format.signing import KeyChoice, resolve_key
 from ragblend.engine.store.remote.breaker import CircuitBreaker, State
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
-from ragblend.redaction import HIDDEN, redact_url
+from ragblend.redaction import HIDDEN, redact_url, url_in_command
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class RemoteStore(KVStore):
         self._has_warned = False  # about the current outage
         self.last_failure = ""
         """Why the latest failed request failed; "" if none has failed."""
-        fix = f"; what is on disk goes there with: ragblend push --remote {values.url}"
+        fix = f"; what is on disk goes there with: ragblend push --remote {url_in_command(values.url)}"
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._backoff_s, fix)
 
     @property
@@ -447,7 +446,7 @@ class RemoteStore(KVStore):
         if not is_new:  # an outage is logged once
             log.info("%s", reason)
             return
-        look = f"ragblend doctor --remote {shlex.quote(self.values.url)}"
+        look = f"ragblend doctor --remote {url_in_command(self.values.url)}"
         log.warning("%s; answers go on without it, and prefill what only it has. Look what is wrong: %s", reason, look)
 
     def _forget(self, key: str, started_s: float) -> bool:

@@ -99,8 +99,9 @@ class ChunkLookup:
     def _find(
         self, ids: Sequence[int], params: BlendParams, runs: tuple[ChunkRun, ...] | None, asks_remote: bool
     ) -> LookupResult:
-        if params.mode == "ingest":  # a chunk that is not on this machine is computed, not fetched
-            self._persist_policy(params.context)
+        # The store's context policy stays as it is: the operator chooses it, for all namespaces. A chunk that is not on
+        # this machine is computed, not fetched.
+        if params.mode == "ingest":
             runs = tuple(ChunkRun(tuple(ids[start:end]), 0, start, end) for start, end in params.spans)
             return LookupResult(runs, self._find_for_ingestion(ids, runs, params))
         start_s = perf_counter()
@@ -163,24 +164,14 @@ class ChunkLookup:
         prefix_ids = tuple(ids[: runs[0].start])
         own_key = self._key(own, params.namespace, prefix_ids, KEY_CONTEXTS[params.context])
         if self._disk.contains(own_key):
-            span = StoredSpan(own.start, own.end, own_key, "exact", not before, params.context)
-            return (span._replace(chunk_ids=own.chunk_ids),)
+            policy, ids = params.context, own.chunk_ids
+            return (StoredSpan(own.start, own.end, own_key, "exact", not before, policy, chunk_ids=ids),)
         keys = [(run, self._key(run, params.namespace, prefix_ids)) for run in before]
         return tuple(
             StoredSpan(run.start, run.end, key, "exact", run.start == len(prefix_ids), chunk_ids=run.chunk_ids)
             for run, key in keys
             if self._disk.contains(key)
         )
-
-    def _persist_policy(self, policy: ContextPolicy) -> None:
-        """Store the ingested chunk's context policy, unless one is configured or the store has "similar"."""
-        self.context_policy()  # reads the stored policy again
-        if policy == "none" or self._config.context is not None or self._remembered not in (None, "none"):
-            return
-        try:
-            self._disk.put_context_policy(policy)
-        except RagblendError as error:
-            log.warning("%s", error)
 
     def _key(self, run: ChunkRun, namespace: str, prefix_ids: Sequence[int], name: str = "") -> str:
         return chunk_key(self._fingerprint, prefix_ids, run.chunk_ids, namespace, name)

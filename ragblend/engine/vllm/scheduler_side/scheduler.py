@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
@@ -75,7 +75,7 @@ class _RequestState:
     runs: tuple[ChunkRun, ...] | None = None  # None before the prompt is matched
     num_missing: int = 0  # runs without a stored entry
     is_filled: bool = False  # the workers have reported the job
-    request: Any = None  # vLLM's
+    request: Any = field(default=None, repr=False)  # vLLM's
     is_timed: bool = False  # its first token is recorded
 
     @property

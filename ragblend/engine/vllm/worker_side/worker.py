@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import Event
 from time import perf_counter
 from typing import NamedTuple
@@ -52,7 +52,8 @@ _PASS_ROWS_CPU, _PASS_ROWS_GPU = 64, 512
 _PATIENCE_S, IDLE_PATIENCE_S = 0.001, 0.01
 
 
-class StoredSpan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StoredSpan:
     """Positions [start, end) of a prompt whose tokens are those of a stored chunk, or of a part of it."""
 
     start: int
@@ -62,7 +63,7 @@ class StoredSpan(NamedTuple):
     exact: bool  # the chunk's KV was computed after precisely the tokens that precede it in the prompt
     policy: ContextPolicy = "none"  # of the entry
     nbytes: int = 0  # size of the entry's tensors; 0 for an ingestion, which does not read them
-    chunk_ids: tuple[int, ...] = ()  # of the whole chunk; the run may be a part of it
+    chunk_ids: tuple[int, ...] = field(default=(), repr=False)  # of the whole chunk; the run may be a part of it
     chunk_start: int = 0  # index of the run's first token in the chunk
 
 
@@ -94,7 +95,7 @@ class BlendJob:
     request_id: str
     params: BlendParams
     ratio: float
-    token_ids: tuple[int, ...]  # of the whole prompt
+    token_ids: tuple[int, ...] = field(repr=False)  # of the whole prompt; vLLM's crash dumps show the repr
     spans: tuple[tuple[int, int], ...]  # positions [start, end) of its runs
     end: int  # of the context; vLLM computes the tokens after it
     turns: tuple[BlendTurn, ...]
