@@ -106,11 +106,14 @@ class DocumentIngester:
         """Start the thread that stores waiting documents."""
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after its current chunk. Documents that are still waiting are stored after the next start."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread after its current chunk. Documents that are still waiting are stored after the next start.
+
+        Wait until the thread has ended, for at most `timeout_s` seconds unless it is None.
+        """
         self._closed.set()
         self._wake.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     # -- requests of clients
 
@@ -230,6 +233,8 @@ class DocumentIngester:
         except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # the documents stay waiting
             raise
         except Exception as error:
+            if self._closed.is_set():  # an engine that is stopping rejects every chunk
+                raise _InterruptedError from error
             if len(rows) == 1:
                 log.warning("the document %r of the collection %r is not stored: %s", first.id, first.collection, error)
                 self._table.record_outcome(first, SentDocumentCounts(), self._describe(error), is_stored=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +22,13 @@ from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import BackendUnreachableError, NotFoundError
+from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError, RagblendError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 from ragblend.server.documents import DocumentIngester
+from ragblend.server.front_end import FrontEndEngine
 from ragblend.server.requests import read_documents
 
 
@@ -336,6 +340,66 @@ def test_others_wait_while_one_process_stores_for_long(server, monkeypatch):
         time.sleep(0.3)
         assert server.counts(ingestion)["num_pending"] == 1
     assert server.wait(ingestion)["num_stored"] == 1
+
+
+@pytest.mark.parametrize("error", [RagblendError("vLLM rejects the chunk: "), ValueError("no output"), OSError("pipe")])
+def test_what_an_engine_answers_while_it_stops_is_no_verdict_on_a_document(tmp_path, error):
+    """Ten documents stay pending, the one that is being stored included, and are stored after the next start."""
+    server = Server(tmp_path / "kv")
+    has_begun, is_stopping = threading.Event(), threading.Event()
+
+    def precompute(chunk: Chunk) -> int:
+        has_begun.set()
+        is_stopping.wait(60)
+        raise error
+
+    server.engine().precompute = precompute
+    ingestion = server.send(*({"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(10)))
+    server.documents.start()
+    assert has_begun.wait(60)
+    server.documents.close(0.0)
+    is_stopping.set()
+    server.documents.close()
+    counts = server.counts(ingestion)
+    assert (counts["num_pending"], counts["num_failed"]) == (10, 0)
+    with serving(tmp_path / "kv") as again:
+        assert again.wait(ingestion)["num_stored"] == 10
+
+
+class AbortingClient:
+    """vLLM's engine client, whose engine process has received SIGTERM: it aborts each request."""
+
+    errored = False
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
+
+    async def generate(self, *given: Any, **named: Any) -> AsyncIterator[Any]:
+        completion = SimpleNamespace(token_ids=(), finish_reason="abort")
+        yield SimpleNamespace(outputs=[completion], num_cached_tokens=0)
+
+
+def test_a_chunk_that_vllm_aborts_is_no_verdict_on_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr("ragblend.server.front_end.sampling_params", lambda *given: None)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    with load_engine("demo", tmp_path / "kv") as demo:
+        facts = {name: getattr(demo, name) for name in ("name", "fingerprint", "bytes_per_token")}
+        engine = FrontEndEngine(
+            AbortingClient(),
+            loop,
+            demo.renderer,
+            demo.store,
+            (),
+            context="none",
+            num_layers=2,
+            context_length=4096,
+            **facts,
+        )
+        with pytest.raises(EngineClosedError, match="stopping or paused"):
+            engine.precompute(A)
+        engine.close()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
 
 
 class Busy:
