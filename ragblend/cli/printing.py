@@ -128,6 +128,14 @@ def print_ingest(report: Any, settings: Settings, json_: bool) -> None:
             if report.num_removed_kv
             else []
         ),
+        *(
+            [
+                f"KV of {plural(report.num_evicted_kv, 'chunk')} was evicted, because the store's budget is too small: "
+                "set a larger `disk_gib`, and ingest again"
+            ]
+            if report.num_evicted_kv
+            else []
+        ),
         f"{plural(report.num_new_kv, 'chunk')} prefilled in {report.prefill_s:.1f} s, "
         f"{report.num_known_kv} already stored"
         + (f", {report.num_rewritten_kv} of them rewritten" if report.num_rewritten_kv else ""),

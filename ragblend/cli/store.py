@@ -90,6 +90,8 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
     with open_registry(disk, create=False) as registry:
         collections, similar = registry.count_by_collection(), registry.count_variants()
+        ingested = registry.fingerprints_by_key() if disk.has_evicted and not registry.is_shared else {}
+    num_evicted = sum(not disk.has_file(key) for key in ingested)
     manifest, sources, num_chunks = None, list[str](), 0
     try:
         with open_index(settings.store) as opened:
@@ -114,6 +116,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "pinned": sorted(disk.pins()),
         "disk_gib": settings.disk_gib,
         "limit_bytes": limit,
+        "num_evicted_kv": num_evicted,
         "remote": remote_facts(settings, [entry.key for entry in entries]),
         "sources": sources,
     }
@@ -134,6 +137,11 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     lines += [
         f"KV of {plural(len(entries), 'chunk')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}",
         limit_line(limit, settings.disk_gib),
+        *(
+            [f"KV of {plural(num_evicted, 'ingested chunk')} was evicted: set a larger `disk_gib`, and ingest again"]
+            if num_evicted
+            else []
+        ),
         *([f"context: {facts['context']}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
         *([f"pinned: {join_names(map(display_source, sorted(disk.pins())), 20)}"] if disk.pins() else []),

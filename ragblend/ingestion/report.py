@@ -32,6 +32,7 @@ class IngestReport:
     store_bytes: int = 0  # size of the whole store on disk
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
+    num_evicted_kv: int = 0  # entries that the disk's budget evicted meanwhile, also of earlier ingestions
     num_removed_kv: int = 0  # deleted entries: of changed or removed chunks, and of chunks with them in the context
     removed: list[str] = field(default_factory=list)  # documents that were removed, those of renamed files included
     renamed: dict[str, str] = field(default_factory=dict)  # old path of a file -> new path, with the same bytes

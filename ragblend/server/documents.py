@@ -15,14 +15,12 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.leases import LEASE_S, Leases
@@ -34,18 +32,15 @@ from ragblend.catalog.sent_documents import (
     WaitingDocument,
     lease_name,
 )
-from ragblend.catalog.vectors import normalize_rows
-from ragblend.chunker import split
-from ragblend.corpus.documents import Document, has_visible_text
-from ragblend.corpus.embedders import FloatArray
+from ragblend.corpus.documents import has_visible_text
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
-from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import delete_stale_kv
 from ragblend.ingestion.documents import delete_precomputed
-from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
+from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
+from ragblend.server.sent_chunks import SentVectors, split_document, stored_keys
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +50,12 @@ BUDGET_TOO_SMALL = (
     "the store's budget is too small for all of its chunks; set a larger one, and send the document again"
 )
 
+_HEADER_BYTES = 16 << 10  # of an entry's header, beside a share of its size
 _BATCH, _BATCH_CHARS = 1000, 32 << 20  # most documents, and their characters, in one batch
 _SHARED_BATCH = 16  # most documents in one batch if other servers store documents at the same time
 _LOOK_S = 1.0  # between two checks for documents that were sent to another process with this folder
 _RETRY_S = 5.0
 _REMOVAL_WAIT_S = 60.0  # longest wait of a removal for another process that is storing documents
-_QUESTION_TOKENS = 64  # least tokens of the context length that a chunk leaves free
 _REST_S, _REST_SHARE = 1.0, 4.0  # least pause after a chunk while requests generate: seconds, multiple of its duration
 
 
@@ -96,6 +91,7 @@ class DocumentIngester:
         self._engines: dict[str, Engine] = {}
         self._lock = threading.Lock()
         self._num_removing = 0
+        self._has_warned_of_budget = False
         self._progress = ("", 0, 0)  # namespace whose chunks are being prefilled, number done, total number
         self._new_kv: Counter[str] = Counter()
         self._new_bytes: Counter[str] = Counter()
@@ -171,7 +167,7 @@ class DocumentIngester:
         engine = self._engine(namespace)
         with open_registry(engine.store) as registry:
             texts = registry.texts_of(DocumentKey(collection, document_id, namespace))
-        return {**found, "num_kv": len(_stored_keys([Chunk(text) for text in texts], engine))}
+        return {**found, "num_kv": len(stored_keys([Chunk(text) for text in texts], engine))}
 
     # -- storing
 
@@ -218,7 +214,7 @@ class DocumentIngester:
         self._new_kv.clear()
         self._new_bytes.clear()
         try:
-            chunks_of = [_cut(row, engine) for row in rows]
+            chunks_of = [split_document(row, engine) for row in rows]
             owners = [row for row, chunks in zip(rows, chunks_of, strict=True) for _ in chunks]
             report = precompute_documents(
                 [chunk for chunks in chunks_of for chunk in chunks],
@@ -228,7 +224,7 @@ class DocumentIngester:
                 versions=[row.version if row.body.get("adds") else "" for row in owners],
                 collection=first.collection,
                 prefill=self._prefill,
-                embedder=_SentVectors.of(rows),
+                embedder=SentVectors.of(rows),
             )
         except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # the documents stay waiting
             raise
@@ -245,13 +241,15 @@ class DocumentIngester:
         reason_of = dict((*report.notes, *report.skipped, *report.failures))
         failed = {failure.path for failure in report.failures}
         for row, chunks in zip(rows, chunks_of, strict=True):
-            stored, num_new = _stored_keys(chunks, engine), self._new_kv[row.id]
+            stored, num_new = stored_keys(chunks, engine), self._new_kv[row.id]
             found = [chunk for chunk in chunks if engine.key(chunk) in stored]
             num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in found)
             counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, self._new_bytes[row.id])
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
+            if reason == BUDGET_TOO_SMALL and report.num_removed_kv:
+                continue  # KV of replaced texts was deleted since, so the document may fit now
             if not has_all and not all(tier.is_available() for tier in engine.store.remote_tiers):
                 raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
             self._table.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
@@ -264,7 +262,7 @@ class DocumentIngester:
         is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
-            nbytes = self._prefill_once(chunk, engine)
+            nbytes = self._prefill_once(chunk, engine) if self._has_room(chunk, engine) else 0
             self._new_kv[chunk.source] += nbytes > 0
             self._new_bytes[chunk.source] += nbytes
             yield nbytes
@@ -277,6 +275,19 @@ class DocumentIngester:
                 time.sleep(0.02)
                 self._renew_leases()
             self._renew_leases()
+
+    def _has_room(self, chunk: Chunk, engine: Engine) -> bool:
+        """Return False if the KV of a chunk would evict KV of other documents, which stays reported as stored."""
+        disk = engine.store.disk_tier
+        if disk is None or engine.store.remote_tiers:  # what a remote tier holds can be evicted here
+            return True
+        nbytes = num_chunk_tokens(chunk, engine) * engine.bytes_per_token
+        if disk.has_room(nbytes + nbytes // 64 + _HEADER_BYTES):
+            return True
+        if not self._has_warned_of_budget:
+            self._has_warned_of_budget = True
+            log.warning("documents are not stored any more: %s", BUDGET_TOO_SMALL)
+        return False
 
     def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
         """Prefill a chunk, but first wait while another server prefills it. Return the number of bytes stored.
@@ -360,43 +371,3 @@ class DocumentIngester:
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _cut(row: WaitingDocument, engine: Engine) -> list[Chunk]:
-    """Return the chunks of a document: those that were sent, or its text split to fit the model's context length."""
-    if "chunks" in row.body:
-        chunks = [Chunk(text.strip(), row.id) for text in row.body["chunks"]]
-    else:
-        most = engine.context_length - _QUESTION_TOKENS
-        size = min(row.body.get("chunk_size") or DEFAULT_CHUNK_TOKENS, most)
-        chunks = split(Document(row.body["text"], row.id), engine.renderer.count_tokens, size)
-    return chunks or [Chunk("", row.id)]  # an empty document still replaces its earlier chunks
-
-
-def _stored_keys(chunks: Iterable[Chunk], engine: Engine) -> set[str]:
-    """Return the keys of the chunks' stored entries, in all variants of the store's context policy."""
-    keys = [*dict.fromkeys(map(engine.key, chunk_variants(chunks, engine.context)))]
-    return {key for key, is_stored in zip(keys, engine.store.contains_many(keys), strict=True) if is_stored}
-
-
-class _SentVectors:
-    """Embedder that returns the vectors that were sent with the texts."""
-
-    def __init__(self, name: str, vectors: Mapping[str, Sequence[float]]) -> None:
-        self.name = f"sent {name}"
-        self._vectors = vectors
-        self.dim = len(next(iter(vectors.values())))
-
-    @classmethod
-    def of(cls, rows: Sequence[WaitingDocument]) -> _SentVectors | None:
-        """Return the embedder for documents that were sent with vectors; None for documents without."""
-        vectors = {
-            text.strip(): vector
-            for row in rows
-            for text, vector in zip(row.body.get("chunks", ()), row.body.get("vectors", ()), strict=False)
-        }
-        return cls(rows[0].body["embedder"], vectors) if vectors else None
-
-    def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """Return the vectors of `texts` as unit rows [n, dim] float32."""
-        return normalize_rows(np.array([self._vectors[text.strip()] for text in texts], np.float32))

@@ -20,6 +20,7 @@ from servers import wait_until
 from ragblend import Prompt, load_engine
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.sent_documents import SentDocument
+from ragblend.engine.store import eviction
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError, RagblendError
@@ -27,7 +28,7 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server.documents import DocumentIngester
+from ragblend.server.documents import BUDGET_TOO_SMALL, DocumentIngester
 from ragblend.server.front_end import FrontEndEngine
 from ragblend.server.requests import read_documents
 
@@ -41,12 +42,12 @@ def by_words(monkeypatch):
 class Server:
     """Documents over a folder, and the engines behind them."""
 
-    def __init__(self, root: Path, context: str = "none") -> None:
+    def __init__(self, root: Path, context: str = "none", **options: Any) -> None:
         self.root = root
         self.engines: dict[str, TransformersEngine] = {}
 
         def make_engine(namespace: str) -> TransformersEngine:
-            engine = load_engine("demo", root, namespace=namespace, context=context, on_miss="inline")
+            engine = load_engine("demo", root, namespace=namespace, context=context, on_miss="inline", **options)
             self.engines[namespace] = engine
             return engine
 
@@ -80,8 +81,8 @@ def _sent(document: dict[str, Any], collection: str) -> SentDocument:
 
 
 @contextmanager
-def serving(root: Path, context: str = "none") -> Iterator[Server]:
-    server = Server(root, context)
+def serving(root: Path, context: str = "none", **options: Any) -> Iterator[Server]:
+    server = Server(root, context, **options)
     server.documents.start()
     try:
         yield server
@@ -232,19 +233,30 @@ def test_a_document_that_fails_says_why_and_stops_no_other(server):
     assert server.wait(server.send({"id": "long", "chunks": [A]}))["num_failed"] == 0
 
 
-def test_a_store_without_room_reports_nothing_as_stored(tmp_path):
-    with load_engine("demo", tmp_path / "kv") as probe:
-        gib = 1.5 * probe.renderer.count_tokens(A) * probe.bytes_per_token / 2**30
-    options: Any = {"disk_gib": gib, "memory_gib": 0.0}
-    documents = DocumentIngester(tmp_path / "kv", lambda _: load_engine("demo", tmp_path / "kv", **options))
-    documents.start()
-    ingestion = documents.add(
-        "", [_sent({"id": str(number), "chunks": [f"{number} {A}"]}, "kb") for number in range(4)]
-    )
-    wait_until(lambda: not documents.summary("", "kb", ingestion)["collections"]["kb"]["num_waiting"], 60, "done")
-    documents.close()
-    stored = sum(documents.get("", "kb", str(number))["status"] == "stored" for number in range(4))
-    assert stored == len(list(DiskStore(tmp_path / "kv").keys())) < 4
+@pytest.mark.parametrize("budget", ["auto", "number"])
+def test_a_store_without_room_keeps_what_it_reports_as_stored(tmp_path, budget, monkeypatch, caplog):
+    """Documents that come later fail with the reason; none of those that are stored is evicted for them."""
+    root, most = tmp_path / "kv", 6.5 * 100_000
+    monkeypatch.setattr(eviction, "_disk_size", lambda _: (10 * most, 2 * most - _size_of(root)))
+    disk_gib: Any = "auto" if budget == "auto" else most / 2**30
+    with serving(root, disk_gib=disk_gib) as server:
+        for first in (0, 3, 7):
+            server.wait(server.send(*({"id": f"{n}", "chunks": [f"{n}. {A} {C}"]} for n in range(first, first + 4))))
+        documents = [server.documents.get("", "kb", f"{n}") for n in range(11)]
+        stored = [document["id"] for document in documents if document["status"] == "stored"]
+        assert stored == [document["id"] for document in documents if document["num_kv"]]
+        assert stored == [str(number) for number in range(len(stored))]
+        assert 3 <= len(stored) == len(list(DiskStore(root).keys())) < 8
+        assert {document["reason"] for document in documents if document["status"] == "failed"} == {BUDGET_TOO_SMALL}
+        assert caplog.text.count("documents are not stored any more") == 1
+        assert server.wait(server.send({"id": "0", "chunks": [f"New. {A} {C}"]}))["num_stored"] == 1
+        server.documents.remove("", "kb", ["1"])
+        server.wait(server.send({"id": "10", "chunks": [f"10. {A} {C}"]}))
+        assert server.documents.get("", "kb", "10")["status"] == "stored"
+
+
+def _size_of(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*.safetensors"))
 
 
 def test_the_same_variants_as_a_program_of_its_own(tmp_path):
