@@ -35,6 +35,7 @@ from ragblend.catalog.sent_documents import (
 from ragblend.corpus.documents import has_visible_text
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
+from ragblend.files.reserve import delete_with_reserve, fill_reserve
 from ragblend.ingestion.deletion import delete_stale_kv
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.ingestion.prefill import num_chunk_tokens
@@ -55,6 +56,7 @@ _BATCH, _BATCH_CHARS = 1000, 32 << 20  # most documents, and their characters, i
 _SHARED_BATCH = 16  # most documents in one batch if other servers store documents at the same time
 _LOOK_S = 1.0  # between two checks for documents that were sent to another process with this folder
 _RETRY_S = 5.0
+_REMOVAL_BATCH = 256  # documents that are removed in one transaction, whose log a full disk must hold
 _REMOVAL_WAIT_S = 60.0  # longest wait of a removal for another process that is storing documents
 _REST_S, _REST_SHARE = 1.0, 4.0  # least pause after a chunk while requests generate: seconds, multiple of its duration
 
@@ -100,6 +102,7 @@ class DocumentIngester:
 
     def start(self) -> None:
         """Start the thread that stores waiting documents."""
+        fill_reserve(self._lock_path.parent)
         self._thread.start()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -132,18 +135,25 @@ class DocumentIngester:
             with self._alone(_REMOVAL_WAIT_S):
                 known = self._table.ids(namespace, collection)
                 ids = known if ids is None else [*set(known).intersection(ids)]
-                if not ids:
-                    return 0, 0
-                self._table.begin_removal(namespace, collection, ids)
-                names = [lease_name(namespace, collection, each) for each in ids]
-                with self._leased(names, _REMOVAL_WAIT_S) as leased:
-                    if len(leased) < len({*names}):
-                        raise _BusyError("another server is storing these documents; try again")
-                    num_removed = delete_precomputed(ids, self._engine(namespace), collection=collection)
-                    return self._table.remove(namespace, collection, ids), num_removed
+                num_documents = num_removed = 0
+                for start in range(0, len(ids), _REMOVAL_BATCH):
+                    batch = ids[start : start + _REMOVAL_BATCH]
+                    remove = partial(self._remove_batch, namespace, collection, batch)
+                    removed = delete_with_reserve(self._lock_path.parent, remove)
+                    num_documents, num_removed = num_documents + removed[0], num_removed + removed[1]
+                return num_documents, num_removed
         finally:
             with self._lock:
                 self._num_removing -= 1
+
+    def _remove_batch(self, namespace: str, collection: str, ids: Sequence[str]) -> tuple[int, int]:
+        self._table.begin_removal(namespace, collection, ids)
+        names = [lease_name(namespace, collection, each) for each in ids]
+        with self._leased(names, _REMOVAL_WAIT_S) as leased:
+            if len(leased) < len({*names}):
+                raise _BusyError("another server is storing these documents; try again")
+            num_removed = delete_precomputed(ids, self._engine(namespace), collection=collection)
+            return self._table.remove(namespace, collection, ids), num_removed
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
         """Return the state of a namespace's documents, with the fields of `requests.IngestionSummary`.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ from ragblend.files.directory import Directory, try_remove_file
 PATH = "/ragblend/ready"
 _WAIT_S = 2.0  # longest wait for a probe of one tier, whose state is "slow" then; no second probe runs next to it
 _LASTS_S = 2.0  # longest age of a probe's result that is used again
+_PROBE_BYTES = 1 << 16  # a file of a few bytes fits into the inode, also on a full disk
 _CLOSING_S = 10.0  # for vLLM to stop after the answers are complete; pending writes to the remote tier end within it
 
 STOPPING = b'{"error": {"message": "this server is stopping; send the request to another replica", "code": 503}}'
@@ -154,11 +156,15 @@ def _disk_state(disk: DiskStore | None) -> str:
         return "ok"
     if not disk.root.is_dir():
         return "missing"
-    try:
-        Directory(disk.kv_dir, fsync=False).write(probe := disk.kv_dir / ".ready", b"?")
-    except StoreFullError:
-        return "full"
-    try_remove_file(probe)
+    for folder in {disk.kv_dir, disk.root}:  # on two disks, for example
+        try:
+            Directory(folder, fsync=False).write(probe := folder / ".ready", b"?" * _PROBE_BYTES)
+        except StoreFullError:
+            return "full"
+        free_bytes = shutil.disk_usage(folder).free  # a file system may notice later that a file has no space
+        try_remove_file(probe)
+        if not free_bytes:
+            return "full"
     return "ok"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from demo_texts import QUESTION, A, B, C
+from places import fill_disk, small_disk
 from servers import wait_until
 
 from ragblend import Prompt, load_engine
@@ -23,13 +24,15 @@ from ragblend.catalog.sent_documents import SentDocument
 from ragblend.engine.store import eviction
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError, RagblendError
+from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError, RagblendError, StoreFullError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
+from ragblend.server.admin import clear_namespace
 from ragblend.server.documents import BUDGET_TOO_SMALL, DocumentIngester
 from ragblend.server.front_end import FrontEndEngine
+from ragblend.server.readiness import _disk_state
 from ragblend.server.requests import read_documents
 
 
@@ -253,6 +256,29 @@ def test_a_store_without_room_keeps_what_it_reports_as_stored(tmp_path, budget, 
         server.documents.remove("", "kb", ["1"])
         server.wait(server.send({"id": "10", "chunks": [f"10. {A} {C}"]}))
         assert server.documents.get("", "kb", "10")["status"] == "stored"
+
+
+def test_a_full_disk_is_reported_and_documents_and_namespaces_are_removed_from_it(tmp_path):
+    """Each deletion finds no byte free, also that of a pending document, which has no KV."""
+    with small_disk(tmp_path / "small", "24m") as disk, serving(disk / "kv") as server:
+        namespaces = ("", "acme")
+        for namespace in namespaces:
+            sent = [{"id": f"{n}", "chunks": [f"{n}. {A}"]} for n in range(4)]
+            server.wait(server.send(*sent, namespace=namespace), namespace)
+        server.documents.close()
+        server.send({"id": "pending", "text": f"{A} " * 1000})
+        store = DiskStore(disk / "kv")
+        assert _disk_state(store) == "ok"
+        fill_disk(disk)
+        assert _disk_state(store) == "full"
+        with pytest.raises(StoreFullError):
+            server.send({"id": "more", "chunks": [B]})
+        assert server.documents.remove("", "kb", ["pending"]) == (1, 0)
+        fill_disk(disk)
+        assert server.documents.remove("", "kb", None) == (4, 4)
+        fill_disk(disk)
+        assert clear_namespace(server.engine().store, {"namespace": "acme"})["num_removed"] == 4
+        assert not list(store.keys())
 
 
 def _size_of(root: Path) -> int:
