@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
@@ -41,6 +42,7 @@ from ragblend.ingestion.documents import delete_precomputed
 from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
+from ragblend.server.backlog import Backlog
 from ragblend.server.sent_chunks import SentVectors, split_document, stored_keys
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,8 @@ _BATCH, _BATCH_CHARS = 1000, 32 << 20  # most documents, and their characters, i
 _SHARED_BATCH = 16  # most documents in one batch if other servers store documents at the same time
 _LOOK_S = 1.0  # between two checks for documents that were sent to another process with this folder
 _RETRY_S = 5.0
+_TURN_S = 1.0  # between two turns of other namespaces while documents of one are being stored
+_TURN_CHARS = 1 << 16  # of the documents of one such turn
 _REMOVAL_BATCH = 256  # documents that are removed in one transaction, whose log a full disk must hold
 _REMOVAL_WAIT_S = 60.0  # longest wait of a removal for another process that is storing documents
 _REST_S, _REST_SHARE = 1.0, 4.0  # least pause after a chunk while requests generate: seconds, multiple of its duration
@@ -95,8 +99,8 @@ class DocumentIngester:
         self._num_removing = 0
         self._has_warned_of_budget = False
         self._progress = ("", 0, 0)  # namespace whose chunks are being prefilled, number done, total number
-        self._new_kv: Counter[str] = Counter()
-        self._new_bytes: Counter[str] = Counter()
+        self._turn, self._turn_at_s = "", 0.0  # namespace of the last turn, and time of the next one of others
+        self._backlog = Backlog(self._table)
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ragblend-documents", daemon=True)
 
@@ -117,7 +121,11 @@ class DocumentIngester:
     # -- requests of clients
 
     def add(self, namespace: str, documents: Sequence[SentDocument]) -> str:
-        """Record documents, which are then stored in the background. Return a name for this ingestion."""
+        """Record documents, which are then stored in the background. Return a name for this ingestion.
+
+        Raises BacklogFullError if too many documents of the namespace wait (see `Backlog`).
+        """
+        self._backlog.add(namespace, documents)
         ingestion = self._table.add(namespace, documents)
         self._wake.set()
         return ingestion
@@ -201,28 +209,48 @@ class DocumentIngester:
         self._check_interrupted()
         try:
             with self._alone(0.0):
-                if self._leases is None:
-                    batch = self._table.next_waiting(_BATCH, _BATCH_CHARS)
-                else:
-                    batch = self._table.next_waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.leased_by_others())
-                if not batch:
-                    return False
-                with self._leased([row.lease_name for row in batch]) as leased:
-                    mine = self._table.still_waiting(row for row in batch if row.lease_name in leased)
-                    for _, rows in groupby(mine, lambda row: row.body.get("embedder", "")):
-                        self._store([*rows])
-                return True
+                most = _BATCH if self._leases is None else _SHARED_BATCH
+                batch = self._table.next_waiting(most, _BATCH_CHARS, self._taken(), after=self._turn)
+                self._turn_at_s = time.monotonic() + _TURN_S
+                self._store_leased(batch)
+                return bool(batch)
         except _BusyError:
             return False
         finally:
             self._progress = ("", 0, 0)
 
+    def _store_leased(self, batch: Sequence[WaitingDocument]) -> None:
+        """Store those of the documents of one collection that no other server stores. Their namespace has its turn."""
+        if not batch:
+            return
+        self._turn = batch[0].namespace
+        with self._leased([row.lease_name for row in batch]) as leased:
+            mine = self._table.still_waiting(row for row in batch if row.lease_name in leased)
+            for _, rows in groupby(mine, lambda row: row.body.get("embedder", "")):
+                self._store([*rows])
+
+    def _give_turn(self, namespace: str) -> None:
+        """Store a few short documents of the next other namespace, while those of `namespace` are being stored."""
+        self._turn_at_s = math.inf  # the documents of this turn give none
+        progress = self._progress
+        try:
+            taken = self._taken()
+            batch = self._table.next_waiting(_SHARED_BATCH, _TURN_CHARS, taken, after=self._turn, but=namespace)
+            if len(batch) > 1 or (batch and len(str(batch[0].body)) <= _TURN_CHARS):
+                self._store_leased(batch)
+            elif batch:
+                self._turn = batch[0].namespace  # a long document waits for a turn of its own
+        finally:
+            self._progress, self._turn_at_s = progress, time.monotonic() + _TURN_S
+
+    def _taken(self) -> Collection[str]:
+        return () if self._leases is None else self._leases.leased_by_others()
+
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
         """Chunk, embed, register and prefill documents of one collection, and record the result for each of them."""
         first = rows[0]
         engine = self._engine(first.namespace)
-        self._new_kv.clear()
-        self._new_bytes.clear()
+        new_kv, new_bytes = Counter[str](), Counter[str]()
         try:
             chunks_of = [split_document(row, engine) for row in rows]
             owners = [row for row, chunks in zip(rows, chunks_of, strict=True) for _ in chunks]
@@ -233,7 +261,7 @@ class DocumentIngester:
                 ids=[row.id for row in owners],
                 versions=[row.version if row.body.get("adds") else "" for row in owners],
                 collection=first.collection,
-                prefill=self._prefill,
+                prefill=partial(self._prefill, new_kv, new_bytes),
                 embedder=SentVectors.of(rows),
             )
         except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # the documents stay waiting
@@ -251,10 +279,10 @@ class DocumentIngester:
         reason_of = dict((*report.notes, *report.skipped, *report.failures))
         failed = {failure.path for failure in report.failures}
         for row, chunks in zip(rows, chunks_of, strict=True):
-            stored, num_new = stored_keys(chunks, engine), self._new_kv[row.id]
+            stored, num_new = stored_keys(chunks, engine), new_kv[row.id]
             found = [chunk for chunk in chunks if engine.key(chunk) in stored]
             num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in found)
-            counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, self._new_bytes[row.id])
+            counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, new_bytes[row.id])
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
@@ -267,15 +295,22 @@ class DocumentIngester:
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
         self._progress = (namespace, done, total or 0)
 
-    def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Prefill chunks in turn, with pauses while requests generate. Yield the number of bytes stored for each."""
+    def _prefill(
+        self, new_kv: Counter[str], new_bytes: Counter[str], chunks: Sequence[Chunk], engine: Engine
+    ) -> Iterator[int]:
+        """Prefill chunks in turn, with pauses while requests generate. Yield the number of bytes stored for each.
+
+        new_kv, new_bytes: by document, the number and the bytes of its new entries, which are counted here.
+        """
         is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
             nbytes = self._prefill_once(chunk, engine) if self._has_room(chunk, engine) else 0
-            self._new_kv[chunk.source] += nbytes > 0
-            self._new_bytes[chunk.source] += nbytes
+            new_kv[chunk.source] += nbytes > 0
+            new_bytes[chunk.source] += nbytes
             yield nbytes
+            if time.monotonic() > self._turn_at_s:
+                self._give_turn(engine.namespace)
             end_s = time.monotonic()
             end_s += max(_REST_S, _REST_SHARE * (end_s - start_s))
             while True:
@@ -346,11 +381,11 @@ class DocumentIngester:
         end_s = time.monotonic() + timeout_s
         while len(leased := self._leases.take(names)) < len({*names}) and time.monotonic() < end_s:
             time.sleep(0.1)
-        self._held, self._renew_at_s = leased, time.monotonic() + LEASE_S / 4
+        self._held, self._renew_at_s = self._held | leased, time.monotonic() + LEASE_S / 4
         try:
             yield leased
         finally:
-            self._held = set()
+            self._held = self._held - leased
             with suppress(BackendUnreachableError):  # leases expire
                 self._leases.release(leased)
 

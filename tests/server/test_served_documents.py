@@ -24,11 +24,19 @@ from ragblend.catalog.sent_documents import SentDocument
 from ragblend.engine.store import eviction
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError, RagblendError, StoreFullError
+from ragblend.errors import (
+    BackendUnreachableError,
+    BacklogFullError,
+    EngineClosedError,
+    NotFoundError,
+    RagblendError,
+    StoreFullError,
+)
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
+from ragblend.server import backlog
 from ragblend.server.admin import clear_namespace
 from ragblend.server.documents import BUDGET_TOO_SMALL, DocumentIngester
 from ragblend.server.front_end import FrontEndEngine
@@ -402,6 +410,41 @@ def test_what_an_engine_answers_while_it_stops_is_no_verdict_on_a_document(tmp_p
     assert (counts["num_pending"], counts["num_failed"]) == (10, 0)
     with serving(tmp_path / "kv") as again:
         assert again.wait(ingestion)["num_stored"] == 10
+
+
+@pytest.mark.parametrize("documents", [[("x", 100)], [(f"{number}", 1) for number in range(100)]], ids=["long", "many"])
+def test_namespaces_take_turns(tmp_path, documents, monkeypatch):
+    """Those of two namespaces that come later are stored while a long document, or many, of another one are."""
+    monkeypatch.setattr("ragblend.server.documents._TURN_S", 0.05)
+    with serving(tmp_path / "kv") as server:
+        sent = [{"id": name, "chunks": [f"{name} {n}. {A}" for n in range(count)]} for name, count in documents]
+        server.send(*sent, namespace="acme")
+        wait_until(lambda: server.documents.summary("acme", None, None)["batch"]["num_done"] > 3, 60, "it has begun")
+        others = {name: server.send({"id": "a", "chunks": [B, C]}, namespace=name) for name in ("", "globex")}
+        for name, ingestion in others.items():
+            counts = server.wait(ingestion, name)
+            assert (counts["num_stored"], counts["num_new_kv"]) == (1, 2)
+        assert server.counts(namespace="acme")["num_waiting"] == len(documents)  # of one batch, which is not complete
+        wait_until(lambda: not server.counts(namespace="acme")["num_waiting"], 60, "all are stored")
+        counts = server.counts(namespace="acme")
+        assert (counts["num_stored"], counts["num_new_kv"]) == (len(documents), 100)
+
+
+@pytest.mark.parametrize(("most", "value"), [("MAX_WAITING", 5), ("MAX_WAITING_CHARS", 1000)])
+def test_a_namespace_with_too_many_waiting_documents_sends_more_later(tmp_path, most, value, monkeypatch):
+    monkeypatch.setattr(backlog, most, value)
+    server = Server(tmp_path / "kv")
+    sent = [{"id": f"{number}", "chunks": [f"{number}. {A * 4}"]} for number in range(8)]
+    server.send(*sent, namespace="acme")  # one request is never too large
+    with pytest.raises(BacklogFullError, match=r"8 documents of this namespace, of .* Send more in 10 seconds"):
+        server.send({"id": "more", "chunks": [A]}, namespace="acme")
+    server.send({"id": "a", "chunks": [A]}, namespace="globex")
+    monkeypatch.setattr(backlog, "RETRY_AFTER_S", 0)
+    server.documents.start()
+    wait_until(lambda: not server.counts(namespace="acme")["num_waiting"], 60, "all are stored")
+    server.send({"id": "more", "chunks": [A]}, namespace="acme")
+    server.documents.close()
+    server.engine().close()
 
 
 class AbortingClient:
