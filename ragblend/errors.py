@@ -42,6 +42,10 @@ class DamagedEntryError(CorruptError):
         self.reason = reason
 
 
+class BacklogFullError(RagblendError):
+    """A namespace has as many documents that wait to be stored as it may have. The same request succeeds later."""
+
+
 class BackendUnreachableError(RagblendError, ConnectionError):
     """A server, a remote tier or a catalogue's database that does not answer."""
 

@@ -218,6 +218,7 @@ def precompute_chunks(
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
     report.num_known_kv += len(distinct) - len(missing)
     disk, absent = engine.store.disk_tier, set(missing)
+    num_evicted = 0 if disk is None else disk.counters.num_evicted
     known = [chunk for chunk in distinct.values() if chunk not in absent]
     missing, renewed = attach_similar_texts(missing, engine, index), list[Chunk]()
     if rewrite:
@@ -254,7 +255,10 @@ def precompute_chunks(
             checked = [chunk for chunk in (*missing, *renewed) if chunk not in has_given_context]
             delete_stale_kv(checked, engine, registry, index if isinstance(index, ChunkIndex) else None)
         if disk is not None:
-            registry.record_stored_entries(filter(disk.has_file, keys.values()), engine.fingerprint)
+            report.num_evicted_kv += disk.counters.num_evicted - num_evicted
+            # Entries that were stored and evicted are recorded, too, so that `stats` counts them.
+            recorded = [key for key in keys.values() if report.num_evicted_kv or disk.has_file(key)]
+            registry.record_stored_entries(recorded, engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
     report.store_bytes = stored_kv_bytes(engine)
     send_to_remote(known, missing, engine, report, on_progress)

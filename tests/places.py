@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,4 +76,11 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # an engine's catalogue may still be open
+
+
+def fill_disk(folder: Path) -> None:
+    """Write to a file in `folder` until no byte is free."""
+    with (folder / "fill").open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))

@@ -112,14 +112,20 @@ class SentDocumentTable(Catalog):
                 connection.execute(insert(SENT_DOCUMENTS), row)
         return ingestion
 
-    def next_waiting(self, limit: int, max_chars: int, taken: Collection[str] = ()) -> list[WaitingDocument]:
+    def next_waiting(
+        self, limit: int, max_chars: int, taken: Collection[str] = (), *, after: str = "", but: str | None = None
+    ) -> list[WaitingDocument]:
         """Return the documents to store next: documents of one collection, in the order in which they were sent.
 
         `limit`: the largest number of documents. `max_chars`: the largest number of characters in all bodies; the first
         document is returned even if its body has more. `taken`: names (`WaitingDocument.lease_name`) of documents to
-        leave out.
+        leave out. `after`: the namespace that had its turn last; the next one in alphabetical order has its turn now.
+        `but`: a namespace to leave out.
         """
-        waiting = select(_ROW.namespace, _ROW.collection, _ROW.id).where(_ROW.body.is_not(None)).order_by(_ROW.number)
+        waiting = select(_ROW.namespace, _ROW.collection, _ROW.id).where(_ROW.body.is_not(None))
+        if but is not None:
+            waiting = waiting.where(_ROW.namespace != but)
+        waiting = waiting.order_by(_ROW.namespace <= after, _ROW.namespace, _ROW.number)
         columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.version, _ROW.body)
         found: list[WaitingDocument] = []
         with self._transaction("DEFERRED") as connection:
@@ -138,6 +144,13 @@ class SentDocumentTable(Catalog):
                         break
                     found.append(WaitingDocument._make([*values, json.loads(body)]))
         return found
+
+    def count_waiting(self, namespace: str) -> tuple[int, int]:
+        """Return the number of a namespace's waiting documents, and of the characters of their bodies. Reads them."""
+        num_chars = func.coalesce(func.sum(func.length(_ROW.body)), 0)
+        query = select(func.count(_ROW.body).label("documents"), num_chars.label("chars"))
+        found = self._rows(query.where(*_chosen(namespace, None)))[0]._asdict()
+        return int(found["documents"]), int(found["chars"])
 
     def still_waiting(self, documents: Iterable[WaitingDocument]) -> list[WaitingDocument]:
         """Return the documents that still wait. Those that were stored, failed, removed or sent again are left out."""

@@ -138,6 +138,14 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
             else []
         ),
         *([f"{', '.join(kv)}{two}"] if num_kv else []),
+        *(
+            [
+                f"{plural(report.num_evicted_kv, 'KV cache')} evicted, because the store's budget is too small: "
+                "set a larger `disk_gib`, and ingest again"
+            ]
+            if report.num_evicted_kv
+            else []
+        ),
         f"{where}, {per_token}",
         *([f"{plural(len(skipped), 'file')} skipped: {shown(skipped)}"] if skipped else []),
         *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),

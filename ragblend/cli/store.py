@@ -108,6 +108,8 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
     with open_registry(disk, create=False) as registry:
         collections, similar = count_by_collection(registry), registry.count_variants()
+        ingested = registry.fingerprints_by_key() if disk.has_evicted and not registry.is_shared else {}
+    num_evicted = sum(not disk.has_file(key) for key in ingested)
     manifest, sources, num_chunks = None, list[str](), 0
     try:
         with open_index(settings.store) as opened:
@@ -131,6 +133,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "pinned": sorted(disk.pins()),
         "disk_gib": settings.disk_gib,
         "limit_bytes": limit,
+        "num_evicted_kv": num_evicted,
         "remote": remote_facts(settings, [entry.key for entry in entries]),
         "sources": sources,
     }
@@ -154,6 +157,11 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     lines += [
         kv,
         limit_line(limit, settings.disk_gib),
+        *(
+            [f"{plural(num_evicted, 'ingested KV cache')} evicted: set a larger `disk_gib`, and ingest again"]
+            if num_evicted
+            else []
+        ),
         *([f"context {facts['context']}: {_CONTEXTS[facts['context']]}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
         *([f"pinned: {join_names(map(display_source, sorted(disk.pins())), 20)}"] if disk.pins() else []),

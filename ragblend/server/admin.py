@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
@@ -22,6 +23,7 @@ from ragblend.engine.namespaces import equals_ignoring_salt
 from ragblend.engine.store.disk import StoreEntry
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import UsageError
+from ragblend.files.reserve import delete_with_reserve
 
 PATH = "/v1/ragblend/store"
 MAX_CHUNKS = 1000  # chunks in one response
@@ -109,6 +111,12 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
     namespace = fields.get("namespace")
     if not isinstance(namespace, str):
         raise UsageError('send {"namespace": "..."}')
+    disk = store.disk_tier
+    clear = partial(_clear_namespace, store, namespace)
+    return clear() if disk is None else delete_with_reserve(disk.root, clear)
+
+
+def _clear_namespace(store: TieredStore, namespace: str) -> dict[str, Any]:
     namespace_of = {entry.key: entry.header.namespace for entry in _entries(store)}
     keys, num_unread = {key for key, own in namespace_of.items() if equals_ignoring_salt(own, namespace)}, 0
     with open_registry(store) as registry:

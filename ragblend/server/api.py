@@ -42,6 +42,7 @@ from ragblend.server.document_metrics import DocumentMetrics
 from ragblend.server.readiness import Readiness, add_readiness_route
 
 if TYPE_CHECKING:
+    from ragblend.server.documents import DocumentIngester
     from ragblend.server.front_end import FrontEndEngine
 
 log = logging.getLogger(__name__)
@@ -104,8 +105,9 @@ def install_routes(app: Any) -> Readiness:
     respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     add_store_routes(app, served.store, respond)
+    end_ingestion = []
     try:
-        add_document_routes(app, served, respond)
+        end_ingestion.append(add_document_routes(app, served, respond).close)
     except Exception as error:
         log.warning("this server has no routes under /v1/ragblend/documents: %s", error)
     DocumentMetrics(Path(served.config.store), served.config.catalog, by_namespace=bool(served.config.keys)).start()
@@ -117,13 +119,13 @@ def install_routes(app: Any) -> Readiness:
             add_reports_to_streams(serving, name, place)
     if (completions := getattr(app.state, "openai_serving_completion", None)) is not None:
         add_reports_of_all_prompts(completions)
-    return add_readiness_route(app, served.store)
+    return add_readiness_route(app, served.store, *end_ingestion)
 
 
-def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None:
+def add_document_routes(app: Any, served: ServerResources, respond: Any) -> DocumentIngester:
     """Add the routes under /v1/ragblend/documents to `app`, and start storing the documents that are waiting.
 
-    `respond`: the result of `make_request_handler`.
+    Return the ingester that stores them. `respond`: the result of `make_request_handler`.
     """
     from ragblend.server.documents import DocumentIngester
     from ragblend.server.routes import documents_router
@@ -133,6 +135,7 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> None
     documents = DocumentIngester(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
+    return documents
 
 
 class ServerResources:

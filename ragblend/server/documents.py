@@ -12,18 +12,17 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.registry import open_registry
@@ -36,21 +35,20 @@ from ragblend.catalog.sent_documents import (
     WaitingDocument,
     lease_name,
 )
-from ragblend.catalog.stored_documents import list_documents, open_store_documents
-from ragblend.catalog.vectors import normalize_rows
-from ragblend.chunker import split
-from ragblend.corpus.documents import Document, has_visible_text
-from ragblend.corpus.embedders import FloatArray
+from ragblend.catalog.stored_documents import StoredDocument, list_documents, open_store_documents
+from ragblend.corpus.documents import has_visible_text
 from ragblend.engine.api import Engine
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
+from ragblend.files.reserve import delete_with_reserve, fill_reserve
 from ragblend.index import open_index
-from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import delete_stale_kv
 from ragblend.ingestion.documents import describe_documents, remove_stored_documents
-from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
+from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.ingestion.report import NOT_IN_REMOTE, IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
+from ragblend.server.backlog import Backlog
+from ragblend.server.sent_chunks import SentVectors, split_document, stored_keys
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +58,15 @@ BUDGET_TOO_SMALL = (
     "the store's budget is too small for all of its chunks; set a larger one, and send the document again"
 )
 
+_HEADER_BYTES = 16 << 10  # of an entry's header, beside a share of its size
 _BATCH, _BATCH_CHARS = 1000, 32 << 20  # most documents, and their characters, in one batch
 _SHARED_BATCH = 16  # most documents in one batch if other servers store documents at the same time
 _LOOK_S = 1.0  # between two checks for documents that were sent to another process with this folder
 _RETRY_S = 5.0
+_TURN_S = 1.0  # between two turns of other namespaces while documents of one are being stored
+_TURN_CHARS = 1 << 16  # of the documents of one such turn
+_REMOVAL_BATCH = 256  # documents that are removed in one transaction, whose log a full disk must hold
 _REMOVAL_WAIT_S = 60.0  # longest wait of a removal for another process that is storing documents
-_QUESTION_TOKENS = 64  # least tokens of the context length that a chunk leaves free
 _REST_S, _REST_SHARE = 1.0, 4.0  # least pause after a chunk while requests generate: seconds, multiple of its duration
 
 
@@ -101,26 +102,35 @@ class DocumentIngester:
         self._engines: dict[str, Engine] = {}
         self._lock = threading.Lock()
         self._num_removing = 0
+        self._has_warned_of_budget = False
         self._progress = ("", 0, 0)  # namespace whose chunks are being prefilled, number done, total number
-        self._new_kv: Counter[str] = Counter()
-        self._new_bytes: Counter[str] = Counter()
+        self._turn, self._turn_at_s = "", 0.0  # namespace of the last turn, and time of the next one of others
+        self._backlog = Backlog(self._table)
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ragblend-documents", daemon=True)
 
     def start(self) -> None:
         """Start the thread that stores waiting documents."""
+        fill_reserve(self._root)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after its current chunk. Documents that are still waiting are stored after the next start."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the thread after its current chunk. Documents that are still waiting are stored after the next start.
+
+        Wait until the thread has ended, for at most `timeout_s` seconds unless it is None.
+        """
         self._closed.set()
         self._wake.set()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     # -- requests of clients
 
     def add(self, namespace: str, documents: Sequence[SentDocument]) -> str:
-        """Record documents, which are then stored in the background. Return a name for this ingestion."""
+        """Record documents, which are then stored in the background. Return a name for this ingestion.
+
+        Raises BacklogFullError if too many documents of the namespace wait (see `Backlog`).
+        """
+        self._backlog.add(namespace, documents)
         ingestion = self._table.add(namespace, documents)
         self._wake.set()
         return ingestion
@@ -136,27 +146,33 @@ class DocumentIngester:
             self._num_removing += 1
         try:
             with self._alone(_REMOVAL_WAIT_S):
-                engine = self._engine(namespace)
-                with open_store_documents(engine.store) as (registry, indexed):
+                with open_store_documents(self._engine(namespace).store) as (registry, indexed):
                     known = list_documents(registry, indexed, namespace, collection)
                 wanted = None if ids is None else {*ids}
                 chosen = [each for each in known if wanted is None or each.key.id in wanted]
-                if not chosen:
-                    return 0, 0
-                ids = [each.key.id for each in chosen]
-                self._table.begin_removal(namespace, collection, ids)
-                names = [lease_name(namespace, collection, each) for each in ids]
-                with self._leased(names, _REMOVAL_WAIT_S) as leased:
-                    if len(leased) < len({*names}):
-                        raise _BusyError("another server is storing these documents; try again")
-                    has_indexed = any(each.index_source for each in chosen)
-                    with open_index(self._root) if has_indexed else nullcontext() as index:
-                        removal = remove_stored_documents(chosen, engine, index)
-                    self._table.remove(namespace, collection, ids)
-                    return len(chosen), removal.num_kv
+                num_removed = 0
+                for start in range(0, len(chosen), _REMOVAL_BATCH):
+                    batch = chosen[start : start + _REMOVAL_BATCH]
+                    remove = partial(self._remove_batch, namespace, collection, batch)
+                    num_removed += delete_with_reserve(self._root, remove)
+                return len(chosen), num_removed
         finally:
             with self._lock:
                 self._num_removing -= 1
+
+    def _remove_batch(self, namespace: str, collection: str, documents: Sequence[StoredDocument]) -> int:
+        """Remove documents of one collection. Return the number of deleted entries."""
+        ids = [each.key.id for each in documents]
+        self._table.begin_removal(namespace, collection, ids)
+        names = [lease_name(namespace, collection, each) for each in ids]
+        with self._leased(names, _REMOVAL_WAIT_S) as leased:
+            if len(leased) < len({*names}):
+                raise _BusyError("another server is storing these documents; try again")
+            has_indexed = any(each.index_source for each in documents)
+            with open_index(self._root) if has_indexed else nullcontext() as index:
+                removal = remove_stored_documents(documents, self._engine(namespace), index)
+            self._table.remove(namespace, collection, ids)
+            return removal.num_kv
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
         """Return the state of a namespace's documents, with the fields of `requests.IngestionSummary`.
@@ -192,7 +208,7 @@ class DocumentIngester:
         engine = self._engine(namespace)
         with open_registry(engine.store) as registry:
             texts = registry.texts_of(DocumentKey(collection, document_id, namespace))
-        return {**found, "num_kv": len(_stored_keys([Chunk(text) for text in texts], engine))}
+        return {**found, "num_kv": len(stored_keys([Chunk(text) for text in texts], engine))}
 
     # -- storing
 
@@ -216,30 +232,50 @@ class DocumentIngester:
         self._check_interrupted()
         try:
             with self._alone(0.0):
-                if self._leases is None:
-                    batch = self._table.next_waiting(_BATCH, _BATCH_CHARS)
-                else:
-                    batch = self._table.next_waiting(_SHARED_BATCH, _BATCH_CHARS, self._leases.leased_by_others())
-                if not batch:
-                    return False
-                with self._leased([row.lease_name for row in batch]) as leased:
-                    mine = self._table.still_waiting(row for row in batch if row.lease_name in leased)
-                    for _, rows in groupby(mine, lambda row: row.body.get("embedder", "")):
-                        self._store([*rows])
-                return True
+                most = _BATCH if self._leases is None else _SHARED_BATCH
+                batch = self._table.next_waiting(most, _BATCH_CHARS, self._taken(), after=self._turn)
+                self._turn_at_s = time.monotonic() + _TURN_S
+                self._store_leased(batch)
+                return bool(batch)
         except _BusyError:
             return False
         finally:
             self._progress = ("", 0, 0)
 
+    def _store_leased(self, batch: Sequence[WaitingDocument]) -> None:
+        """Store those of the documents of one collection that no other server stores. Their namespace has its turn."""
+        if not batch:
+            return
+        self._turn = batch[0].namespace
+        with self._leased([row.lease_name for row in batch]) as leased:
+            mine = self._table.still_waiting(row for row in batch if row.lease_name in leased)
+            for _, rows in groupby(mine, lambda row: row.body.get("embedder", "")):
+                self._store([*rows])
+
+    def _give_turn(self, namespace: str) -> None:
+        """Store a few short documents of the next other namespace, while those of `namespace` are being stored."""
+        self._turn_at_s = math.inf  # the documents of this turn give none
+        progress = self._progress
+        try:
+            taken = self._taken()
+            batch = self._table.next_waiting(_SHARED_BATCH, _TURN_CHARS, taken, after=self._turn, but=namespace)
+            if len(batch) > 1 or (batch and len(str(batch[0].body)) <= _TURN_CHARS):
+                self._store_leased(batch)
+            elif batch:
+                self._turn = batch[0].namespace  # a long document waits for a turn of its own
+        finally:
+            self._progress, self._turn_at_s = progress, time.monotonic() + _TURN_S
+
+    def _taken(self) -> Collection[str]:
+        return () if self._leases is None else self._leases.leased_by_others()
+
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
         """Chunk, embed, register and prefill documents of one collection, and record the result for each of them."""
         first = rows[0]
         engine = self._engine(first.namespace)
-        self._new_kv.clear()
-        self._new_bytes.clear()
+        new_kv, new_bytes = Counter[str](), Counter[str]()
         try:
-            chunks_of = [_cut(row, engine) for row in rows]
+            chunks_of = [split_document(row, engine) for row in rows]
             owners = [row for row, chunks in zip(rows, chunks_of, strict=True) for _ in chunks]
             report = precompute_documents(
                 [chunk for chunks in chunks_of for chunk in chunks],
@@ -248,12 +284,14 @@ class DocumentIngester:
                 ids=[row.id for row in owners],
                 versions=[row.version if row.body.get("adds") else "" for row in owners],
                 collection=first.collection,
-                prefill=self._prefill,
-                embedder=_SentVectors.of(rows),
+                prefill=partial(self._prefill, new_kv, new_bytes),
+                embedder=SentVectors.of(rows),
             )
         except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # the documents stay waiting
             raise
         except Exception as error:
+            if self._closed.is_set():  # an engine that is stopping rejects every chunk
+                raise _InterruptedError from error
             if len(rows) == 1:
                 log.warning("the document %r of the collection %r is not stored: %s", first.id, first.collection, error)
                 self._table.record_outcome(first, SentDocumentCounts(), self._describe(error), is_stored=False)
@@ -264,13 +302,15 @@ class DocumentIngester:
         reason_of = dict((*report.notes, *report.skipped, *report.failures))
         failed = {failure.path for failure in report.failures}
         for row, chunks in zip(rows, chunks_of, strict=True):
-            stored, num_new = _stored_keys(chunks, engine), self._new_kv[row.id]
+            stored, num_new = stored_keys(chunks, engine), new_kv[row.id]
             found = [chunk for chunk in chunks if engine.key(chunk) in stored]
             num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in found)
-            counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, self._new_bytes[row.id])
+            counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, new_bytes[row.id])
             has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
+            if reason == BUDGET_TOO_SMALL and report.num_removed_kv:
+                continue  # KV of replaced texts was deleted since, so the document may fit now
             if report.num_dropped and is_stored:
                 reason = _explain_dropped(stored, engine, report) or reason
             if not has_all and not all(tier.is_available() for tier in engine.store.remote_tiers):
@@ -284,15 +324,22 @@ class DocumentIngester:
         else:
             self._progress = (namespace, done, total or 0)
 
-    def _prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
-        """Prefill chunks in turn, with pauses while requests generate. Yield the number of bytes stored for each."""
+    def _prefill(
+        self, new_kv: Counter[str], new_bytes: Counter[str], chunks: Sequence[Chunk], engine: Engine
+    ) -> Iterator[int]:
+        """Prefill chunks in turn, with pauses while requests generate. Yield the number of bytes stored for each.
+
+        new_kv, new_bytes: by document, the number and the bytes of its new entries, which are counted here.
+        """
         is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
-            nbytes = self._prefill_once(chunk, engine)
-            self._new_kv[chunk.source] += nbytes > 0
-            self._new_bytes[chunk.source] += nbytes
+            nbytes = self._prefill_once(chunk, engine) if self._has_room(chunk, engine) else 0
+            new_kv[chunk.source] += nbytes > 0
+            new_bytes[chunk.source] += nbytes
             yield nbytes
+            if time.monotonic() > self._turn_at_s:
+                self._give_turn(engine.namespace)
             end_s = time.monotonic()
             end_s += max(_REST_S, _REST_SHARE * (end_s - start_s))
             while True:
@@ -302,6 +349,19 @@ class DocumentIngester:
                 time.sleep(0.02)
                 self._renew_leases()
             self._renew_leases()
+
+    def _has_room(self, chunk: Chunk, engine: Engine) -> bool:
+        """Return False if the KV of a chunk would evict KV of other documents, which stays reported as stored."""
+        disk = engine.store.disk_tier
+        if disk is None or engine.store.remote_tiers:  # what a remote tier holds can be evicted here
+            return True
+        nbytes = num_chunk_tokens(chunk, engine) * engine.bytes_per_token
+        if disk.has_room(nbytes + nbytes // 64 + _HEADER_BYTES):
+            return True
+        if not self._has_warned_of_budget:
+            self._has_warned_of_budget = True
+            log.warning("documents are not stored any more: %s", BUDGET_TOO_SMALL)
+        return False
 
     def _prefill_once(self, chunk: Chunk, engine: Engine) -> int:
         """Prefill a chunk, but first wait while another server prefills it. Return the number of bytes stored.
@@ -350,11 +410,11 @@ class DocumentIngester:
         end_s = time.monotonic() + timeout_s
         while len(leased := self._leases.take(names)) < len({*names}) and time.monotonic() < end_s:
             time.sleep(0.1)
-        self._held, self._renew_at_s = leased, time.monotonic() + LEASE_S / 4
+        self._held, self._renew_at_s = self._held | leased, time.monotonic() + LEASE_S / 4
         try:
             yield leased
         finally:
-            self._held = set()
+            self._held = self._held - leased
             with suppress(BackendUnreachableError):  # leases expire
                 self._leases.release(leased)
 
@@ -387,49 +447,9 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _cut(row: WaitingDocument, engine: Engine) -> list[Chunk]:
-    """Return the chunks of a document: those that were sent, or its text split to fit the model's context length."""
-    if "chunks" in row.body:
-        chunks = [Chunk(text.strip(), row.id) for text in row.body["chunks"]]
-    else:
-        most = engine.context_length - _QUESTION_TOKENS
-        size = min(row.body.get("chunk_size") or DEFAULT_CHUNK_TOKENS, most)
-        chunks = split(Document(row.body["text"], row.id), engine.renderer.count_tokens, size)
-    return chunks or [Chunk("", row.id)]  # an empty document still replaces its earlier chunks
-
-
-def _stored_keys(chunks: Iterable[Chunk], engine: Engine) -> set[str]:
-    """Return the keys of the chunks' stored entries, in all variants of the store's context policy."""
-    keys = [*dict.fromkeys(map(engine.key, chunk_variants(chunks, engine.context)))]
-    return {key for key, is_stored in zip(keys, engine.store.contains_many(keys), strict=True) if is_stored}
-
-
 def _explain_dropped(stored: set[str], engine: Engine, report: IngestReport) -> str:
     """Return the reason for clients if a remote tier lacks some of a document's `stored` entries, else ""."""
     keys = [*stored]
     lacking = {key for tier in engine.store.remote_tiers for key in stored - tier.find_stored(keys)}
     why = "is full" if report.is_full else "does not accept it"
     return f"{NOT_IN_REMOTE}, which {why}: {len(lacking)} of {len(keys)} KV caches" if lacking else ""
-
-
-class _SentVectors:
-    """Embedder that returns the vectors that were sent with the texts."""
-
-    def __init__(self, name: str, vectors: Mapping[str, Sequence[float]]) -> None:
-        self.name = f"sent {name}"
-        self._vectors = vectors
-        self.dim = len(next(iter(vectors.values())))
-
-    @classmethod
-    def of(cls, rows: Sequence[WaitingDocument]) -> _SentVectors | None:
-        """Return the embedder for documents that were sent with vectors; None for documents without."""
-        vectors = {
-            text.strip(): vector
-            for row in rows
-            for text, vector in zip(row.body.get("chunks", ()), row.body.get("vectors", ()), strict=False)
-        }
-        return cls(rows[0].body["embedder"], vectors) if vectors else None
-
-    def embed(self, texts: Sequence[str], /) -> FloatArray:
-        """Return the vectors of `texts` as unit rows [n, dim] float32."""
-        return normalize_rows(np.array([self._vectors[text.strip()] for text in texts], np.float32))

@@ -59,15 +59,19 @@ class FrontEndEngine(VllmEngineBase):
         try:
             while True:
                 try:
-                    yield from future.result(_LOOK_S)
-                    return
+                    deltas = future.result(_LOOK_S)
                 except FutureTimeoutError:
                     if not self._event_loop.is_running():
                         raise EngineClosedError("the server is stopping") from None
+                    continue
                 except (CancelledError, Exception) as error:
                     if self._client.errored or isinstance(error, CancelledError):
                         raise EngineClosedError(f"vLLM's engine has stopped: {error}") from error
                     raise RagblendError(f"vLLM rejects the chunk: {error}") from error
+                if any(delta.finish_reason == "abort" for delta in deltas):  # not by a client
+                    raise EngineClosedError("vLLM's engine has aborted the chunk, because it is stopping or paused")
+                yield from deltas
+                return
         finally:
             future.cancel()
 

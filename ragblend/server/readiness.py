@@ -8,14 +8,15 @@ what replicas share would remove all of them at once. Like vLLM's own /health, t
 
 On SIGTERM, vLLM's own shutdown waits until its engine has computed the last token, for at most `--shutdown-timeout`.
 New requests in that time are accepted and fail. At its end, tokens that the front end has not sent are lost. So before
-that shutdown begins, `Readiness` completes the answers in progress, and rejects new requests with 503, so that a router
-selects another replica. Depends on vLLM's application and the store.
+that shutdown begins, `Readiness` ends the ingestion of documents, completes the answers in progress, and rejects new
+requests with 503, so that a router selects another replica. Depends on vLLM's application and the store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,7 @@ from ragblend.files.directory import Directory, try_remove_file
 PATH = "/ragblend/ready"
 _WAIT_S = 2.0  # longest wait for a probe of one tier, whose state is "slow" then; no second probe runs next to it
 _LASTS_S = 2.0  # longest age of a probe's result that is used again
+_PROBE_BYTES = 1 << 16  # a file of a few bytes fits into the inode, also on a full disk
 _CLOSING_S = 10.0  # for vLLM to stop after the answers are complete; pending writes to the remote tier end within it
 
 STOPPING = b'{"error": {"message": "this server is stopping; send the request to another replica", "code": 503}}'
@@ -40,12 +42,16 @@ STOPPING = b'{"error": {"message": "this server is stopping; send the request to
 class Readiness:
     """Reports whether a vLLM server with this `store` is ready, and shuts it down gracefully.
 
-    The constructor replaces `engine_client.shutdown` by a function that first waits until the answers in progress are
-    sent. It waits for at most `timeout` seconds (the argument of `shutdown`). A call without a timeout does not wait,
-    and neither does a second call.
+    The constructor replaces `engine_client.shutdown` by a function that first ends the ingestion of documents and waits
+    until the answers in progress are sent, for at most `timeout` seconds (the argument of `shutdown`). A call without a
+    timeout does not wait, and neither does a second call.
+
+    `end_ingestion`: `DocumentIngester.close`; documents that are not stored then stay waiting.
     """
 
-    def __init__(self, engine_client: Any, store: KVStore) -> None:
+    def __init__(
+        self, engine_client: Any, store: KVStore, end_ingestion: Callable[[float], object] = lambda timeout_s: None
+    ) -> None:
         self.is_stopping = False
         self._num_under_way = 0
         self._client = engine_client
@@ -57,8 +63,12 @@ class Readiness:
         def draining(*given: Any, **named: Any) -> Any:
             is_first, self.is_stopping = not self.is_stopping, True
             timeout_s = named.get("timeout", given[0] if given else None)
+            if is_first:
+                end_ingestion(0.0)  # no further chunk begins, so that the answers in progress end sooner
             if timeout_s and is_first:
-                given, named = (), {"timeout": max(self._drain(timeout_s), _CLOSING_S)}
+                left_s = self._drain(timeout_s)
+                end_ingestion(max(left_s, 0.0))
+                given, named = (), {"timeout": max(left_s, _CLOSING_S)}
             return shutdown(*given, **named)
 
         engine_client.shutdown = draining  # vLLM calls it first on SIGTERM, in a separate thread
@@ -106,12 +116,12 @@ async def send_unavailable(send: Callable[[dict[str, Any]], Awaitable[None]]) ->
     await send({"type": "http.response.body", "body": STOPPING})
 
 
-def add_readiness_route(app: Any, store: KVStore) -> Readiness:
-    """Add the readiness route to vLLM's application `app`, and return its Readiness."""
+def add_readiness_route(app: Any, store: KVStore, *end_ingestion: Callable[[float], object]) -> Readiness:
+    """Add the readiness route to vLLM's application `app`, and return its Readiness. `end_ingestion`: see there."""
     from starlette.requests import Request
     from starlette.responses import Response
 
-    readiness = Readiness(app.state.engine_client, store)
+    readiness = Readiness(app.state.engine_client, store, *end_ingestion)
 
     async def ready(request: Request) -> Response:
         state = await readiness.state()
@@ -149,11 +159,15 @@ def _disk_state(disk: DiskStore | None) -> str:
         return "ok"
     if not disk.root.is_dir():
         return "missing"
-    try:
-        Directory(disk.kv_dir, fsync=False).write(probe := disk.kv_dir / ".ready", b"?")
-    except StoreFullError:
-        return "full"
-    try_remove_file(probe)
+    for folder in {disk.kv_dir, disk.root}:  # on two disks, for example
+        try:
+            Directory(folder, fsync=False).write(probe := folder / ".ready", b"?" * _PROBE_BYTES)
+        except StoreFullError:
+            return "full"
+        free_bytes = shutil.disk_usage(folder).free  # a file system may notice later that a file has no space
+        try_remove_file(probe)
+        if not free_bytes:
+            return "full"
     return "ok"
 
 

@@ -20,9 +20,17 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from ragblend.engine.namespaces import check_namespace
-from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, UsageError
+from ragblend.errors import (
+    BackendUnreachableError,
+    BacklogFullError,
+    NotFoundError,
+    RagblendError,
+    StoreFullError,
+    UsageError,
+)
 from ragblend.server.api_keys import DOCUMENTS_PATH, ForbiddenError
 from ragblend.server.auth_gate import current_grant
+from ragblend.server.backlog import RETRY_AFTER_S
 from ragblend.server.documents import DocumentIngester
 from ragblend.server.requests import (
     MAX_BODY_BYTES,
@@ -43,7 +51,14 @@ log = logging.getLogger(__name__)
 
 Respond = Callable[..., Awaitable[Response]]
 """Calls a function in a thread, and returns its result with a status (200), or its error, as a response."""
-_STATUS = {ForbiddenError: 403, NotFoundError: 404, UsageError: 400, BackendUnreachableError: 503}
+_STATUS = {
+    ForbiddenError: 403,
+    NotFoundError: 404,
+    UsageError: 400,
+    BackendUnreachableError: 503,
+    StoreFullError: 507,
+    BacklogFullError: 429,
+}
 
 
 def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
@@ -57,9 +72,10 @@ def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
             return JSONResponse(await run_in_threadpool(answer), status)
         except (RagblendError, OSError) as error:
             status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-            if status == 500:
+            if status in (500, 507):
                 log.error("a request to the store failed: %s", error)
-            return JSONResponse({"error": {"message": describe(error), "code": status}}, status)
+            headers = {"retry-after": str(RETRY_AFTER_S)} if status == 429 else {}
+            return JSONResponse({"error": {"message": describe(error), "code": status}}, status, headers)
 
     return respond
 

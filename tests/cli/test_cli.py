@@ -268,6 +268,17 @@ def test_remove_and_gc_drop_kv(run, home):
     assert run(*INGEST, *PLACE)[0] == 0
 
 
+def test_what_an_ingestion_evicts_is_in_its_report_the_log_and_stats(run, monkeypatch, caplog):
+    options = ("--store", "small")
+    monkeypatch.setenv("RAGBLEND_DISK_GIB", "0.0005")
+    report = run.facts(*INGEST, *options)
+    assert report["num_evicted_kv"] > 0
+    facts = run.facts("stats", *options)
+    assert facts["num_evicted_kv"] == report["num_evicted_kv"] == report["num_new_kv"] - facts["num_stored_chunks"]
+    assert caplog.text.count("has reached its budget of") == 1
+    assert f"KV of {report['num_evicted_kv']} ingested chunks was evicted" in run("stats", *options)[1]
+
+
 def test_pin_and_remove_load_no_weights(run, monkeypatch):
     monkeypatch.setattr("ragblend.engine.transformers.model.load_model", None)
     source = run.facts("stats", *PLACE)["sources"][0]

@@ -59,6 +59,19 @@ async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refu
     assert 50 < (client.timeouts[0] or 0) <= 60
 
 
+@pytest.mark.parametrize("timeout", [60.0, 0, None])
+async def test_no_chunk_is_sent_to_an_engine_that_stops(timeout):
+    """Ingestion ends before vLLM's shutdown begins, and with a timeout, the chunk in progress is completed first."""
+    client, calls = EngineClient(), list[tuple[float, int]]()
+    Readiness(client, MemoryStore(0), lambda timeout_s: calls.append((timeout_s, len(client.timeouts))))
+    await asyncio.to_thread(client.shutdown, timeout)
+    await asyncio.to_thread(client.shutdown, timeout)
+    assert calls[0] == (0.0, 0)
+    assert len(calls) == (2 if timeout else 1)
+    assert calls[-1][0] == pytest.approx(timeout or 0.0, abs=1)
+    assert calls[-1][1] == 0
+
+
 @pytest.mark.parametrize(("timeout", "passed_on"), [(0.2, 10.0), (0, 0), (None, None)])
 async def test_an_answer_that_takes_too_long_does_not_hold_up_the_stop(timeout, passed_on):
     """Ten seconds remain for writes to the remote tier; without time to drain, vLLM stops as before."""

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from demo_texts import QUESTION, A, B, C
 from langchain_core.documents import Document as LangChainDocument
+from places import fill_disk, small_disk
 from servers import wait_until
 
 from ragblend import Prompt, ingest, load_engine
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.sent_documents import SentDocument
+from ragblend.engine.store import eviction
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
+from ragblend.errors import (
+    BackendUnreachableError,
+    BacklogFullError,
+    EngineClosedError,
+    NotFoundError,
+    RagblendError,
+    StoreFullError,
+    UsageError,
+)
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server.documents import DocumentIngester
+from ragblend.server import backlog
+from ragblend.server.admin import clear_namespace
+from ragblend.server.documents import BUDGET_TOO_SMALL, DocumentIngester
+from ragblend.server.front_end import FrontEndEngine
+from ragblend.server.readiness import _disk_state
 from ragblend.server.requests import read_cursor, read_documents
 
 
@@ -38,12 +55,12 @@ def by_words(monkeypatch):
 class Server:
     """Documents over a folder, and the engines behind them."""
 
-    def __init__(self, root: Path, context: str = "none") -> None:
+    def __init__(self, root: Path, context: str = "none", **options: Any) -> None:
         self.root = root
         self.engines: dict[str, TransformersEngine] = {}
 
         def make_engine(namespace: str) -> TransformersEngine:
-            engine = load_engine("demo", root, namespace=namespace, context=context, on_miss="inline")
+            engine = load_engine("demo", root, namespace=namespace, context=context, on_miss="inline", **options)
             self.engines[namespace] = engine
             return engine
 
@@ -77,8 +94,8 @@ def _sent(document: dict[str, Any], collection: str) -> SentDocument:
 
 
 @contextmanager
-def serving(root: Path, context: str = "none") -> Iterator[Server]:
-    server = Server(root, context)
+def serving(root: Path, context: str = "none", **options: Any) -> Iterator[Server]:
+    server = Server(root, context, **options)
     server.documents.start()
     try:
         yield server
@@ -229,19 +246,53 @@ def test_a_document_that_fails_says_why_and_stops_no_other(server):
     assert server.wait(server.send({"id": "long", "chunks": [A]}))["num_failed"] == 0
 
 
-def test_a_store_without_room_reports_nothing_as_stored(tmp_path):
-    with load_engine("demo", tmp_path / "kv") as probe:
-        gib = 1.5 * probe.renderer.count_tokens(A) * probe.bytes_per_token / 2**30
-    options: Any = {"disk_gib": gib, "memory_gib": 0.0}
-    documents = DocumentIngester(tmp_path / "kv", lambda _: load_engine("demo", tmp_path / "kv", **options))
-    documents.start()
-    ingestion = documents.add(
-        "", [_sent({"id": str(number), "chunks": [f"{number} {A}"]}, "kb") for number in range(4)]
-    )
-    wait_until(lambda: not documents.summary("", "kb", ingestion)["collections"]["kb"]["num_waiting"], 60, "done")
-    documents.close()
-    stored = sum(documents.get("", "kb", str(number))["status"] == "stored" for number in range(4))
-    assert stored == len(list(DiskStore(tmp_path / "kv").keys())) < 4
+@pytest.mark.parametrize("budget", ["auto", "number"])
+def test_a_store_without_room_keeps_what_it_reports_as_stored(tmp_path, budget, monkeypatch, caplog):
+    """Documents that come later fail with the reason; none of those that are stored is evicted for them."""
+    root, most = tmp_path / "kv", 6.5 * 100_000
+    monkeypatch.setattr(eviction, "_disk_size", lambda _: (10 * most, 2 * most - _size_of(root)))
+    disk_gib: Any = "auto" if budget == "auto" else most / 2**30
+    with serving(root, disk_gib=disk_gib) as server:
+        for first in (0, 3, 7):
+            server.wait(server.send(*({"id": f"{n}", "chunks": [f"{n}. {A} {C}"]} for n in range(first, first + 4))))
+        documents = [server.documents.get("", "kb", f"{n}") for n in range(11)]
+        stored = [document["id"] for document in documents if document["status"] == "stored"]
+        assert stored == [document["id"] for document in documents if document["num_kv"]]
+        assert stored == [str(number) for number in range(len(stored))]
+        assert 3 <= len(stored) == len(list(DiskStore(root).keys())) < 8
+        assert {document["reason"] for document in documents if document["status"] == "failed"} == {BUDGET_TOO_SMALL}
+        assert caplog.text.count("documents are not stored any more") == 1
+        assert server.wait(server.send({"id": "0", "chunks": [f"New. {A} {C}"]}))["num_stored"] == 1
+        server.documents.remove("", "kb", ["1"])
+        server.wait(server.send({"id": "10", "chunks": [f"10. {A} {C}"]}))
+        assert server.documents.get("", "kb", "10")["status"] == "stored"
+
+
+def test_a_full_disk_is_reported_and_documents_and_namespaces_are_removed_from_it(tmp_path):
+    """Each deletion finds no byte free, also that of a pending document, which has no KV."""
+    with small_disk(tmp_path / "small", "24m") as disk, serving(disk / "kv") as server:
+        namespaces = ("", "acme")
+        for namespace in namespaces:
+            sent = [{"id": f"{n}", "chunks": [f"{n}. {A}"]} for n in range(4)]
+            server.wait(server.send(*sent, namespace=namespace), namespace)
+        server.documents.close()
+        server.send({"id": "pending", "text": f"{A} " * 1000})
+        store = DiskStore(disk / "kv")
+        assert _disk_state(store) == "ok"
+        fill_disk(disk)
+        assert _disk_state(store) == "full"
+        with pytest.raises(StoreFullError):
+            server.send({"id": "more", "chunks": [B]})
+        assert server.documents.remove("", "kb", ["pending"]) == (1, 0)
+        fill_disk(disk)
+        assert server.documents.remove("", "kb", None) == (4, 4)
+        fill_disk(disk)
+        assert clear_namespace(server.engine().store, {"namespace": "acme"})["num_removed"] == 4
+        assert not list(store.keys())
+
+
+def _size_of(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*.safetensors"))
 
 
 def test_the_same_variants_as_a_program_of_its_own(tmp_path):
@@ -338,6 +389,101 @@ def test_others_wait_while_one_process_stores_for_long(server, monkeypatch):
         time.sleep(0.3)
         assert server.counts(ingestion)["num_pending"] == 1
     assert server.wait(ingestion)["num_stored"] == 1
+
+
+@pytest.mark.parametrize("error", [RagblendError("vLLM rejects the chunk: "), ValueError("no output"), OSError("pipe")])
+def test_what_an_engine_answers_while_it_stops_is_no_verdict_on_a_document(tmp_path, error):
+    """Ten documents stay pending, the one that is being stored included, and are stored after the next start."""
+    server = Server(tmp_path / "kv")
+    has_begun, is_stopping = threading.Event(), threading.Event()
+
+    def precompute(chunk: Chunk) -> int:
+        has_begun.set()
+        is_stopping.wait(60)
+        raise error
+
+    server.engine().precompute = precompute
+    ingestion = server.send(*({"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(10)))
+    server.documents.start()
+    assert has_begun.wait(60)
+    server.documents.close(0.0)
+    is_stopping.set()
+    server.documents.close()
+    counts = server.counts(ingestion)
+    assert (counts["num_pending"], counts["num_failed"]) == (10, 0)
+    with serving(tmp_path / "kv") as again:
+        assert again.wait(ingestion)["num_stored"] == 10
+
+
+@pytest.mark.parametrize("documents", [[("x", 100)], [(f"{number}", 1) for number in range(100)]], ids=["long", "many"])
+def test_namespaces_take_turns(tmp_path, documents, monkeypatch):
+    """Those of two namespaces that come later are stored while a long document, or many, of another one are."""
+    monkeypatch.setattr("ragblend.server.documents._TURN_S", 0.05)
+    with serving(tmp_path / "kv") as server:
+        sent = [{"id": name, "chunks": [f"{name} {n}. {A}" for n in range(count)]} for name, count in documents]
+        server.send(*sent, namespace="acme")
+        wait_until(lambda: server.documents.summary("acme", None, None)["batch"]["num_done"] > 3, 60, "it has begun")
+        others = {name: server.send({"id": "a", "chunks": [B, C]}, namespace=name) for name in ("", "globex")}
+        for name, ingestion in others.items():
+            counts = server.wait(ingestion, name)
+            assert (counts["num_stored"], counts["num_new_kv"]) == (1, 2)
+        assert server.counts(namespace="acme")["num_waiting"] == len(documents)  # of one batch, which is not complete
+        wait_until(lambda: not server.counts(namespace="acme")["num_waiting"], 60, "all are stored")
+        counts = server.counts(namespace="acme")
+        assert (counts["num_stored"], counts["num_new_kv"]) == (len(documents), 100)
+
+
+@pytest.mark.parametrize(("most", "value"), [("MAX_WAITING", 5), ("MAX_WAITING_CHARS", 1000)])
+def test_a_namespace_with_too_many_waiting_documents_sends_more_later(tmp_path, most, value, monkeypatch):
+    monkeypatch.setattr(backlog, most, value)
+    server = Server(tmp_path / "kv")
+    sent = [{"id": f"{number}", "chunks": [f"{number}. {A * 4}"]} for number in range(8)]
+    server.send(*sent, namespace="acme")  # one request is never too large
+    with pytest.raises(BacklogFullError, match=r"8 documents of this namespace, of .* Send more in 10 seconds"):
+        server.send({"id": "more", "chunks": [A]}, namespace="acme")
+    server.send({"id": "a", "chunks": [A]}, namespace="globex")
+    monkeypatch.setattr(backlog, "RETRY_AFTER_S", 0)
+    server.documents.start()
+    wait_until(lambda: not server.counts(namespace="acme")["num_waiting"], 60, "all are stored")
+    server.send({"id": "more", "chunks": [A]}, namespace="acme")
+    server.documents.close()
+    server.engine().close()
+
+
+class AbortingClient:
+    """vLLM's engine client, whose engine process has received SIGTERM: it aborts each request."""
+
+    errored = False
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
+
+    async def generate(self, *given: Any, **named: Any) -> AsyncIterator[Any]:
+        completion = SimpleNamespace(token_ids=(), finish_reason="abort")
+        yield SimpleNamespace(outputs=[completion], num_cached_tokens=0)
+
+
+def test_a_chunk_that_vllm_aborts_is_no_verdict_on_a_document(tmp_path, monkeypatch):
+    monkeypatch.setattr("ragblend.server.front_end.sampling_params", lambda *given: None)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    with load_engine("demo", tmp_path / "kv") as demo:
+        facts = {name: getattr(demo, name) for name in ("name", "fingerprint", "bytes_per_token")}
+        engine = FrontEndEngine(
+            AbortingClient(),
+            loop,
+            demo.renderer,
+            demo.store,
+            (),
+            context="none",
+            num_layers=2,
+            context_length=4096,
+            **facts,
+        )
+        with pytest.raises(EngineClosedError, match="stopping or paused"):
+            engine.precompute(A)
+        engine.close()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
 
 
 class Busy:

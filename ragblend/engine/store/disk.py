@@ -247,6 +247,10 @@ class DiskStore(StoreMetadata, KVStore):
         """Return True if `nbytes` of new entries certainly fit; False if unknown. The directory is not listed."""
         return self._evictor.certainly_fits(nbytes)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if a new entry of `nbytes` fits without an eviction, also if another process writes it."""
+        return self._evictor.has_room(nbytes)
+
     def limit_bytes(self, held_bytes: int | None = None) -> int | None:
         """Return the current byte budget of the entries; None for no limit.
 

@@ -12,6 +12,7 @@ Works on names, sizes and times of files. Does not depend on what an entry conta
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -30,6 +31,8 @@ from ragblend.errors import StoreFullError
 from ragblend.files.directory import try_remove_file
 from ragblend.files.store_folder import DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK
 
+log = logging.getLogger(__name__)
+
 NAME = re.compile(r"[0-9A-Za-z_-]{3,128}")  # a key or fingerprint becomes a file name: no dots, no slashes
 
 Capacity = int | Literal["auto"] | None
@@ -40,6 +43,7 @@ AUTO_SHARE = 0.5
 
 RESCAN_SHARE = 1 / 16  # of the budget: after that many bytes written here, the directory is listed again
 RESCAN_INTERVAL_S = 1.0  # before an eviction, the directory is listed again if the last listing is older
+_ROOM_LASTS_S = 30.0  # longest age of the listing that `has_room` uses
 _SETTLED_S = 2.0  # a folder that changed a moment ago may change again without showing it: file times are coarse
 
 
@@ -73,6 +77,7 @@ class DiskEvictor:
         self._damaged_bytes: dict[str, int] = {}  # by folder
         self._unseen_bytes = 0  # written here since the last listing
         self._looked_s: float | None = None  # time of the last listing; None: outdated
+        self._has_evicted = False
         self._lock = threading.Lock()  # of the table
         self._put_lock = threading.Lock()  # one entry at a time, so that two writers do not use the same free bytes
 
@@ -106,6 +111,24 @@ class DiskEvictor:
             return False
         limit = AUTO_SHARE * total_bytes if self._capacity == "auto" else self._capacity
         return total_bytes - free_bytes + nbytes <= limit
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if an entry of `nbytes` fits without an eviction. The caller then writes it, in any process.
+
+        The folders that have changed are listed again near the limit, and once a sixteenth of it was asked for.
+        """
+        if self.certainly_fits(nbytes):
+            return True
+        with self._put_lock:
+            is_seen = self._looked_s is not None and time.monotonic() - self._looked_s < _ROOM_LASTS_S
+            unseen_bytes = self._unseen_bytes + nbytes
+            if not is_seen or self._excess("", unseen_bytes, self._limit() * (1 - RESCAN_SHARE)) > 0:
+                with suppress(OSError):
+                    self._rescan(removes_damaged=False)
+                unseen_bytes = nbytes
+            has_room = self._excess("", unseen_bytes, self._limit()) <= 0
+            self._unseen_bytes = unseen_bytes if has_room else unseen_bytes - nbytes
+            return has_room
 
     def record_use(self, key: str, nbytes: int) -> None:
         """Record in the table that an entry of `nbytes` was read now."""
@@ -230,7 +253,16 @@ class DiskEvictor:
                 self._untrack(key)
 
     def _mark(self) -> None:
-        """Create the mark that this store evicts entries, before the first eviction."""
+        """Log the first eviction of this process, and create the mark that this store evicts entries."""
+        if not self._has_evicted:
+            self._has_evicted = True
+            log.warning(
+                "the store %s has reached its budget of %s%s: new KV evicts the least recently used KV, also of "
+                "ingested documents. Set a larger budget (disk_gib), or pin documents: ragblend pin DOC",
+                self._root,
+                format_bytes(int(self._limit())),
+                self._full_reason(),
+            )
         mark = self._root / EVICTED_MARK
         with suppress(OSError):
             if not mark.exists():
