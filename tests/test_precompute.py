@@ -159,7 +159,7 @@ def test_a_document_that_cannot_be_prefilled_is_named_and_stops_no_other(make, f
 
 def test_notes_name_the_texts_that_are_too_short_to_be_found(engine, tmp_path):
     texts = [" ".join(["lamp"] * number) for number in range(1, 12)]
-    report = precompute_documents([*texts, "lamp"], engine)
+    report = precompute_documents([*texts, "lamp"], engine, ids=[str(number) for number in range(12)])
     noted = [note.path for note in report.notes]
     found = [text for text in texts if engine.match(Prompt(question=f"{text}\n\nWhat is it?")).runs]
     assert noted == [repr(text) for text in texts if text not in found]

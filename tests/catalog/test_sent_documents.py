@@ -37,9 +37,10 @@ def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_se
         send(table, "1", "2")
         send(table, "3", namespace="tenant")
         send(table, "1", text="of another version")
-        assert [each.id for each in table.next_waiting(10, 1000)] == ["2", "1"]
-        assert [each.id for each in table.next_waiting(1, 1000)] == ["2"]
-        assert [each.id for each in table.next_waiting(10, 1)] == ["2"], "the first however long it is"
+        assert [each.id for each in table.next_waiting(10, 1000, after="tenant")] == ["2", "1"]
+        assert [each.id for each in table.next_waiting(1, 1000, after="tenant")] == ["2"]
+        assert [each.id for each in table.next_waiting(10, 1, after="tenant")] == ["2"], "the first however long it is"
+        assert [each.id for each in table.next_waiting(10, 1000, after="")] == ["3"], "the next namespace has its turn"
 
 
 def test_what_was_sent_again_meanwhile_is_not_finished(kept_place):

@@ -274,9 +274,9 @@ def test_what_an_ingestion_evicts_is_in_its_report_the_log_and_stats(run, monkey
     report = run.facts(*INGEST, *options)
     assert report["num_evicted_kv"] > 0
     facts = run.facts("stats", *options)
-    assert facts["num_evicted_kv"] == report["num_evicted_kv"] == report["num_new_kv"] - facts["num_stored_chunks"]
+    assert facts["num_evicted_kv"] == report["num_evicted_kv"] == report["num_new_kv"] - facts["num_stored_kv"]
     assert caplog.text.count("has reached its budget of") == 1
-    assert f"KV of {report['num_evicted_kv']} ingested chunks was evicted" in run("stats", *options)[1]
+    assert f"{report['num_evicted_kv']} ingested KV caches evicted" in run("stats", *options)[1]
 
 
 def test_pin_and_remove_load_no_weights(run, monkeypatch):

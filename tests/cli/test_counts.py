@@ -35,10 +35,10 @@ def test_kv_caches_and_chunks_are_counted_apart_by_every_command(run, tmp_path):
     assert f"/remote: {num_kv} KV caches, " in run("stats", *place, *remote)[1]
 
 
-def test_a_store_without_an_index_is_verified_without_a_number_of_orphans(run):
+def test_verify_counts_orphans_in_a_store_without_an_index(run):
     with load_engine("demo", "texts") as engine:
         precompute_documents([A], engine)
-    assert run("verify", "--store", "texts")[1] == "1 KV cache checked, 0 damaged\n"
+    assert run("verify", "--store", "texts")[1] == "1 KV cache checked, 0 damaged, 0 without a chunk\n"
 
 
 @pytest.mark.parametrize("is_on_disk", [True, False])

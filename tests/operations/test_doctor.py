@@ -8,6 +8,7 @@ import pytest
 from commands import CommandRunner
 
 from ragblend.catalog.registry import SimilarContextVariant, open_registry
+from ragblend.catalog.schema import DocumentKey
 from ragblend.config import Settings
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
 from ragblend.engine.store.disk import DiskStore
@@ -24,7 +25,7 @@ def fill(store: Path, indexed: str, similar: str) -> None:
             index.write_metadata(embedder=indexed, embedder_version=embedder_version(indexed))
     if similar:
         with open_registry(disk) as registry:
-            registry.add(["a lamp"])
+            registry.add(["a lamp"], DocumentKey("langchain", "lamp"))
             registry.record_variants([SimilarContextVariant("entry", "a lamp", bytes(8))], similar)
 
 
