@@ -49,7 +49,7 @@ from ragblend.ingestion.engine_index import resolve_chunker
 from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
-from ragblend.ingestion.report import IngestReport
+from ragblend.ingestion.report import IngestReport, show_progress
 from ragblend.ingestion.server_documents import (
     LANGCHAIN_COLLECTION,
     as_chunk,
@@ -59,7 +59,7 @@ from ragblend.ingestion.server_documents import (
     send_documents,
     send_indexed_chunks,
 )
-from ragblend.ingestion.sync import Progress, count_moved_files, ignore_progress, sync_index
+from ragblend.ingestion.sync import Progress, count_moved_files, explain_empty_corpus, ignore_progress, sync_index
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
@@ -105,6 +105,7 @@ def ingest(
     - loader: a function from a path to documents of ragblend, LangChain or LlamaIndex, or strings. It reads every file
       in place of ragblend's readers. If `text_field` or `loader` changed, unchanged files are read again, too.
     - workers: processes that embed and prefill instead of this one (`RayWorkers`).
+    - progress: see `precompute_documents`.
 
     `report.failures` lists text files that cannot be read, files larger than `max_file_mib` (0: no limit), and
     documents with a chunk that the engine cannot prefill; `report.skipped` lists other files that are no documents.
@@ -113,7 +114,6 @@ def ingest(
     """
     engine.check_not_forked()
     start_s = perf_counter()
-    on_progress = progress or ignore_progress
     if precompute:
         apply_context_policy(engine, context)
     save_store_defaults(engine)
@@ -124,9 +124,10 @@ def ingest(
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # An index opened here is closed here, because until then committed rows are only in the database's log.
     with (
+        show_progress(progress) as on_progress,
         nullcontext(index)
         if isinstance(index, ChunkIndex)
-        else open_engine_index(index, engine, embedder, chunk_size) as opened
+        else open_engine_index(index, engine, embedder, chunk_size) as opened,
     ):
         cut = resolve_chunker(opened, engine, chunk_size, splitter, notify or logger.warning)
         followed = sync_index(opened, found, cut, on_progress, workers, keep_missing=keep_missing, reader=reader)
@@ -136,7 +137,7 @@ def ingest(
         if problem:
             logger.warning("removed KV stays in the remote tier (%s); the next ingestion deletes it there", problem)
         if not followed.sources and not report.failures and not report.removed:
-            raise EmptyCorpusError(_explain_empty_corpus(paths, glob, report))
+            raise EmptyCorpusError(explain_empty_corpus(paths, glob, report))
         chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
         report.num_chunks = len(chunks)
         report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
@@ -319,6 +320,8 @@ def precompute_documents(
     """Precompute the KV of chunks: strings, Chunks, LangChain Documents or LlamaIndex nodes, each used as one chunk.
 
     - llm_or_engine: an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend).
+    - progress: called with a stage, the number of finished items, and the number of all, see `Progress`. None: bars on
+      stderr if it is a terminal.
     - ids: for each chunk, the id of the document that it belongs to; "" for none. Default: the `id` of LangChain
       Documents. The chunks passed for an id replace all earlier chunks of this id in `collection`, and the KV of texts
       that no document has any more is deleted.
@@ -345,7 +348,8 @@ def precompute_documents(
     chunks = [as_chunk(document) for document in given]
     document_ids, document_versions = ids or [*map(document_id, given)], versions or [""] * len(given)
     if is_document_server(engine):
-        report = send_documents(given, chunks, document_ids, document_versions, collection, engine, progress)
+        with show_progress(progress) as shown:
+            report = send_documents(given, chunks, document_ids, document_versions, collection, engine, shown)
         report.elapsed_s = perf_counter() - start_s
         return report
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
@@ -381,7 +385,8 @@ def precompute_documents(
 
     if prefill is None:
         prefill = workers.prefill if workers is not None else prefill_here
-    report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
+    with show_progress(progress) as shown:
+        report = precompute_chunks(wanted, engine, shown, register_texts=register_texts, index=finder, prefill=prefill)
     for failure in report.failures:  # of the remote tier
         logger.warning("%s: %s", *failure)
     report.num_chunks, report.skipped = len(chunks), skipped
@@ -404,14 +409,3 @@ def precompute_documents(
         )
     report.elapsed_s = perf_counter() - start_s
     return report
-
-
-def _explain_empty_corpus(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:
-    """Return the message of an EmptyCorpusError, with the first skipped and the first ignored file."""
-    names = str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)
-    found = [
-        *(f"{display_source(path)} {reason}" for path, reason in report.skipped[:1]),
-        *(f".gitignore excludes {display_source(path)}: name it to read it" for path in report.ignored[:1]),
-    ]
-    why = f" ({'; '.join(found)})" if found else ""
-    return f"{names} contains no documents that match {glob!r}{why}; name a folder with text files"
