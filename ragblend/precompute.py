@@ -58,9 +58,9 @@ from ragblend.ingestion.identity import (
 from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
-from ragblend.ingestion.report import BLANK_TEXT, IngestReport
+from ragblend.ingestion.report import BLANK_TEXT, IngestReport, show_progress
 from ragblend.ingestion.server_documents import is_document_server, send_documents, send_indexed_chunks
-from ragblend.ingestion.sync import Progress, count_moved_files, ignore_progress, sync_index
+from ragblend.ingestion.sync import Progress, count_moved_files, explain_empty_corpus, ignore_progress, sync_index
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
@@ -106,6 +106,7 @@ def ingest(
     - loader: a function from a path to documents of ragblend, LangChain or LlamaIndex, or strings. It reads every file
       in place of ragblend's readers. If `text_field` or `loader` changed, unchanged files are read again, too.
     - workers: processes that embed and prefill instead of this one (`RayWorkers`).
+    - progress: see `precompute_documents`.
 
     `report.failures` lists text files that cannot be read, files larger than `max_file_mib` (0: no limit), and
     documents with a chunk that the engine cannot prefill; `report.skipped` lists other files that are no documents.
@@ -114,7 +115,6 @@ def ingest(
     """
     engine.check_not_forked()
     start_s = perf_counter()
-    on_progress = progress or ignore_progress
     if precompute:
         apply_context_policy(engine, context)
     save_store_defaults(engine)
@@ -125,9 +125,10 @@ def ingest(
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
     # An index opened here is closed here, because until then committed rows are only in the database's log.
     with (
+        show_progress(progress) as on_progress,
         nullcontext(index)
         if isinstance(index, ChunkIndex)
-        else open_engine_index(index, engine, embedder, chunk_size) as opened
+        else open_engine_index(index, engine, embedder, chunk_size) as opened,
     ):
         cut = resolve_chunker(opened, engine, chunk_size, splitter, notify or logger.warning)
         followed = sync_index(opened, found, cut, on_progress, workers, keep_missing=keep_missing, reader=reader)
@@ -137,7 +138,7 @@ def ingest(
         if problem:
             logger.warning("removed KV stays in the remote tier (%s); the next ingestion deletes it there", problem)
         if not followed.sources and not report.failures and not report.removed:
-            raise EmptyCorpusError(_explain_empty_corpus(paths, glob, report))
+            raise EmptyCorpusError(explain_empty_corpus(paths, glob, report))
         chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
         report.num_chunks = len(chunks)
         report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
@@ -331,6 +332,8 @@ def precompute_documents(
     """Precompute the KV of chunks: strings, Chunks, LangChain Documents or LlamaIndex nodes, each used as one chunk.
 
     - llm_or_engine: an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend).
+    - progress: called with a stage, the number of finished items, and the number of all, see `Progress`. None: bars on
+      stderr if it is a terminal.
     - ids: for each chunk, the id of the document that it belongs to; "" for none. The chunks passed for an id replace
       all earlier chunks of this id in `collection`, and the KV of texts that no document has any more is deleted.
       Without `ids`, the id is the document's own, else its source: metadata["source"], with its "page", or LlamaIndex'
@@ -360,8 +363,9 @@ def precompute_documents(
     identities = identify_all(given, chunks, ids, versions)
     notes = note_text_identities(given, chunks, identities)
     if is_document_server(engine):
-        report = send_documents(given, chunks, identities, collection, engine, progress)
-        report.notes, report.elapsed_s = notes, perf_counter() - start_s
+        with show_progress(progress) as shown:
+            report = send_documents(given, chunks, identities, collection, engine, shown)
+        report.notes, report.elapsed_s = [*notes, *report.notes], perf_counter() - start_s
         return report
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
@@ -395,7 +399,8 @@ def precompute_documents(
 
     if prefill is None:
         prefill = workers.prefill if workers is not None else prefill_here
-    report = precompute_chunks(wanted, engine, progress, register_texts=register_texts, index=finder, prefill=prefill)
+    with show_progress(progress) as shown:
+        report = precompute_chunks(wanted, engine, shown, register_texts=register_texts, index=finder, prefill=prefill)
     for failure in report.failures:  # of the remote tier
         logger.warning("%s: %s", *failure)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures + report.failures, skipped
@@ -415,14 +420,3 @@ def precompute_documents(
         )
     report.elapsed_s = perf_counter() - start_s
     return report
-
-
-def _explain_empty_corpus(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:
-    """Return the message of an EmptyCorpusError, with the first skipped and the first ignored file."""
-    names = str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)
-    found = [
-        *(f"{display_source(path)} {reason}" for path, reason in report.skipped[:1]),
-        *(f".gitignore excludes {display_source(path)}: name it to read it" for path in report.ignored[:1]),
-    ]
-    why = f" ({'; '.join(found)})" if found else ""
-    return f"{names} contains no documents that match {glob!r}{why}; name a folder with text files"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import EmptyCorpusError, StoreFullError, StoreMismatchError, UsageError
 from ragblend.index import open_index
+from ragblend.ingestion import report
 from ragblend.ingestion.capacity import describe_capacity
 from ragblend.ingestion.identity import as_chunk
 from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
@@ -325,3 +328,29 @@ def test_a_report_says_what_was_given_and_how_long_it_took(engine):
     assert (report.num_documents, report.num_chunks) == (2, 3)
     assert report.num_tokens == sum(map(engine.renderer.count_tokens, texts))
     assert report.elapsed_s >= report.prefill_s > 0
+
+
+class _Stderr(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: is_terminal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("takes", ["documents", "a folder"])
+def test_long_work_is_shown_on_a_terminal_unless_a_callback_is_given(
+    takes, is_terminal, corpus, engine, tmp_path, monkeypatch
+):
+    def work(**options):
+        engine.store.delete_everywhere(list(engine.store.keys()))
+        if takes == "documents":
+            return precompute_documents(TEXTS.values(), engine, **options)
+        return run(corpus, engine, tmp_path, **options)
+
+    for least_s, has_callback in ((0.0, False), (60.0, False), (0.0, True)):
+        seen, stderr = list[tuple[str, int, int | None]](), _Stderr(is_terminal)
+        monkeypatch.setattr(report, "_LONG_S", least_s)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        work(progress=(lambda *facts, seen=seen: seen.append(facts)) if has_callback else None)
+        assert ("prefill" in stderr.getvalue()) == (is_terminal and not least_s and not has_callback)
+        assert (("prefill", 1) in {facts[:2] for facts in seen}) == has_callback

@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import shutil
 import sys
 import threading
 from contextlib import contextmanager, suppress
@@ -18,18 +17,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
 from ragblend.config import arguments_to_flags
 from ragblend.errors import BackendUnreachableError, StoreFullError
@@ -257,13 +244,6 @@ def plural(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-class _RateColumn(ProgressColumn):
-    """Number of items per second."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
-
-
 class ProgressLog:
     """Progress of stages as lines: how far the latest stage is, its rate and the time left."""
 
@@ -339,18 +319,7 @@ def progress_bars(title: str = "working") -> Iterator[Any]:
         with progress_lines(print_notice, title=title) as log:
             yield log.on_progress
         return
-    columns = (
-        TextColumn("{task.description:<8}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    # rich would draw nothing if COLUMNS is 0. Results on stdout are not redirected.
-    size = shutil.get_terminal_size()
-    terminal = Console(stderr=True, highlight=False, soft_wrap=True, width=size.columns, height=size.lines)
-    with Progress(*columns, console=terminal, transient=True, redirect_stdout=False) as bars:
-        tasks: dict[str, TaskID] = {}
+    from ragblend.ingestion.report import draw_bars
 
-        def on_progress(stage: str, done: int, total: int | None) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
-
+    with draw_bars() as on_progress:
         yield on_progress

@@ -1,9 +1,18 @@
-"""Report of an ingestion. Plain values only."""
+"""Report of an ingestion, and its progress on a terminal."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from threading import Timer
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TimeRemainingColumn
+from rich.text import Text
 
 from ragblend.corpus.folder_scan import ReadFailure
 
@@ -11,6 +20,8 @@ BLANK_TEXT = "it has no visible text"
 """Reason for which a chunk is in `skipped`."""
 NOT_IN_REMOTE = "it is stored, but not in the server's remote tier"
 """Beginning of a server's reason for a stored document of which some KV did not reach its remote tier."""
+
+_LONG_S = 1.0  # work that takes longer is shown on a terminal
 
 
 @dataclass(slots=True)
@@ -53,3 +64,59 @@ class IngestReport:
         """Return the report as plain JSON values."""
         lists = {name: [item._asdict() for item in getattr(self, name)] for name in ("failures", "skipped", "notes")}
         return {**asdict(self), **lists}
+
+
+_OnProgress = Callable[[str, int, int | None], None]  # see `sync.Progress`
+
+
+class _RateColumn(ProgressColumn):
+    """Number of items per second."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.3g}/s")
+
+
+@contextmanager
+def show_progress(progress: _OnProgress | None) -> Iterator[_OnProgress]:
+    """Yield `progress`. For None, yield a callback that draws bars on stderr if it is a terminal, else does nothing.
+
+    No bar is drawn for work that takes less than a second.
+    """
+    if progress is not None:
+        yield progress
+    elif sys.stderr.isatty():
+        with draw_bars(_LONG_S) as on_progress:
+            yield on_progress
+    else:
+        yield lambda stage, done, total: None
+
+
+@contextmanager
+def draw_bars(delay_s: float = 0.0) -> Iterator[_OnProgress]:
+    """Yield a progress callback that draws bars on stderr, a terminal, with rate and time left.
+
+    It draws nothing in the first `delay_s` seconds.
+    """
+    # rich would draw nothing if COLUMNS is 0. Results on stdout are not redirected.
+    size = shutil.get_terminal_size()
+    terminal = Console(stderr=True, highlight=False, soft_wrap=True, width=size.columns, height=size.lines)
+    columns = ("{task.description:<8}", BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=terminal, transient=True, redirect_stdout=False)
+    tasks: dict[str, TaskID] = {}
+
+    def on_progress(stage: str, done: int, total: int | None) -> None:
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=total)
+        bars.update(tasks[stage], completed=done, total=total)
+
+    timer = Timer(delay_s, bars.start)
+    timer.daemon = True
+    timer.start()
+    if not delay_s:
+        timer.join()
+    try:
+        yield on_progress
+    finally:
+        timer.cancel()
+        timer.join()  # it may be starting
+        bars.stop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -264,6 +264,17 @@ class _SyncPass:
 
     def _make_file_version(self, path: str, digest: str) -> str:
         return f"{digest}:{self._reader.reader_version(path)}:{self.chunker.version}"
+
+
+def explain_empty_corpus(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:
+    """Return the message of an EmptyCorpusError, with the first skipped and the first ignored file."""
+    names = str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)
+    found = [
+        *(f"{display_source(path)} {reason}" for path, reason in report.skipped[:1]),
+        *(f".gitignore excludes {display_source(path)}: name it to read it" for path in report.ignored[:1]),
+    ]
+    why = f" ({'; '.join(found)})" if found else ""
+    return f"{names} contains no documents that match {glob!r}{why}; name a folder with text files"
 
 
 def count_moved_files(index: ChunkIndex, result: SyncResult, scan: FolderScan) -> dict[str, int]:
