@@ -332,8 +332,7 @@ def precompute_documents(
     """Precompute the KV of chunks: strings, Chunks, LangChain Documents or LlamaIndex nodes, each used as one chunk.
 
     - llm_or_engine: an Engine, or an object with one at `.engine` (BlendLLM, ChatBlend).
-    - progress: called with a stage, the number of finished items, and the number of all, see `Progress`. None: bars on
-      stderr if it is a terminal.
+    - progress: called with a stage, the number of finished items, and of all. None: bars on stderr if it is a terminal.
     - ids: for each chunk, the id of the document that it belongs to; "" for none. The chunks passed for an id replace
       all earlier chunks of this id in `collection`, and the KV of texts that no document has any more is deleted.
       Without `ids`, the id is the document's own, else its source: metadata["source"], with its "page", or LlamaIndex'
@@ -365,7 +364,7 @@ def precompute_documents(
     if is_document_server(engine):
         with show_progress(progress) as shown:
             report = send_documents(given, chunks, identities, collection, engine, shown)
-        report.notes, report.elapsed_s = [*notes, *report.notes], perf_counter() - start_s
+        report.notes[:0], report.elapsed_s = notes, perf_counter() - start_s
         return report
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
@@ -397,8 +396,7 @@ def precompute_documents(
             finder.request_variants(main)
             delete_unrecorded_variants(engine, registry, finder.find_missing_variants())
 
-    if prefill is None:
-        prefill = workers.prefill if workers is not None else prefill_here
+    prefill = prefill or (workers.prefill if workers is not None else prefill_here)
     with show_progress(progress) as shown:
         report = precompute_chunks(wanted, engine, shown, register_texts=register_texts, index=finder, prefill=prefill)
     for failure in report.failures:  # of the remote tier
@@ -415,8 +413,7 @@ def precompute_documents(
     registry.set_facts({name: facts for name, facts in facts_of.items() if facts != registry.facts_of(name)})
     report.store_bytes = stored_kv_bytes(engine)
     if problem:
-        logger.warning(
-            "removed KV stays in the remote tier (%s); the next call that adds or removes documents deletes it", problem
-        )
+        why = "removed KV stays in the remote tier (%s); the next call that adds or removes documents deletes it"
+        logger.warning(why, problem)
     report.elapsed_s = perf_counter() - start_s
     return report

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 from ragblend.errors import UsageError
 from ragblend.option_fields import check_unicode
 
 MAX_NAMESPACE = 256  # letters
 _SALTED = "#salt:"
+_WITH_SALT = re.compile(rf"{_SALTED}[0-9a-f]{{32}}\Z")
 
 
-def check_namespace(namespace: str) -> None:
-    """Raise UsageError unless a namespace is Unicode of at most MAX_NAMESPACE characters without "#salt:"."""
+def check_namespace(namespace: str, *, allows_salt: bool = False) -> None:
+    """Raise UsageError unless a namespace is Unicode of at most MAX_NAMESPACE characters without "#salt:".
+
+    `allows_salt`: the namespace may be one that `salted_namespace` returned.
+    """
+    if allows_salt:
+        namespace = _WITH_SALT.sub("", namespace)
     if len(namespace) > MAX_NAMESPACE:
         raise UsageError(f"the namespace has {len(namespace)} characters, but at most {MAX_NAMESPACE} are allowed")
     check_unicode(namespace, "the namespace")

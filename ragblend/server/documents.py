@@ -61,6 +61,7 @@ BUDGET_TOO_SMALL = (
 _HEADER_BYTES = 16 << 10  # of an entry's header, beside a share of its size
 _BATCH, _BATCH_CHARS = 1000, 32 << 20  # most documents, and their characters, in one batch
 _SHARED_BATCH = 16  # most documents in one batch if other servers store documents at the same time
+_ENGINES_KEPT = 64  # namespaces; every cache salt that a client chooses is one
 _LOOK_S = 1.0  # between two checks for documents that were sent to another process with this folder
 _RETRY_S = 5.0
 _TURN_S = 1.0  # between two turns of other namespaces while documents of one are being stored
@@ -397,9 +398,11 @@ class DocumentIngester:
 
     def _engine(self, namespace: str) -> Engine:
         with self._lock:
-            if namespace not in self._engines:
-                self._engines[namespace] = self._make_engine(namespace)
-            return self._engines[namespace]
+            engine = self._engines.pop(namespace, None) or self._make_engine(namespace)
+            self._engines[namespace] = engine  # the latest one comes last
+            if len(self._engines) > _ENGINES_KEPT:
+                del self._engines[next(iter(self._engines))]
+            return engine
 
     @contextmanager
     def _leased(self, names: Sequence[str], timeout_s: float = 0.0) -> Iterator[set[str]]:

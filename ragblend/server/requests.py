@@ -25,6 +25,8 @@ T = TypeVar("T")
 Name = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Collection = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^@\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
 Text = Annotated[str, Field(max_length=16 << 20)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+_SALT = Field(None, description="vLLM's `cache_salt`: prompts with the same salt find the documents, and no others do.")
 
 
 class DocumentInput(BaseModel, strict=True, extra="forbid"):
@@ -88,13 +90,18 @@ class DocumentsInput(BaseModel, strict=True, extra="forbid"):
     """Documents of one collection."""
 
     collection: Collection = "default"
+    cache_salt: CacheSalt | None = _SALT
     documents: Annotated[list[DocumentInput], Field(min_length=1, max_length=100_000)]
 
 
 class DeletionInput(BaseModel, strict=True, extra="forbid"):
-    """Documents to delete: the collection's documents with these `ids`; without `ids`, all of the `collection`."""
+    """Documents to delete: the collection's documents with these `ids`; without `ids`, all of the `collection`.
+
+    Only documents that were sent with the same `cache_salt` are deleted; without one, those without.
+    """
 
     collection: Collection = "default"
+    cache_salt: CacheSalt | None = _SALT
     ids: Annotated[list[Name], Field(min_length=1, max_length=100_000)] | None = None
 
     @model_validator(mode="after")
@@ -202,8 +209,8 @@ _COLLECTION: TypeAdapter[str] = TypeAdapter(Collection)
 _CURSOR: TypeAdapter[tuple[str, str]] = TypeAdapter(tuple[str, str])
 
 
-def read_documents(body: bytes, content_type: str, collection: str | None) -> list[SentDocument]:
-    """Return the documents of a POST body: one JSON object, or JSON lines with one document per line.
+def read_documents(body: bytes, content_type: str, collection: str | None) -> tuple[list[SentDocument], str | None]:
+    """Return the documents of a POST body and their `cache_salt`. The body is a JSON object, or a document per line.
 
     `collection`: the collection of documents in JSON lines; None means "default". A JSON object names the collection
     itself, so UsageError is raised if `collection` is given, too. UsageError is also raised for an invalid body, with
@@ -217,18 +224,19 @@ def read_documents(body: bytes, content_type: str, collection: str | None) -> li
         read = [
             _validated(partial(DocumentInput.model_validate_json, line), f"line {number}") for number, line in lines
         ]
-        documents = [document.to_sent_document(named) for document in read]
+        documents, cache_salt = [document.to_sent_document(named) for document in read], None
     else:
         if collection is not None:
             raise UsageError("?collection= is only for JSON lines; put `collection` into the JSON object")
         given = _validated(lambda: DocumentsInput.model_validate_json(body), "the body")
         documents = [document.to_sent_document(given.collection) for document in given.documents]
+        cache_salt = given.cache_salt
     seen: set[str] = set()
     for document in documents:
         if document.id in seen and "adds" not in document.body:
             raise UsageError(f"the id {document.id[:80]!r} is given twice; send each document once")
         seen.add(document.id)
-    return documents
+    return documents, cache_salt
 
 
 def read_cursor(after: str) -> tuple[str, str]:

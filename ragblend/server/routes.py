@@ -6,7 +6,8 @@
     GET    /v1/ragblend/documents/ID    one document; ?collection=NAME
     DELETE /v1/ragblend/documents       {"ids": [...]}, or {"collection": NAME} for all of its documents
 
-Each request acts in the namespace of its API key, or on a server without keys in `?namespace=NAME`. Depends on FastAPI.
+Each request acts in the namespace of its API key, or on a server without keys in `?namespace=NAME`. vLLM's `cache_salt`
+is part of the namespace, as in prompts: a field of the JSON body, or the header SALT_HEADER. Depends on FastAPI.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from ragblend.engine.namespaces import check_namespace
+from ragblend.engine.namespaces import check_namespace, salted_namespace
 from ragblend.errors import (
     BackendUnreachableError,
     BacklogFullError,
@@ -49,6 +50,9 @@ from ragblend.server.requests import (
 
 log = logging.getLogger(__name__)
 
+SALT_HEADER = "X-Cache-Salt"
+"""Header with vLLM's `cache_salt`, for requests without a JSON body. An address would be in access logs."""
+Salt = Annotated[str | None, Header(alias=SALT_HEADER, description="vLLM's `cache_salt`.")]
 Respond = Callable[..., Awaitable[Response]]
 """Calls a function in a thread, and returns its result with a status (200), or its error, as a response."""
 _STATUS = {
@@ -90,7 +94,9 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
             return JSONResponse({"error": {"message": message, "code": 413}}, 413, {"connection": "close"})
         return await respond(lambda: answer(body), status)
 
-    async def add(request: Request, collection: str | None = None, namespace: str = "") -> Response:
+    async def add(
+        request: Request, collection: str | None = None, namespace: str = "", cache_salt: Salt = None
+    ) -> Response:
         """Record documents; a background thread chunks, embeds and prefills them. Unchanged documents are skipped.
 
         JSON lines (`content-type: application/x-ndjson`) have one document per line; their collection is
@@ -99,8 +105,9 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         content_type = request.headers.get("content-type", "")
 
         def answer(body: bytes) -> dict[str, Any]:
-            sent = read_documents(body, content_type, collection)
-            return {"ingestion": documents.add(_namespace(namespace), sent), "num_documents": len(sent)}
+            sent, salt = read_documents(body, content_type, collection)
+            where = _namespace(namespace, cache_salt, salt)
+            return {"ingestion": documents.add(where, sent), "num_documents": len(sent)}
 
         return await respond_to_body(request, answer, 202)
 
@@ -110,6 +117,7 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         namespace: str = "",
         limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = 0,
         after: str = "",
+        cache_salt: Salt = None,
     ) -> Response:
         """Return the numbers of stored, pending and failed documents, and the reasons, of a collection or one POST.
 
@@ -117,23 +125,26 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         """
 
         def answer() -> dict[str, Any]:
-            own = _namespace(namespace)
+            own = _namespace(namespace, cache_salt)
             summary = documents.summary(own, collection, ingestion)
             listed: dict[str, Any] = {"documents": [], "next": ""}
             return {**summary, **(documents.list(own, collection, read_cursor(after), limit) if limit else listed)}
 
         return await respond(answer)
 
-    async def get(document_id: str, collection: str = "default", namespace: str = "") -> Response:
+    async def get(
+        document_id: str, collection: str = "default", namespace: str = "", cache_salt: Salt = None
+    ) -> Response:
         """Return the status of one document."""
-        return await respond(lambda: documents.get(_namespace(namespace), collection, document_id))
+        return await respond(lambda: documents.get(_namespace(namespace, cache_salt), collection, document_id))
 
-    async def remove(request: Request, namespace: str = "") -> Response:
+    async def remove(request: Request, namespace: str = "", cache_salt: Salt = None) -> Response:
         """Remove documents, and delete the KV that no other document of the namespace needs."""
 
         def answer(body: bytes) -> dict[str, Any]:
             given = read_deletion(body)
-            removed = documents.remove(_namespace(namespace), given.collection, given.ids)
+            where = _namespace(namespace, cache_salt, given.cache_salt)
+            removed = documents.remove(where, given.collection, given.ids)
             return dict(zip(("num_documents", "num_kv"), removed, strict=True))
 
         return await respond_to_body(request, answer, 200)
@@ -149,14 +160,20 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
     return router
 
 
-def _namespace(named: str) -> str:
-    """Return the API key's namespace, without keys `named`. Raises ForbiddenError if both differ."""
+def _namespace(named: str, *cache_salts: str | None) -> str:
+    """Return the API key's namespace, without keys `named`, with the request's cache salt if it has one.
+
+    Raises ForbiddenError if the two namespaces differ, and UsageError for two salts.
+    """
     check_namespace(named)
     grant = current_grant()
-    if grant is None:
-        return named
-    grant.check_namespace(named)
-    return grant.namespace
+    if grant is not None:
+        grant.check_namespace(named)
+        named = grant.namespace
+    salts = {salt for salt in cache_salts if salt}
+    if len(salts) > 1:
+        raise UsageError(f"cache_salt and the header {SALT_HEADER} differ; send one of them")
+    return salted_namespace(named, next(iter(salts), None))
 
 
 async def _read_body(request: Request) -> bytes | None:

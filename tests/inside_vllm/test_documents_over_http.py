@@ -65,10 +65,10 @@ class Served:
         wait_until(lambda: not self.counts(ingestion, collection, key)["num_waiting"], 120, "all are stored")
         return self.counts(ingestion, collection, key)
 
-    def hits(self, text: str, key: str = ACME) -> int:
+    def hits(self, text: str, key: str = ACME, **more: str) -> int:
         prompt = f"<s><doc> {text}<q> {QUESTION}<a>"
         with OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0) as client:
-            extra = {"add_special_tokens": False}
+            extra = {"add_special_tokens": False, **more}
             answer = client.completions.create(
                 model="demo", prompt=prompt, max_tokens=4, temperature=0, extra_body=extra
             )
@@ -163,6 +163,41 @@ def test_keys_keep_namespaces_apart(served):
         answer = served.call(method, body={"documents": [{"text": A}], "ids": ["a"]}, params={"namespace": "globex"})
         assert answer.status_code in (400, 403)
     assert served.call("GET", params={"namespace": "globex"}).status_code == 403
+
+
+def test_documents_with_a_cache_salt_are_found_with_it_alone(served):
+    """In JSON and JSON lines, by the answer's hits, by GET, and by DELETE; and by no namespace that a client names."""
+    body = {"collection": "kb", "cache_salt": "s3cret", "documents": [{"id": "a", "chunks": [A]}]}
+    lines, kind = json.dumps({"id": "b", "text": B}).encode(), {"Content-Type": "application/x-ndjson"}
+    salted = {"X-Cache-Salt": "s3cret"}
+    where: dict[str, Any] = {"params": {"collection": "kb"}}
+    sent = [served.call("POST", body=body), served.call("POST", body=lines, headers=kind | salted, **where)]
+    assert [answer.status_code for answer in sent] == [202, 202]
+    wait_until(
+        lambda: not served.call("GET", headers=salted, **where).json()["collections"]["kb"]["num_waiting"],
+        120,
+        "both are stored",
+    )
+    served.wait(served.send({"id": "c", "chunks": [C]}))
+    assert served.counts()["num_stored"] == 1
+    assert served.call("GET", headers=salted, **where).json()["collections"]["kb"]["num_stored"] == 2
+    with_salt = [served.hits(text, cache_salt="s3cret") for text in (A, B, C)]
+    assert (with_salt, [served.hits(text) for text in (A, B, C)]) == ([1, 1, 0], [0, 0, 1])
+    assert [served.hits(A, cache_salt="other"), served.hits(A, GLOBEX, cache_salt="s3cret")] == [0, 0]
+    for headers, found in ((salted, 200), ({}, 404), ({"X-Cache-Salt": "other"}, 404)):
+        assert served.call("GET", f"{PATH}/a", headers=headers, **where).status_code == found
+    name = next(name for header in DiskStore(served.home / "kv").headers() if "#" in (name := header.namespace))
+    assert (name[:11], "s3cret" in name) == ("acme#salt:" + name[10], False)
+    assert served.call("GET", params={"collection": "kb", "namespace": name}).status_code in (400, 403)
+    for mode in ("blend", "ingest"):
+        params = {"kv_transfer_params": {"ragblend": {"mode": mode, "namespace": name, "spans": []}}}
+        assert served.call("POST", "/v1/completions", {"model": "demo", "prompt": "a", **params}).status_code == 403
+    differing = served.call("DELETE", body={"collection": "kb", "cache_salt": "other"}, headers=salted)
+    assert differing.status_code == 400
+    assert served.call("DELETE", body={"collection": "kb", "ids": ["a", "b"]}).json()["num_documents"] == 0
+    removed = served.call("DELETE", body={"collection": "kb", "cache_salt": "s3cret"}).json()
+    assert removed == {"num_documents": 2, "num_kv": 2}
+    assert served.hits(A, cache_salt="s3cret") == 0
 
 
 def test_the_openapi_page_shows_the_routes(served):

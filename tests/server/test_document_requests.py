@@ -23,6 +23,8 @@ def test_reasons_say_where():
         (JSON, b'{"documents": [{"text": "a"}, {"text": 7}]}', r"documents\.1\.text: Input should be a valid string"),
         (JSON, b'{"documents": [{"id": "a"}]}', "give either `text` or `chunks`"),
         (LINES, b'{"text": "a"}\n\n{"text": 7}', "line 3 is invalid: text"),
+        (JSON, b'{"cache_salt": "", "documents": [{"text": "a"}]}', "cache_salt: String should have at least 1"),
+        (LINES, b'{"text": "a", "cache_salt": "s"}', "line 1 is invalid: cache_salt: Extra inputs"),
     ]:
         with pytest.raises(UsageError, match=said):
             read_documents(body, content_type, None)
@@ -32,11 +34,12 @@ def test_reasons_say_where():
 
 
 def test_the_least_that_is_needed():
-    (one,) = read_documents(b'{"documents": [{"text": "a"}]}', JSON, None)
+    (one,), salt = read_documents(b'{"documents": [{"text": "a"}]}', JSON, None)
+    assert salt is None
     assert (one.collection, one.id, one.body) == ("default", one.version, {"text": "a"})
-    (same,) = read_documents(b'{"text": "a"}\n', LINES, "kb")
+    (same,), _ = read_documents(b'{"text": "a"}\n', LINES, "kb")
     assert (same.collection, same.id) == ("kb", one.id)
-    (other,) = read_documents(b'{"documents": [{"text": "a", "chunk_size": 64}]}', JSON, None)
+    (other,), _ = read_documents(b'{"documents": [{"text": "a", "chunk_size": 64}]}', JSON, None)
     assert other.version != one.version
     with pytest.raises(UsageError, match="only for JSON lines"):
         read_documents(b'{"documents": [{"text": "a"}]}', JSON, "kb")

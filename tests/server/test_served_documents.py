@@ -89,7 +89,7 @@ class Server:
 def _sent(document: dict[str, Any], collection: str) -> SentDocument:
     import json
 
-    (sent,) = read_documents(json.dumps(document).encode(), "application/x-ndjson", collection)
+    (sent,), _ = read_documents(json.dumps(document).encode(), "application/x-ndjson", collection)
     return sent
 
 

@@ -121,7 +121,8 @@ def parse_params(raw: object) -> BlendParams:
     if unknown:
         raise UsageError(f"unknown ragblend parameters: {', '.join(map(_short, unknown[:_MAX_NAMES]))}")
     if isinstance(raw.get("namespace"), str):
-        check_namespace(raw["namespace"])
+        # Prompts name a salt itself. The server, which stores documents, knows no more than the salt's hash.
+        check_namespace(raw["namespace"], allows_salt=raw.get("mode") == "ingest")
     spans = raw.get("spans", ())
     if not _is_list(spans) or not all(map(_is_list, spans)):
         raise UsageError(f"spans is {_short(spans)}; send a list of [start, end) pairs of token positions")
