@@ -46,7 +46,7 @@ class IngestReport:
     store_bytes: int | None = None  # size of the whole store on this machine; None if a server has it
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
-    num_evicted_kv: int = 0  # entries that the disk's budget evicted meanwhile, also of earlier ingestions
+    num_evicted_kv: int = 0  # entries that the disk's budget evicted during it, also of earlier ingestions
     num_removed_kv: int = 0  # deleted entries: of changed or removed chunks, and of chunks with them in the context
     num_dropped: int = 0  # entries that did not reach the remote tier; `failures` has a line about them
     problem: str = ""  # why the last of these entries did not reach it

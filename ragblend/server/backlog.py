@@ -11,7 +11,7 @@ from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
 from ragblend.errors import BacklogFullError
 
 MAX_WAITING, MAX_WAITING_CHARS = 100_000, 256 << 20  # documents of a namespace that wait, and their characters
-RETRY_AFTER_S = 10  # seconds after which a client whose namespace has so many sends more
+RETRY_AFTER_S = 10  # seconds after which a client whose namespace has as many sends more
 
 
 class Backlog:

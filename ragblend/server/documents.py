@@ -263,7 +263,7 @@ class DocumentIngester:
             if len(batch) > 1 or (batch and len(str(batch[0].body)) <= _TURN_CHARS):
                 self._store_leased(batch)
             elif batch:
-                self._turn = batch[0].namespace  # a long document waits for a turn of its own
+                self._turn = batch[0].namespace  # a long document waits for a separate turn
         finally:
             self._progress, self._turn_at_s = progress, time.monotonic() + _TURN_S
 

@@ -73,14 +73,14 @@ def asked(llm, tail) -> dict[str, Asked]:
         "continued without a template": [*context, *OTHER, *LONG, *fourth, *OTHER],
         "no chunk": [*PREFIX, *LONG, *tail],
     }
-    wishes = {
+    options_by_name = {
         "ratio .5": {"ratio": 0.5}, "ratio 1": {"ratio": 1.0}, "cacheblend": {"rule": "cacheblend", "ratio": 0.3},
         "random": {"rule": "random", "ratio": 0.3}, "reuse": {"mode": "reuse"}, "prefix": {"mode": "prefix"},
         "full": {"mode": "full"},
     }  # fmt: skip
     plain = {name: Asked(ids, {}) for name, ids in prompts.items()}
     varied = {
-        f"{name}, {wish}": Asked(prompts[name], wishes[wish]) for name in ("turn", "third turn") for wish in wishes
+        f"{name}, {option}": Asked(prompts[name], options_by_name[option]) for name in ("turn", "third turn") for option in options_by_name
     }
     return plain | varied
 

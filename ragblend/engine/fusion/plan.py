@@ -214,7 +214,7 @@ def merge_fusions(fused: Sequence[tuple[FusePlan, FuseResult]]) -> tuple[FusePla
     deviations = [part.deviation for _, part in fused if part.deviation is not None]
     deviation = deviations[-1].clone() if len(deviations) == len(fused) else None
     if deviation is not None:
-        for earlier in deviations[:-1]:  # each has a value for the rows of its own part
+        for earlier in deviations[:-1]:  # each has a value for the rows of that part
             deviation[: len(earlier)] = earlier.where(~earlier.isnan(), deviation[: len(earlier)])
     merged = replace(
         result,

@@ -24,6 +24,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.jobs import BlendJob
 from ragblend.engine.vllm.metric_sources import MetricSource, TierMetrics
 from ragblend.engine.vllm.params import report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
@@ -35,7 +36,7 @@ from ragblend.engine.vllm.support import (
     reject_unsupported_config,
     require_supported_version,
 )
-from ragblend.engine.vllm.worker_side.worker import BlendJob, BlendWorker, JobResult
+from ragblend.engine.vllm.worker_side.worker import BlendWorker, JobResult
 from ragblend.errors import RagblendError
 
 require_supported_version()

@@ -11,8 +11,8 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.engine.tuning.machine import machine_facts, vllm_machine_facts
+from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, MemoryTierTracker
-from ragblend.engine.vllm.worker_side.worker import StoredSpan
 
 KVS = [make_kv(seed, tokens=20) for seed in range(6)]
 KEYS = [kv.header.key for kv in KVS]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.scheduler_side.turns import (
     hide_blocks,
     separate_blended_blocks,
@@ -15,7 +16,6 @@ from ragblend.engine.vllm.scheduler_side.turns import (
     turn_ends,
     without_quotations,
 )
-from ragblend.engine.vllm.worker_side.worker import StoredSpan
 from ragblend.prompt.types import ChunkRun
 
 TAIL, SETTINGS, BLOCK = (1, 2), ("blend", "ask", 0.15, None, 0), 4

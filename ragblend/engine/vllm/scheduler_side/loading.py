@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, ReuseDecision, decide_reuse
 from ragblend.engine.tuning.machine import vllm_machine_facts
-from ragblend.engine.vllm.worker_side.worker import StoredSpan
+from ragblend.engine.vllm.jobs import StoredSpan
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from ragblend.engine.base import default_context_policy
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.keys import KEY_CONTEXTS, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.params import MAX_RUNS, BlendParams
 from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
 from ragblend.engine.vllm.scheduler_side.turns import turn_ends
-from ragblend.engine.vllm.worker_side.worker import StoredSpan
 from ragblend.errors import RagblendError
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import ChunkRun

@@ -23,6 +23,7 @@ from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.jobs import BlendJob, BlendTurn, StoredSpan
 from ragblend.engine.vllm.metric_sources import LABEL, RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
@@ -37,7 +38,7 @@ from ragblend.engine.vllm.scheduler_side.lookup import PATIENCE_S, ChunkLookup, 
 from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
 from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
-from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S, BlendJob, BlendTurn, StoredSpan
+from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S
 from ragblend.errors import RagblendError, UsageError
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, MatchedPrompt
@@ -452,7 +453,7 @@ class BlendScheduler:
                 self._note_result(state)
 
     def _note_result(self, state: _RequestState) -> None:
-        """Tell vLLM's request which tokens were reused, and hide its blocks if they are not what was planned."""
+        """Write the number of reused tokens into vLLM's request, and hide its blocks if they are not what was planned."""
         request, report, starts = state.request, state.report, {span.start for span in state.stored}
         stats = request.prefill_stats  # None after the first token
         if stats is not None:

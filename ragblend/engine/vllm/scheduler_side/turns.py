@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from ragblend.engine.base import ends_with_quotation
-from ragblend.engine.vllm.worker_side.worker import BlendTurn, StoredSpan
+from ragblend.engine.vllm.jobs import BlendTurn, StoredSpan
 from ragblend.prompt.types import ChunkRun
 
 

@@ -27,16 +27,15 @@ from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement, merge_fusions, record_fusion
 from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
-from ragblend.engine.report import BlendReport, ChunkReport, PrefixMatch
+from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import key_from_header
 from ragblend.engine.store.format.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, slice_kv_rows
-from ragblend.engine.vllm.params import BlendParams
+from ragblend.engine.vllm.jobs import BlendJob, BlendTurn, StoredSpan
 from ragblend.engine.vllm.worker_side.layers import VllmLayers
 from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
 from ragblend.engine.vllm.worker_side.prefill import prefill_chunk_steps
 from ragblend.errors import DamagedEntryError, UsageError
-from ragblend.options import ContextPolicy
 from ragblend.prompt.types import common_prefix_length
 
 log = logging.getLogger(__name__)
@@ -50,80 +49,6 @@ _PASS_ROWS_CPU, _PASS_ROWS_GPU = 64, 512
 # Longest time that a slice waits for a layer to be read. It is short compared with an engine step, and saves a layer
 # that is read soon from waiting for the next step. It is longer while vLLM is idle, because steps would be empty.
 _PATIENCE_S, IDLE_PATIENCE_S = 0.001, 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSpan:
-    """Positions [start, end) of a prompt whose tokens are those of a stored chunk, or of a part of it."""
-
-    start: int
-    end: int
-    key: str  # of the chunk's entry
-    match: PrefixMatch
-    exact: bool  # the chunk's KV was computed after precisely the tokens that precede it in the prompt
-    policy: ContextPolicy = "none"  # of the entry
-    nbytes: int = 0  # size of the entry's tensors; 0 for an ingestion, which does not read them
-    chunk_ids: tuple[int, ...] = field(default=(), repr=False)  # of the whole chunk; the run may be a part of it
-    chunk_start: int = 0  # index of the run's first token in the chunk
-
-
-class BlendTurn(NamedTuple):
-    """Positions [start, end) of a prompt. Their stored chunks are fused with the question after the last of them."""
-
-    start: int
-    end: int
-    stored: tuple[StoredSpan, ...]  # ascending
-
-    @property
-    def fused_start(self) -> int:
-        """Position of the first stored token."""
-        return self.stored[0].start
-
-    @property
-    def fused_end(self) -> int:
-        """Position after the last stored token."""
-        return self.stored[-1].end
-
-
-@dataclass(frozen=True, slots=True)
-class BlendJob:
-    """Work for one request: fill positions [0, end) of its blocks. Mode "ingest" also stores the last of `spans`.
-
-    `turns`: fused one after the other. An ingestion has one, of the chunks that are stored already.
-    """
-
-    request_id: str
-    params: BlendParams
-    ratio: float
-    token_ids: tuple[int, ...] = field(repr=False)  # of the whole prompt; vLLM's crash dumps show the repr
-    spans: tuple[tuple[int, int], ...]  # positions [start, end) of its runs
-    end: int  # of the context; vLLM computes the tokens after it
-    turns: tuple[BlendTurn, ...]
-    block_ids: tuple[int, ...]
-    fingerprint: str
-    fitted: tuple[str, int] | None = None  # calibrated rule and check layer
-    num_resident: int = 0  # leading tokens whose blocks other requests share, so that they are never written
-
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Ids before the first chunk."""
-        return self.token_ids[: self.spans[0][0]]
-
-    @property
-    def stored(self) -> tuple[StoredSpan, ...]:
-        """Stored chunks of all turns."""
-        return tuple(span for turn in self.turns for span in turn.stored)
-
-    @property
-    def num_tokens_to_compute(self) -> int:
-        """Estimated number of tokens that most layers compute.
-
-        Prefix and resident tokens do not count. Of the others before `end`, all without stored KV count and, in mode
-        "blend", the share `ratio` of those with stored KV.
-        """
-        num_stored = sum(span.end - span.start for span in self.stored)
-        ratio = self.ratio if self.params.mode == "blend" else 0.0
-        return self.end - max(self.num_resident, self.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
 
 
 class JobResult(NamedTuple):
