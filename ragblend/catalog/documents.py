@@ -183,11 +183,6 @@ class IndexedDocuments:
         """Yield the text of every chunk, with duplicates."""
         return (chunk.text for chunk in self.chunks())
 
-    def texts_since(self, generation: int) -> list[str]:
-        """Return the texts of the chunks that were written after this generation."""
-        with self.read_transaction():
-            return [row.text for row in self.rows(self.row_ids(newer_than=generation).tolist())]
-
     def stored_vectors(self, texts: Iterable[str]) -> dict[bytes, bytes]:
         """Return the stored vectors of `texts`, as little-endian float32, by text key.
 

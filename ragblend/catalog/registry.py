@@ -162,10 +162,9 @@ class ChunkRegistry(Catalog):
 
     # --- reading texts and documents ---
 
-    def texts(self, after: int = 0) -> Iterator[str]:
-        """Yield the texts whose row number is above `after`, stripped, in the order of addition."""
-        query = select(TEXTS.c.text).where(TEXTS.c.number > after).order_by(TEXTS.c.number)
-        return (row.text for row in self._rows(query))
+    def texts(self) -> Iterator[str]:
+        """Yield the texts, stripped, in the order of addition."""
+        return (row.text for row in self._rows(select(TEXTS.c.text).order_by(TEXTS.c.number)))
 
     def __len__(self) -> int:
         return int(self._rows(select(func.count()).select_from(TEXTS))[0][0])
@@ -200,10 +199,6 @@ class ChunkRegistry(Catalog):
         """Return the number of texts of each document. Documents without texts are left out."""
         query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
         return {DocumentKey(*row[:-1]): row[-1] for row in self._rows(query)}
-
-    def last_text_number(self) -> int:
-        """Return the row number of the latest text; 0 for none. Numbers grow with each addition."""
-        return self._rows(select(func.max(TEXTS.c.number)))[0][0] or 0
 
     # --- changing texts and documents: adding known texts writes nothing ---
 

@@ -178,8 +178,8 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     """Return the sources that match `name`, which names a document, a file with all its records, or a folder.
 
     `sources`: pairs (source, file) to choose from. `name`: a source as `ragblend documents` prints it, a path relative
-    to the working folder, an absolute path or a file:// URI, in either Unicode normal form. The files need not exist.
-    Returns [] if nothing matches. Raises UsageError for an empty name.
+    to the working folder, an absolute path or a file:// URI, in either Unicode normal form. The files need not exist
+    any more. Returns [] if nothing matches. Raises UsageError for an empty name.
     """
     if not name.strip():
         raise UsageError("the name is empty; pass a file, a folder or a record, as `ragblend documents` lists them")

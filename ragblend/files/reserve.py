@@ -26,7 +26,9 @@ def fill_reserve(folder: Path) -> None:
         with open(
             folder / RESERVE_FILE, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)
         ) as file:
-            while (missing := wanted - file.tell()) > 0:  # random, because a file system may compress zeros
+            while (
+                missing := wanted - os.fstat(file.fileno()).st_size
+            ) > 0:  # random, because a file system may compress zeros
                 file.write(os.urandom(min(missing, 1 << 20)))
             os.fsync(file.fileno())
 

@@ -282,21 +282,24 @@ def describe_documents(
     documents: Iterable[StoredDocument], disk: DiskStore | None, registry: ChunkRegistry, index: IndexedDocuments | None
 ) -> StoreListing:
     """Return the details of documents that `list_documents` returned. Loads no model and no tokenizer."""
-    listing, known = StoreListing([], set()), dict[tuple[str, bytes], dict[str, int]]()
-    for each in documents:
-        namespace, keys = each.key.namespace, find_text_keys(each, registry, index)
-        for key, entries in find_entries(registry, [key for key in keys if (namespace, key) not in known], namespace):
+    given = [(each, find_text_keys(each, registry, index)) for each in documents]
+    wanted: dict[str, set[bytes]] = {}
+    for each, keys in given:
+        wanted.setdefault(each.key.namespace, set()).update(keys)
+    sizes_of: dict[tuple[str, bytes], dict[str, int]] = {}
+    for namespace, keys in wanted.items():
+        for key, entries in find_entries(registry, list(keys), namespace):
             sizes = {entry: disk.file_bytes(entry) for entry in entries} if disk is not None else {}
-            known[namespace, key] = {entry: nbytes for entry, nbytes in sizes.items() if nbytes}
-        found = [known[namespace, key] for key in keys]
-        entry_bytes = {entry: nbytes for sizes in found for entry, nbytes in sizes.items()}
+            sizes_of[namespace, key] = {entry: nbytes for entry, nbytes in sizes.items() if nbytes}
+    listing = StoreListing([], {entry for sizes in sizes_of.values() for entry in sizes})
+    for each, keys in given:
+        collection, document_id, namespace = each.key
+        found = [sizes_of[namespace, key] for key in keys]
         num_stored = sum(map(bool, found))
         state = "stored" if num_stored == len(found) else "partial" if num_stored else "without_kv"
-        details = (each.source, each.num_chunks, sum(entry_bytes.values()))
         state = each.status if each.status in ("pending", "failed") else state
-        text = registry.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(each.key.id) else ""
-        listing.documents.append(
-            DocumentDetails(each.key.collection, each.key.id, namespace, *details, state, each.reason, text)
-        )
-        listing.entries.update(entry_bytes)
+        kv_bytes = sum({entry: nbytes for sizes in found for entry, nbytes in sizes.items()}.values())
+        text = registry.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(document_id) else ""
+        details = (each.source, each.num_chunks, kv_bytes, state, each.reason, text)
+        listing.documents.append(DocumentDetails(collection, document_id, namespace, *details))
     return listing

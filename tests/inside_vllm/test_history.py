@@ -80,7 +80,9 @@ def asked(llm, tail) -> dict[str, Asked]:
     }  # fmt: skip
     plain = {name: Asked(ids, {}) for name, ids in prompts.items()}
     varied = {
-        f"{name}, {option}": Asked(prompts[name], options_by_name[option]) for name in ("turn", "third turn") for option in options_by_name
+        f"{name}, {option}": Asked(prompts[name], options_by_name[option])
+        for name in ("turn", "third turn")
+        for option in options_by_name
     }
     return plain | varied
 

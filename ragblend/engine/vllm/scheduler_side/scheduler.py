@@ -453,7 +453,7 @@ class BlendScheduler:
                 self._note_result(state)
 
     def _note_result(self, state: _RequestState) -> None:
-        """Write the number of reused tokens into vLLM's request, and hide its blocks if they are not what was planned."""
+        """Write the number of reused tokens into vLLM's request, and hide its blocks if they differ from the plan."""
         request, report, starts = state.request, state.report, {span.start for span in state.stored}
         stats = request.prefill_stats  # None after the first token
         if stats is not None:
