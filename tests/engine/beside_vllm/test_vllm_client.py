@@ -674,7 +674,7 @@ def test_a_chat_sends_the_whole_conversation_each_time(client, script):
 @pytest.mark.parametrize(("blends", "shown"), [(True, "blends demo"), (False, "without ragblend")])
 def test_doctor_looks_at_the_server(url, script, blends, shown):
     script.blends = blends
-    (check,) = run_vllm_diagnostics(Settings(backend=url))
+    check = run_vllm_diagnostics(Settings(backend=url))[0]
     assert check.ok is blends
     assert shown in check.finding
 
