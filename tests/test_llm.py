@@ -344,8 +344,8 @@ def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_
     code = """if True:
         import os, signal, sys, threading, time
         from ragblend import Prompt
+        from ragblend.catalog.registry import open_registry
         from ragblend.catalog.schema import DocumentKey
-from ragblend.catalog.registry import open_registry
         from ragblend.llm import BlendLLM
         from ragblend.precompute import precompute_documents
         llm = BlendLLM(model='demo', store=sys.argv[1], max_tokens=3)
