@@ -104,7 +104,17 @@ def test_documents_are_stored_and_any_client_finds_them(served):
     assert [served.hits(text) for text in (A, B, C)] == [1, 1, 1]
     found = served.call("GET", f"{PATH}/c", params={"collection": "kb"}).json()
     assert (found["status"], found["metadata"], found["num_kv"]) == ("stored", {"page": 3}, 1)
+    page = served.call("GET", params={"limit": 1}).json()
+    rest = served.call("GET", params={"limit": 1, "after": page["next"]}).json()
+    listed = [*page["documents"], *rest["documents"]]
+    assert [(each["id"], each["state"], each["num_chunks"]) for each in listed] == [
+        ("a", "stored", 2),
+        ("c", "stored", 1),
+    ]
+    assert (rest["next"], served.call("GET", params={"limit": 1001}).status_code) == ("", 400)
+    assert served.call("GET", key=GLOBEX, params={"limit": 1}).json()["documents"] == []
     with load_engine("demo", backend=served.url, api_key=ACME, on_miss="inline") as client:
+        assert list(client.list_documents()) == listed
         answer = client.generate(Prompt([A, B], QUESTION), max_tokens=8)
         assert (answer.text, answer.report.num_chunk_hits) == ("Kinport", 2)
         assert [chunk.source for chunk in answer.report.chunks] == ["a", "a"]
