@@ -196,10 +196,6 @@ def precompute_chunks(
     report.failures += [ReadFailure(source, problems[text]) for source, text in unfit]
     chunks = [chunk for chunk in chunks if chunk.text not in problems]
     distinct = {(chunk.text, chunk.context, chunk.context_texts): chunk for chunk in chunks}
-    alone = (chunk for chunk in distinct.values() if chunk.context != "similar")
-    report.notes += (
-        ReadFailure(document_label(chunk, chunk), why) for chunk in alone if (why := explain_short_text(chunk, engine))
-    )
     # Texts are registered before their KV is stored. A registered text without KV is prefilled in its prompts, but KV
     # of an unregistered text would never be found, and deletions of orphaned KV would remove it.
     if register_texts is not None:
@@ -217,6 +213,10 @@ def precompute_chunks(
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
+    new = (chunk for chunk in missing if chunk.context != "similar")
+    report.notes += (
+        ReadFailure(document_label(chunk, chunk), why) for chunk in new if (why := explain_short_text(chunk, engine))
+    )
     report.num_known_kv += len(distinct) - len(missing)
     disk, absent = engine.store.disk_tier, set(missing)
     num_evicted = 0 if disk is None else disk.counters.num_evicted

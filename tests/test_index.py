@@ -161,7 +161,7 @@ def test_wrong_arguments_are_refused_and_change_nothing(folder):
             index.add_document("new", "h", [Chunk("x", "other")])
         with pytest.raises(UsageError, match="k is 0"):
             index.search("x", 0)
-        with pytest.raises(NotFoundError, match=r"no document 'new'.*ragblend stats"):
+        with pytest.raises(NotFoundError, match=r"no document 'new'.*ragblend documents"):
             index.remove_document("new")
         assert index.sources() == list(FACTS)
 

@@ -111,7 +111,7 @@ def test_a_command_that_a_message_suggests_can_be_run(url, caplog):
     store.get("a" * 32)
     store.close()
     shown = remote_line({"reachable": True, "url": redact_url(url), "store_bytes": 1, "latency_s": 1.0,
-                         "num_stored_chunks": 1, "num_missing": 1})  # fmt: skip
+                         "num_stored_kv": 1, "num_missing": 1})  # fmt: skip
     commands = [each.partition("ragblend ")[2] for each in (shown, *caplog.messages) if "ragblend " in each]
     assert len(commands) >= 2
     assert not [each for each in commands if "***" in each]
