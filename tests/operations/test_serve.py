@@ -52,6 +52,14 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path, m
     assert ("mode" in config, config["prefix_ids"]) == (False, [1, 3])
 
 
+def test_reused_tokens_are_counted_and_blocks_on_a_cpu_are_small_unless_flags_say_otherwise(tmp_path):
+    command = launch(store=str(tmp_path)).command
+    assert command.count("--enable-prompt-tokens-details") == 1
+    assert value(command, "--block-size") == "32"
+    command = launch("--no-enable-prompt-tokens-details", "--block-size=64", store=str(tmp_path)).command
+    assert not {"--enable-prompt-tokens-details", "--block-size"} & set(command)
+
+
 @pytest.mark.parametrize(("flags", "count"), [((), "1"), (("--api-server-count", "3"), "3"), (("--headless",), None)])
 def test_one_front_end_unless_a_flag_sets_another_number(tmp_path, flags, count):
     command = launch(*flags, store=str(tmp_path)).command
