@@ -141,7 +141,7 @@ def note_text_identities(
     labels = {each.id: document_label(document, chunk) for document, chunk, each in given if each.is_text}
     reason = (
         f"documents with neither an id nor a source: {len(labels)}. Each is stored by its text: if the text changes, "
-        "the earlier one stays stored until you remove it (`ragblend documents` lists its id). Pass `ids`, or documents "
+        "the earlier one stays until you remove it (`ragblend documents` lists its id). Pass `ids`, or documents "
         "with an id (LangChain `id`, LlamaIndex `doc_id`) or with metadata['source'] or metadata['file_path']"
     )
     return [ReadFailure(next(iter(labels.values())), reason)] if labels else []
