@@ -166,7 +166,7 @@ def test_an_upload_is_ingested_and_its_text_comes_back_as_text(empty):
 
 def test_a_damaged_pdf_is_named_and_the_others_are_ingested(empty):
     empty.upload("bad.pdf", b"%PDF-1.7 and nothing")
-    empty.upload("good.txt", b"James Bell lives in Dorburg.")
+    empty.upload("good.txt", b"James Bell lives in Dorburg, and he sells many lamps there.")
     (report,) = of(empty.events("/ingest", {"names": ["bad.pdf", "good.txt"]}), "ingested")
     (problem,) = report["problems"]
     assert problem["name"] == "bad.pdf"
