@@ -107,14 +107,17 @@ class Renderer:
             return self.encode_with_special_tokens(prompt.messages[0].content)
         if prompt.uses_tools and not self.knows_tools:
             prompt = tool_use_as_text(prompt)
-        refusal: UsageError | None = None
+        refusals = list[UsageError]()
         for messages in turn_arrangements(prompt):
             try:
-                return self._render([as_turn(message) for message in messages], prompt.tools).ids
+                turns = [as_turn(message) for message in messages]
+                if self._control.search("\n".join(_texts_in([*turns, *prompt.tools]))):
+                    return self._render(turns, prompt.tools).ids
+                text = self._apply_template(turns, prompt.tools)
+                return list(self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             except UsageError as error:
-                refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+                refusals.append(error)
+        raise refusals[0]
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return the ids of a plain string, with the special tokens that the tokenizer adds."""
@@ -126,7 +129,7 @@ class Renderer:
     def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens; control tokens in it are ordinary text."""
         if not self._control.search(text):
-            return list(self.backend.encode(text, add_special_tokens=False).ids)
+            return list(self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         word = _unused_word(text)
         found: list[str] = []
         return self._encode_protected(self._protect(text, word, found), word, found).ids
@@ -183,7 +186,7 @@ class Renderer:
     @cached_property
     def added_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the tokenizer adds before a plain text, and those that it adds after it."""
-        whole, inner = self._tokenizer("a").input_ids, self.backend.encode("a", add_special_tokens=False).ids
+        whole, inner = self._tokenizer("a").input_ids, self.text_ids("a")
         starts = (start for start in range(len(whole)) if whole[start : start + len(inner)] == inner)
         start = next(starts, None)
         return ((), ()) if start is None else (tuple(whole[:start]), tuple(whole[start + len(inner) :]))

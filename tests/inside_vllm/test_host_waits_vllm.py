@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from device_looks import DeviceLooks
 from harness import SIZES, ask, ingest, random_ids, report
 from test_blend import CHUNKS, PREFIX, Prompt, blend_params, engine_of, patchy_prompt, plain_prompt
 from tiny_models import FAMILIES, make_model
 
+from benchmarks.operations import DeviceLooks
 from ragblend.engine.fusion.rules import RULES
 
 

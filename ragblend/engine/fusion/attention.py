@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -120,6 +122,13 @@ def positions_on_host(rows: Tensor) -> tuple[int, ...]:
     if known is None:
         known = _KNOWN_POSITIONS[rows] = tuple(rows.tolist())
     return known
+
+
+def positions_on_device(positions: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Return positions [R] int64 that the host knows as a tensor on `device`; `positions_on_host` needs no copy."""
+    rows = torch.from_numpy(positions).to(device, non_blocking=True)
+    _KNOWN_POSITIONS[rows] = tuple(positions.tolist())
+    return rows
 
 
 class AttentionExtras(NamedTuple):

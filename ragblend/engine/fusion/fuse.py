@@ -13,10 +13,12 @@ from threading import Event
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass
+from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass, positions_on_device
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
 from ragblend.engine.fusion.protocols import (
     FreshRowsCallback,
@@ -34,6 +36,7 @@ from ragblend.engine.fusion.rules import (
 from ragblend.engine.store.format.kv import LayerKV
 
 _T = TypeVar("_T")
+IntArray = NDArray[np.int64]
 
 
 class LayerCall(NamedTuple):
@@ -87,13 +90,12 @@ def fuse_steps(
     state = _candidates(plan)
     selects = 0 < plan.ratio < 1
     # Layer 0's stored KV is exact, because it depends on the token alone: in a model of one layer nothing is stale.
-    probes_first = bool(plan.probe_layers) and selects and model.num_layers > 1 and bool(state.mask.any())
+    probes_first = bool(plan.probe_layers) and selects and model.num_layers > 1 and len(state.rows) > 0
     if probes_first:
         yield from _probe(model, plan, fused, layers, state)
     active = _active_rows(plan, state)
-    num_stale = int(state.mask[active].sum())  # reading it waits for the device, so only where the rows change
     check_layer = plan.check_layer if plan.rule.needs_deviation and plan.ratio < 1 else None
-    hidden = model.embed(plan.token_ids[active])
+    hidden = model.embed(plan.token_ids[active.rows])
     rows_per_layer: list[float] = []
     fixed_cost = 0.0
     last_layer = model.num_layers - 1
@@ -102,36 +104,35 @@ def fuse_steps(
             yield layers.ready[layer]
             layers.wait(layer)  # stored KV of this layer is now in `fused`
         probe_rows, measured = state.probe_rows[layer] if layer < len(state.probe_rows) else 0, 0.0
-        if layer == check_layer and num_stale:
-            kept = _select_at_check_layer(model, plan, fused, hidden, active, state)
-            hidden, active = hidden[kept], active[kept]
-            fixed_cost = measured = num_stale * model.kv_share
-            num_stale = int(state.mask[active].sum())
+        if layer == check_layer and len(active.candidates):
+            fixed_cost = measured = len(active.candidates) * model.kv_share
+            kept, active = _select_at_check_layer(model, plan, fused, hidden, active, state)
+            hidden = hidden[kept]
         # Layer 0 is exact as stored.
         hook = None
         if plan.corrects_drift and layer > 0 and layers is not None:
             hook = _drift_correction_hook(model, plan, layers, layer, active, state)
-        rows_per_layer.append(num_stale + probe_rows + measured)
+        rows_per_layer.append(len(active.candidates) + probe_rows + measured)
         if layer == 0 and state.probe_hidden is not None:
-            hidden = yield from _run_first_layer(fused, hidden, active, state.mask[active], state.probe_hidden)
-        elif len(active) and layer < last_layer:
-            hidden = yield LayerCall(layer, hidden, active, fused, hook)
-        elif len(active):
+            hidden = yield from _run_first_layer(fused, hidden, active, state.probe_hidden)
+        elif len(active.rows) and layer < last_layer:
+            hidden = yield LayerCall(layer, hidden, active.rows, fused, hook)
+        elif len(active.rows):
             # The last layer's output is needed for the last token alone; other tokens need only its K and V.
             fresh = model.project_kv(layer, hidden)
             if hook is not None:
                 hook.callback(LayerKV(fresh.keys[:, hook.row_indices], fresh.values[:, hook.row_indices]))
-            fused.write(layer, active, model.place_keys(layer, fresh.keys, active), fresh.values)
+            fused.write(layer, active.rows, model.place_keys(layer, fresh.keys, active.rows), fresh.values)
             if plan.wants_logits:
-                hidden = yield LayerCall(layer, hidden[-1:], active[-1:], fused)
-            measured += len(active)
+                hidden = yield LayerCall(layer, hidden[-1:], state.last_row, fused)
+            measured += len(active.rows)
         if ends_s is not None:
             ends_s.append(perf_counter())
         yield int(measured)
     fused.length = plan.end
     return FuseResult(
         model.logits(hidden)[-1] if plan.wants_logits else torch.empty(0),
-        active[state.mask[active]],
+        active.candidate_rows,
         rows_per_layer,
         fixed_cost,
         state.probe_s,
@@ -141,61 +142,98 @@ def fuse_steps(
     )
 
 
+class _ActiveRows(NamedTuple):
+    """Rows of a prompt that run through a layer: R rows, of which F are fresh tokens and S are candidates."""
+
+    rows: Tensor  # positions [R], ascending
+    fresh: Tensor  # indices [F] into `rows`, ascending
+    candidates: Tensor  # indices [S] into `rows`, ascending
+    candidate_rows: Tensor  # positions [S] of the same candidates
+    chosen: Tensor  # indices [S] of the same candidates into `_CandidateState.rows`, ascending
+
+
 @dataclass(slots=True)
 class _CandidateState:
-    """State of every token of one prompt while it is fused. All tensors [T]."""
+    """State of one prompt while it is fused: its C candidates, whose stored KV may be replaced, and its fresh tokens.
 
-    mask: Tensor  # bool, candidates: rows whose stored KV may be replaced
-    is_fresh: Tensor  # bool, tokens without stored KV, which run through every layer; the last token is always one
-    is_edge: Tensor  # bool, the first and the last row of each placement
-    chunks: Tensor  # int64, index of the placement that the token is in
-    drift_gain: Tensor  # float32, factor on the estimated change of the token, if it is kept
-    attention: Tensor | None = None  # float32, set by the query probe
-    probe_hidden: Tensor | None = None  # the probe's output of layer 0 [rows that are fused later, hidden size]
+    Fresh tokens have no stored KV and run through every layer. With logits, the last token is one of them.
+    """
+
+    host_rows: IntArray  # positions [C] of the candidates, ascending
+    host_fused: IntArray  # positions [F] of the fresh tokens before the plan's end, ascending
+    rows: Tensor  # `host_rows` on the device
+    is_edge: Tensor  # bool [C], the first and the last row of each placement
+    chunks: Tensor  # int64 [C], index of the placement that the candidate is in
+    fresh_rows: Tensor  # positions of all fresh tokens, ascending; the first F are before the plan's end
+    last_row: Tensor  # position [1] of the last token
+    drift_gain: Tensor  # float32 [T], factor on the estimated change of the token, if it is kept
+    attention: Tensor | None = None  # float32 [T], set by the query probe
+    probe_hidden: Tensor | None = None  # the probe's output of layer 0 for `host_fused`, [F, hidden size]
     probe_rows: Sequence[int] = ()  # token-layers that the probe adds at each layer up to its last
     probe_s: float = 0.0
     deviation: Tensor | None = None  # float32, set at the check layer, see FuseResult
     select_s: float = 0.0  # seconds spent at the check layer
-    # Rows that ran last, the indices of candidates among them, and the correction fitted for them.
-    last_correction: tuple[Tensor, Tensor, DriftCorrection | None] | None = None
+    # Rows that ran last, and the correction fitted for them.
+    last_correction: tuple[_ActiveRows, DriftCorrection] | None = None
 
     def choose(
-        self,
-        plan: FusePlan,
-        rows: Tensor,
-        key_deviation: Tensor | None = None,
-        value_deviation: Tensor | None = None,
-    ) -> Tensor:
-        """Return the indices of the candidates `rows` [N] to recompute, ascending, for causal order.
+        self, plan: FusePlan, key_deviation: Tensor | None = None, value_deviation: Tensor | None = None
+    ) -> IntArray:
+        """Return the indices of the candidates to recompute, ascending, for causal order.
 
-        Deviations [N] as in RuleInputs; None if the rule does not need them.
+        Deviations [C] as in RuleInputs; None if the rule does not need them. The host waits here for the device, once a
+        prompt: it computes all indices and positions from the result.
         """
-        attention = None if self.attention is None else self.attention[rows]
-        inputs = RuleInputs(rows, key_deviation, value_deviation, attention, self.is_edge[rows], plan.seed)
-        scores = plan.rule.score(inputs)
-        return scores.topk(num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(rows))).indices.sort().values
+        attention = None if self.attention is None else self.attention[self.rows]
+        inputs = RuleInputs(self.rows, key_deviation, value_deviation, attention, self.is_edge, plan.seed)
+        count = num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(self.rows))
+        chosen = plan.rule.score(inputs).topk(count).indices.tolist()
+        return np.array(sorted(chosen), np.int64)
+
+    def with_fresh_rows(self, chosen: IntArray) -> _ActiveRows:
+        """Return the fresh rows before the plan's end together with the candidates `chosen` [S]."""
+        device, num_fresh = self.rows.device, len(self.host_fused)
+        rows = np.concatenate((self.host_fused, self.host_rows[chosen]))
+        order = np.argsort(rows)
+        indices = np.empty_like(order)
+        indices[order] = np.arange(len(order))
+        return _ActiveRows(
+            positions_on_device(rows[order], device),
+            torch.as_tensor(indices[:num_fresh], device=device),
+            torch.as_tensor(indices[num_fresh:], device=device),
+            positions_on_device(self.host_rows[chosen], device),
+            torch.as_tensor(chosen, device=device),
+        )
 
 
 def _candidates(plan: FusePlan) -> _CandidateState:
-    """Return the state before fusing: the candidates, the fresh tokens, and the chunk of each token."""
-    device = plan.token_ids.device
-    is_candidate = torch.zeros(len(plan.token_ids), dtype=torch.bool, device=device)
-    is_edge, is_fresh = torch.zeros_like(is_candidate), torch.ones_like(is_candidate)
+    """Return the state before fusing. The host computes all of it, and then copies it to the device."""
+    num_tokens, device = len(plan.token_ids), plan.token_ids.device
+    is_candidate = np.zeros(num_tokens, bool)
+    is_edge, is_fresh = np.zeros_like(is_candidate), np.ones_like(is_candidate)
     is_fresh[: plan.num_resident] = False
-    chunks = torch.zeros(len(plan.token_ids), dtype=torch.int64, device=device)
-    drift_gain = torch.zeros(len(plan.token_ids), device=device)
+    chunks = np.zeros(num_tokens, np.int64)
+    drift_gain = np.zeros(num_tokens, np.float32)
     recomputes_all = plan.ratio >= 1
     for number, placement in enumerate(plan.placements):
+        span = slice(placement.start, placement.end)
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
-        is_candidate[placement.start : placement.end] = not stays
-        is_fresh[placement.start : placement.end] = False
+        is_candidate[span], is_fresh[span], chunks[span] = not stays, False, number
         is_edge[[placement.start, placement.end - 1]] = True
-        share = plan.rule.drift_gain_in_context if placement.has_context else plan.rule.drift_gain
-        drift_gain[placement.start : placement.end] = share
-        chunks[placement.start : placement.end] = number
+        drift_gain[span] = plan.rule.drift_gain_in_context if placement.has_context else plan.rule.drift_gain
     if plan.wants_logits:
         is_candidate[-1], is_fresh[-1] = False, True  # always computed: its logits are the answer
-    return _CandidateState(is_candidate, is_fresh, is_edge, chunks, drift_gain)
+    rows, fresh_rows = np.flatnonzero(is_candidate), np.flatnonzero(is_fresh)
+    return _CandidateState(
+        rows,
+        fresh_rows[: np.searchsorted(fresh_rows, plan.end)],
+        positions_on_device(rows, device),
+        torch.as_tensor(is_edge[rows], device=device),
+        torch.as_tensor(chunks[rows], device=device),
+        positions_on_device(fresh_rows, device),
+        positions_on_device(np.array([num_tokens - 1]), device),
+        torch.as_tensor(drift_gain, device=device),
+    )
 
 
 def _probe(
@@ -206,7 +244,7 @@ def _probe(
     Set `state.attention` from the question's, and the probe's output, rows and seconds. Positions are the prompt's and
     the softmax is over the whole prompt. The fresh rows' KV stays in `fused` until the main pass replaces it.
     """
-    rows = state.is_fresh.nonzero().flatten()
+    rows = state.fresh_rows
     hidden = model.embed(plan.token_ids[rows])
     masses: list[Tensor] = []
 
@@ -226,7 +264,7 @@ def _probe(
             layers.wait(layer)
         hidden = model.run_probe_layer(layer, hidden, rows, fused, hook if layer in plan.probe_layers else None)
         if layer == 0:
-            state.probe_hidden = hidden[rows < plan.end]
+            state.probe_hidden = hidden[: len(state.host_fused)].clone()  # later layers may write into `hidden`
             # The main pass reuses this output of the rows that it fuses, so only the other rows are extra in layer 0.
             num_others = len(rows) - len(state.probe_hidden)
         state.probe_s += perf_counter() - start_s
@@ -243,31 +281,25 @@ def _mean_over_ranks(plan: FusePlan, shares: Tensor) -> Tensor:
     return summed[:-1] / summed[-1]
 
 
-def _run_first_layer(
-    fused: PromptKVBuffer, hidden: Tensor, active: Tensor, is_stale: Tensor, probe_hidden: Tensor
-) -> Steps[Tensor]:
+def _run_first_layer(fused: PromptKVBuffer, hidden: Tensor, active: _ActiveRows, probe_hidden: Tensor) -> Steps[Tensor]:
     """Return layer 0's output [R, hidden size] of the active rows; that of fresh rows is the probe's.
 
     The probe's output is exact, because stored layer-0 KV is.
     """
-    output = probe_hidden.new_empty(len(active), *probe_hidden.shape[1:])
-    if bool(is_stale.any()):
-        output[is_stale] = yield LayerCall(0, hidden[is_stale], active[is_stale], fused)
-    output[~is_stale] = probe_hidden
+    output = probe_hidden.new_empty(len(active.rows), *probe_hidden.shape[1:])
+    if len(candidates := active.candidates):
+        output[candidates] = yield LayerCall(0, hidden[candidates], active.candidate_rows, fused)
+    output[active.fresh] = probe_hidden
     return output
 
 
-def _active_rows(plan: FusePlan, state: _CandidateState) -> Tensor:
-    """Return the positions [R] to run in layer 0: fresh tokens, and the candidates that the check layer measures."""
-    active = state.is_fresh.clone()
-    active[plan.end :] = False
-    rows = state.mask.nonzero().flatten()
-    count = num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(rows))
-    if count and plan.ratio < 1 and not plan.rule.needs_deviation:
-        active[rows[state.choose(plan, rows)]] = True
-    elif count:
-        active |= state.mask
-    return active.nonzero().flatten()
+def _active_rows(plan: FusePlan, state: _CandidateState) -> _ActiveRows:
+    """Return the rows to run in layer 0: fresh tokens, and the candidates that the check layer measures."""
+    if not num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(state.rows)):
+        return state.with_fresh_rows(np.arange(0))
+    if plan.ratio < 1 and not plan.rule.needs_deviation:
+        return state.with_fresh_rows(state.choose(plan))
+    return state.with_fresh_rows(np.arange(len(state.rows)))
 
 
 def _select_at_check_layer(
@@ -275,17 +307,15 @@ def _select_at_check_layer(
     plan: FusePlan,
     fused: PromptKVBuffer,
     hidden: Tensor,
-    active: Tensor,
+    active: _ActiveRows,
     state: _CandidateState,
-) -> Tensor:
-    """Measure the candidates among `active`, and return the indices into `active` that are kept.
+) -> tuple[Tensor, _ActiveRows]:
+    """Measure the candidates, all of which are active. Return the indices into `active` that are kept, and their rows.
 
     Measuring runs only the norm and the K/V projection.
     """
-    start_s, layer = perf_counter(), plan.check_layer
-    candidate = state.mask[active].nonzero().flatten()
-    rows = active[candidate]
-    fresh = model.project_kv(layer, hidden[candidate])
+    start_s, layer, rows = perf_counter(), plan.check_layer, state.rows
+    fresh = model.project_kv(layer, hidden[active.candidates])
     stored = LayerKV(fused.keys(layer)[:, rows], fused.values(layer)[:, rows])
     fresh = LayerKV(model.place_keys(layer, fresh.keys, rows), fresh.values)
     deviations = (_deviation(fresh.keys, stored.keys), _deviation(fresh.values, stored.values))
@@ -293,55 +323,46 @@ def _select_at_check_layer(
         deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
     state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
     state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
-    chosen = state.choose(plan, rows, *deviations)
-    is_kept = ~state.mask[active]
-    is_kept[candidate[chosen]] = True
+    selected = state.with_fresh_rows(state.choose(plan, *deviations))
+    kept = torch.empty_like(selected.rows)
+    kept[selected.fresh], kept[selected.candidates] = active.fresh, active.candidates[selected.chosen]
     state.select_s += perf_counter() - start_s
-    return is_kept.nonzero().flatten()
+    return kept, selected
 
 
 def _drift_correction_hook(
-    model: LayerwiseModel, plan: FusePlan, source: LayerSource, layer: int, active: Tensor, state: _CandidateState
+    model: LayerwiseModel, plan: FusePlan, source: LayerSource, layer: int, active: _ActiveRows, state: _CandidateState
 ) -> FreshRowsCallback | None:
     """Return the hook that corrects kept candidates from the fresh KV of recomputed ones among `active`; None if none.
 
     With several ranks, each corrects its own heads; the similarity of tokens is measured over all heads.
     """
+    if not len(active.candidates):
+        return None
+    if len(active.candidates) == len(state.rows):  # no candidate is kept
+        source.apply_drift(layer, None)
+        return None
     # Most layers run the same rows as the layer before, for which the correction is fitted already.
     if state.last_correction is None or state.last_correction[0] is not active:
-        row_indices = state.mask[active].nonzero().flatten()
-        state.last_correction = (
-            active,
-            row_indices,
-            _fit_correction(model, plan, source, active, state) if len(row_indices) else None,
-        )
-    _, row_indices, correction = state.last_correction
-    if correction is None:
-        if len(row_indices):  # all candidates are recomputed
-            source.apply_drift(layer, None)
-        return None
+        state.last_correction = (active, _fit_correction(model, plan, source, active, state))
+    correction = state.last_correction[1]
 
     def apply_correction(fresh: LayerKV) -> None:
         source.apply_drift(
             layer, correction.estimate_drift(fresh, source.read_stored(layer, correction.rows)), correction.shares
         )
 
-    return FreshRowsCallback(row_indices, apply_correction)
+    return FreshRowsCallback(active.candidates, apply_correction)
 
 
 def _fit_correction(
-    model: LayerwiseModel, plan: FusePlan, source: LayerSource, active: Tensor, state: _CandidateState
-) -> DriftCorrection | None:
-    """Return the regression from the candidates among the rows `active` to the kept ones; None if none is kept."""
-    rows, is_active = state.mask.nonzero().flatten(), torch.zeros_like(state.mask)
-    is_active[active] = True
-    is_recomputed = is_active[rows]
-    if bool(is_recomputed.all()):
-        return None
-    similarity_values = source.read_stored(similarity_layer(model.num_layers, plan.probe_layers[-1]), rows).values
-    shares = state.drift_gain.masked_fill(is_active, 0.0)
+    model: LayerwiseModel, plan: FusePlan, source: LayerSource, active: _ActiveRows, state: _CandidateState
+) -> DriftCorrection:
+    """Return the regression from the candidates among the rows `active` to the kept ones."""
+    values = source.read_stored(similarity_layer(model.num_layers, plan.probe_layers[-1]), state.rows).values
+    shares = state.drift_gain.index_fill(0, active.rows, 0.0)
     return fit_drift_correction(
-        similarity_values, rows, state.chunks[rows], is_recomputed, shares, partial(_mean_over_ranks, plan)
+        values, state.rows, state.chunks, active.chosen, active.candidate_rows, shares, partial(_mean_over_ranks, plan)
     )
 
 

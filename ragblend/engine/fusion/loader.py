@@ -14,9 +14,11 @@ from contextlib import nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ragblend.engine.fusion.attention import positions_on_device
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import FusedKV, Placement
 from ragblend.engine.store.format.kv import LayerKV, concatenate_rows, dequantized, is_in_memory
@@ -35,7 +37,9 @@ class _Group:
     def __init__(self, placements: Sequence[Placement], device: torch.device, read_s: dict[int, float]) -> None:
         self.placements, self._read_s = placements, read_s
         self._copies: LayerCopies | None = None
-        self.rows = torch.cat([torch.arange(each.start, each.end, device=device) for each in placements])
+        self.rows = positions_on_device(
+            np.concatenate([np.arange(each.start, each.end) for each in placements]), device
+        )
         self.spans: list[tuple[slice, slice]] = []  # spans of adjacent chunks: in the prompt, and in `rows`
         taken = 0
         for placement in placements:
@@ -237,7 +241,7 @@ class LayerLoader:
         assert shares is not None
         (model, fused), count = self._correctable, len(shares)
         if len(self._rows) != count:
-            self._rows = torch.arange(count, device=shares.device)
+            self._rows = positions_on_device(np.arange(count), shares.device)
         # Zero is added to rows without a share: that is faster than to gather and scatter nearly all rows.
         model.add_key_drift(layer, fused.keys(layer)[:, :count], shares @ drift.keys, self._rows)
         fused.values(layer)[:, :count] += (shares @ drift.values).to(fused.values(layer).dtype)

@@ -294,20 +294,21 @@ def fit_drift_correction(
     values: Tensor,
     rows: Tensor,
     chunks: Tensor,
-    is_recomputed: Tensor,
+    recomputed: Tensor,
+    recomputed_rows: Tensor,
     shares: Tensor,
     mean_over_ranks: Callable[[Tensor], Tensor],
 ) -> DriftCorrection:
     """Return the drift correction for N candidates in a prompt of T tokens. `rows` [N]: their positions, ascending.
 
     `values` [H, N, D]: the candidates' stored values at `similarity_layer`; similar values mean similar candidates.
-    `chunks` [N]: index of each candidate's chunk. `is_recomputed` [N] bool: at least one is True. `shares` [T]: factor
-    on each position's estimated change, 0 for positions that are not corrected. `mean_over_ranks` averages a vector
-    over the ranks, if each rank has some of the heads.
+    `chunks` [N]: index of each candidate's chunk. `recomputed`: indices of the recomputed candidates, at least one,
+    ascending; `recomputed_rows`: their positions. `shares` [T]: factor on each position's estimated change, 0 for
+    positions that are not corrected. `mean_over_ranks` averages a vector over the ranks, if each rank has some of the
+    heads.
     """
     states = values.float().transpose(0, 1).flatten(1)
     states = (states - states.mean(0)) / states.std(0, correction=0).clamp_min(torch.finfo(torch.float32).tiny)
-    recomputed = is_recomputed.nonzero().flatten()
     count = min(LANDMARKS, len(recomputed))
     landmarks = recomputed[torch.arange(count, device=rows.device) * len(recomputed) // count]  # spread over the prompt
     distances = (torch.cdist(states, states[landmarks]).square() / states.shape[1]).flatten()
@@ -321,4 +322,4 @@ def fit_drift_correction(
     weights = torch.linalg.solve(recomputed_kernel.T @ recomputed_kernel + NOISE * landmark_kernel, recomputed_kernel.T)
     drift_weights = kernel.new_zeros(len(shares), len(landmarks))
     drift_weights[rows] = kernel * shares[rows, None]
-    return DriftCorrection(rows[recomputed], weights.float(), drift_weights)
+    return DriftCorrection(recomputed_rows, weights.float(), drift_weights)

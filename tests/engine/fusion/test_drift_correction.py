@@ -24,11 +24,17 @@ def fit(
     """Return the correction of every rank, for tokens from position 10; those not in `recomputed` are kept."""
     rows, shares = torch.arange(10, 10 + len(recomputed)), torch.zeros(12 + len(recomputed))
     shares[rows[~recomputed]] = share
+    moving = recomputed.nonzero().flatten()
     slices, sums = ranks or [slice(None)], list[Tensor]()
     for heads in slices:  # what the ranks would sum
-        fit_drift_correction(values[heads], rows, chunks, recomputed, shares, lambda own: sums.append(own) or own)
+        fit_drift_correction(
+            values[heads], rows, chunks, moving, rows[moving], shares, lambda own: sums.append(own) or own
+        )
     mean = torch.stack(sums).mean(0)
-    return [fit_drift_correction(values[heads], rows, chunks, recomputed, shares, lambda _: mean) for heads in slices]
+    return [
+        fit_drift_correction(values[heads], rows, chunks, moving, rows[moving], shares, lambda _: mean)
+        for heads in slices
+    ]
 
 
 def change(correction: DriftCorrection, moved: Tensor) -> Tensor:

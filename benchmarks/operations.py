@@ -1,0 +1,173 @@
+"""Operations that the host starts for one blended request, and what makes it wait, counted without a GPU.
+
+    python -m benchmarks.operations --out data/results/operations.json
+
+On a GPU the host starts each operation, which takes longer than the operation itself over the few rows that a blend
+recomputes. So the number of operations a layer limits a short request. It is the slope between a model of 12 layers and
+one of 24, of a prompt of 8 chunks; views do not count. The branches that a GPU takes are forced. Host reads are waits
+for the device: operations that read a tensor's values. `per_chunk` is how many operations each further chunk adds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import typer
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ragblend
+from benchmarks.results import OutOption, write_both
+from ragblend.cli.session import quiet_libraries, set_num_threads
+from ragblend.engine.fusion import attention
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.lab.bench.common.shapes import SHAPES, DecoderShape
+from ragblend.lab.bench.common.workloads import engine_for, make_prompts
+from ragblend.options import Mode
+
+LAYERS, NUM_CHUNKS, CHUNK_TOKENS, QUESTION_TOKENS = (12, 24), (8, 16), 512, 32
+CASES: dict[str, tuple[Mode, str, float]] = {
+    "full": ("full", "auto", 0.0),
+    "reuse": ("reuse", "auto", 0.0),
+    "ask": ("blend", "ask", 0.05),
+    "cacheblend": ("blend", "cacheblend", 0.15),
+}
+PACKAGE_DIR = str(Path(ragblend.__file__).parent)
+LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "argwhere", "equal", "allclose"}
+CASTS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"}
+
+
+class DeviceLooks(TorchFunctionMode):
+    """Context in which `places` counts this thread's host reads of tensors, by file and line of the package.
+
+    Reads by a model's code do not count, nor do copies to the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count `func` if it is a host read, and run it."""
+        if _looks(getattr(func, "__name__", ""), args, kwargs or {}):
+            place = _caller()
+            if place:
+                self.places[place] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _looks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in LOOKS or name in CASTS:
+        return True
+    if name == "__getitem__":
+        return _has_mask(args[1])
+    if name == "__setitem__":
+        return _has_mask(args[1]) and isinstance(args[2], Tensor) and args[2].dim() > 0
+    return name == "repeat_interleave" and isinstance(args[1], Tensor) and kwargs.get("output_size") is None
+
+
+def _has_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+
+
+def _caller() -> str:
+    """Return file and line of the package's call of torch; "" if other code called torch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    name = frame.f_code.co_filename if frame is not None else ""
+    return f"{name[len(PACKAGE_DIR) + 1 :]}:{frame.f_lineno}" if name.startswith(PACKAGE_DIR) else ""
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context in which `num` counts the operations of this thread, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count `func` unless it makes a view, and run it."""
+        self.num += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+class Count(NamedTuple):
+    """Operations of one request, and its host reads by file and line."""
+
+    num_operations: int
+    host_reads: dict[str, int]
+
+
+def count_operations(num_layers: int, num_chunks: int) -> dict[str, Count]:
+    """Return the counts of one request of each case, by a model of the Llama architecture and little width."""
+    shape = DecoderShape("llama", num_layers, 64, 128, 4, 2, 16, 2048, 131072, 500000.0)
+    chunks, prompts = make_prompts(num_chunks, CHUNK_TOKENS, QUESTION_TOKENS, 1, shape.vocab_size)
+    found = {}
+    with (
+        patch.dict(SHAPES, operations=shape),
+        gpu_branches(),
+        engine_for("operations", MemoryStore(1 << 40), torch.bfloat16) as engine,
+    ):
+        for _ in engine.precompute_all(chunks):
+            pass
+        for name, (mode, rule, ratio) in CASES.items():
+            request = engine.request(prompts[0], mode=mode, rule=rule, recompute_ratio=ratio)
+            prefill = engine.prepare_prefill(request)
+            prefill()  # what is made once: the prefix, tables of rotations
+            with Operations() as operations, DeviceLooks() as looks:
+                prefill()
+            found[name] = Count(operations.num, dict(looks.places))
+    return found
+
+
+@contextmanager
+def gpu_branches() -> Iterator[None]:
+    """Take the branches on the CPU that attention takes on a GPU."""
+    with (
+        patch.dict(attention.BLOCK_ROWS, cpu=512),
+        patch.dict(attention.BLOCK_SCORES, cpu=1 << 22),
+        patch.object(attention, "CAUSAL_KERNEL_DEVICES", frozenset({"cpu"})),
+        patch.object(attention, "causal_lower_right", lambda *_: None),  # its tensor class excludes dispatch modes
+    ):
+        yield
+
+
+def measure() -> dict[str, dict[str, Any]]:
+    """Return per case the operations a layer, those of each further chunk in 12 layers, and the host reads."""
+    few, many = (count_operations(num_layers, NUM_CHUNKS[0]) for num_layers in LAYERS)
+    more_chunks = count_operations(LAYERS[0], NUM_CHUNKS[1])
+    return {
+        name: {
+            "per_layer": (many[name].num_operations - few[name].num_operations) / (LAYERS[1] - LAYERS[0]),
+            "per_chunk": (more_chunks[name].num_operations - few[name].num_operations)
+            / (NUM_CHUNKS[1] - NUM_CHUNKS[0]),
+            "host_reads": many[name].host_reads,
+        }
+        for name in CASES
+    }
+
+
+def main(out: OutOption = None) -> None:
+    """Count, and write the result as JSON."""
+    quiet_libraries()
+    set_num_threads(1)
+    write_both({"num_chunks": NUM_CHUNKS[0], "chunk_tokens": CHUNK_TOKENS, "runs": measure()}, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
