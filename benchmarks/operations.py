@@ -87,8 +87,9 @@ def _caller() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back
-    name = frame.f_code.co_filename if frame is not None else ""
-    return f"{name[len(PACKAGE_DIR) + 1 :]}:{frame.f_lineno}" if name.startswith(PACKAGE_DIR) else ""
+    if frame is None or not (name := frame.f_code.co_filename).startswith(PACKAGE_DIR):
+        return ""
+    return f"{name[len(PACKAGE_DIR) + 1 :]}:{frame.f_lineno}"
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
