@@ -48,7 +48,7 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, resolve_and_migrate_store_folder
+from ragblend.files.store_folder import CATALOG_FILE, VECTORS_FILE
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk
 
@@ -114,11 +114,11 @@ def open_index(
     schema, CorruptError for damage. See `ChunkIndex.embedder` for the check of the embedder's vectors.
     """
     named = expand_user_path(path, "index")
-    folder = resolve_and_migrate_store_folder(named, "index")
+    folder = named.absolute()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
     missing = NotFoundError(f"{named} has no documents; add some: ragblend ingest DOCS --store {named}")
-    if not create and not any(os.path.lexists(folder / name) for name in (CATALOG_FILE, FORMER_INDEX_FILE)):
+    if not create and not os.path.lexists(folder / CATALOG_FILE):
         raise missing
     registry = ChunkRegistry(folder / CATALOG_FILE)
     documents = IndexedDocuments(registry)
@@ -187,7 +187,7 @@ class ChunkIndex(IndexedDocuments):
             facts = self.read_metadata()
             return Manifest(
                 embedder=facts["embedder"],
-                embedder_version=int(facts.get("embedder_version", 1)),
+                embedder_version=int(facts["embedder_version"]),
                 dim=int(facts["dim"]),
                 tokenizer=facts["tokenizer"],
                 tokenizer_fingerprint=facts["tokenizer_fingerprint"],
@@ -547,7 +547,6 @@ class ChunkIndex(IndexedDocuments):
         made, now = self._made_by.embedder_version, embedder_version(embedder)
         if made != now:
             raise StoreMismatchError(
-                f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, but this is version {now}, "
-                "which embeds whole chunks and not only their beginning; "
+                f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, but this is version {now}; "
                 f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )

@@ -26,7 +26,7 @@ from ragblend.config import trusted_setting
 from ragblend.errors import CorruptError
 from ragblend.files.directory import remove_file
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.options import TierOptions
 
 STREAMED = {"stream_results": True}  # a table may be larger than memory
@@ -206,9 +206,8 @@ class Catalog:
 
 def delete_catalog_files(root: Path) -> None:
     """Delete the files of a damaged catalogue from a store's folder. The next ingestion creates a new one."""
-    for name in (FORMER_REGISTRY_FILE, FORMER_SERVER_FILE, FORMER_INDEX_FILE, CATALOG_FILE):
-        for suffix in ("-wal", "-shm", ""):
-            remove_file(root / f"{name}{suffix}")
+    for suffix in ("-wal", "-shm", ""):
+        remove_file(root / f"{CATALOG_FILE}{suffix}")
 
 
 # --- forks: each process has its own connections ---

@@ -314,7 +314,7 @@ class IndexedDocuments:
             if number is None:
                 number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
             self._delete_document(connection, number)
-            document = {"number": number, "source": source, "file": file, "content_hash": content_hash, "status": ""}
+            document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
             insert_rows(connection, DOCUMENTS, [document])
             insert_rows(
                 connection,

@@ -51,7 +51,6 @@ from ragblend.catalog.schema import (
 )
 from ragblend.errors import StoreMismatchError
 from ragblend.files.sqlite import row_checksum
-from ragblend.files.store_folder import FORMER_REGISTRY_FILE
 from ragblend.option_fields import is_unicode
 
 
@@ -474,8 +473,10 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
     def are_all_entries_recorded(self, folder: Path) -> bool:
-        """Return True if the chunks of every entry in the store's folder are recorded. Earlier versions of ragblend
-        stored entries without recording their chunks."""
+        """Return True if the chunks of every entry in the store's folder are recorded.
+
+        They are not if the catalogue was made for entries that already existed, as after the loss of a catalogue.
+        """
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
     def mark_all_entries_recorded(self, folder: Path) -> None:
@@ -586,7 +587,7 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 def has_registry(store: Any) -> bool:
     """Return True unless the registry is in a file that does not exist yet."""
     place = catalog_location(store)
-    return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
+    return not isinstance(place, Path) or os.path.lexists(place)
 
 
 def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:

@@ -35,7 +35,7 @@ from sqlalchemy.types import UserDefinedType
 
 from ragblend.files.sqlite import row_checksum
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 1
 METADATA = MetaData()
 
 
@@ -243,10 +243,10 @@ DOCUMENTS = _checked_table(
     "documents",
     _number(),
     Column("source", TEXT, nullable=False, unique=True),
-    *(_text(name) for name in ("file", "content_hash", "status")),
+    *(_text(name) for name in ("file", "content_hash")),
     unchecked="",
 )
-"""The documents of the index. `status` is empty; earlier versions wrote a word into it that nothing reads."""
+"""The documents of the index."""
 Index("documents_by_file", DOCUMENTS.c.file)
 CHUNKS = _checked_table(
     "chunks",

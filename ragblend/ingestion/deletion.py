@@ -211,7 +211,7 @@ def keys_to_delete(
     if texts and everywhere:
         namespace, joint = engine.namespace, engine.renderer.separator_ids
         text_of = {engine.renderer.chunk_ids(text): text for text in texts}
-        _record_earlier_entries(engine, registry)
+        _record_unrecorded_entries(engine, registry)
         for ids, text in text_of.items():
             for entry in dict.fromkeys(chain.from_iterable(registry.entries_of_chunks((ids, ids + joint), namespace))):
                 keys.setdefault(entry, text)
@@ -225,8 +225,8 @@ def keys_to_delete(
     return keys
 
 
-def _record_earlier_entries(engine: DocumentEngine, registry: ChunkRegistry) -> None:
-    """Record the chunks of entries that an earlier version of ragblend stored, once per store."""
+def _record_unrecorded_entries(engine: DocumentEngine, registry: ChunkRegistry) -> None:
+    """Record the chunks of the entries that the folder had before its catalogue was made, once per catalogue."""
     disk = engine.store.disk_tier
     if disk is None or registry.are_all_entries_recorded(disk.root):
         return
@@ -286,7 +286,7 @@ def delete_texts_except(
     lost = {name: registry.texts_of(name).difference(map(str.strip, texts)) for name, texts in kept_texts.items()}
     losing = [name for name, texts in lost.items() if texts]
     if losing and has_similar:
-        _record_earlier_entries(engine, registry)
+        _record_unrecorded_entries(engine, registry)
     for start in range(0, len(losing), _BATCH):
         names = losing[start : start + _BATCH]
         # In one transaction, so that a text which another process adds at the same time is either kept or added again.

@@ -282,7 +282,7 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
     before = {header.key for header in engine.store.disk_tier.headers()}
     assert is_left(engine, BELL)
     with open_registry(engine.store) as registry, registry._write() as connection:
-        connection.exec_driver_sql("DELETE FROM entry_chunks")  # as in a store of an earlier version
+        connection.exec_driver_sql("DELETE FROM entry_chunks")  # as in a new catalogue of an old folder
     assert delete_precomputed([BELL], engine) > 4
     assert not is_left(engine, BELL)
     assert delete_precomputed([MOSS], engine) >= 2, "all entries are recorded now"
@@ -295,7 +295,7 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
 def test_removing_one_chunk_reads_no_other_entry(opened, monkeypatch):
     engine = opened()
     precompute_documents(ALL, engine, ids=ALL)
-    delete_precomputed([MOSS], engine)  # the first removal records what earlier versions have stored
+    delete_precomputed([MOSS], engine)  # the first removal records what the folder has
     monkeypatch.setattr(DiskStore, "headers", lambda store: pytest.fail("all entries were read"))
     assert delete_precomputed([BELL], engine) > 1
     monkeypatch.undo()
