@@ -15,7 +15,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -131,7 +131,7 @@ def open_index(
         facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
         facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
         facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint, "id": uuid.uuid4().hex}
-        facts["probe"] = base64.b64encode(_embed_probe(chosen, PROBE_TEXT).astype("<f4").tobytes()).decode()
+        facts["probe"] = base64.b64encode(_embed_probe(chosen).astype("<f4").tobytes()).decode()
         documents.create(facts)
         return ChunkIndex(folder, registry, chosen, is_new=True)
     except BaseException:
@@ -145,9 +145,9 @@ def _embedder_id(embedder: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else embedder
 
 
-def _embed_probe(embedder: Embedder, text: str) -> FloatArray:
-    """Return the unit vector [dim] float32 of a text."""
-    return normalize_rows(embedder.embed([text])[0])
+def _embed_probe(embedder: Embedder) -> FloatArray:
+    """Return the unit vector [dim] float32 of PROBE_TEXT."""
+    return normalize_rows(embedder.embed([PROBE_TEXT])[0])
 
 
 class ChunkIndex(IndexedDocuments):
@@ -168,12 +168,16 @@ class ChunkIndex(IndexedDocuments):
         self._changed = False
         self._is_outdated = False  # the search file lacks changes of a process that was killed before `save`
         self._check_structure()
-        self._made_by = self.manifest
-        self._id = bytes.fromhex(self.read_metadata().get("id", "")).ljust(16, b"\0")
+        try:
+            self._made_by = self.manifest
+            facts = self.read_metadata()
+            self._id = bytes.fromhex(facts["id"])
+            probe = np.frombuffer(base64.b64decode(facts["probe"]), "<f4")
+        except (KeyError, ValueError) as error:
+            raise self.registry.damage_error(f"the facts of the index are damaged ({error!r})") from error
         if embedder is not None:
             self._check_embedder(embedder)
-        # Not read under the embedder's lock: a thread that holds the catalogue's lock may wait for that lock.
-        self._probe = None if is_new else self._read_probe()  # None: there is none, or it was compared
+        self._probe = None if is_new else probe  # [dim]; None: the embedder's vector was compared with it
         self._vectors = FaissVectors(self._made_by.dim)
         if is_new:
             self.save()
@@ -195,7 +199,7 @@ class ChunkIndex(IndexedDocuments):
                 generation=self.generation(),
                 num_documents=self.num_documents,
                 num_chunks=self.num_chunks,
-                splitter=facts.get("splitter", ""),
+                splitter=facts["splitter"],
             )
 
     @property
@@ -209,7 +213,7 @@ class ChunkIndex(IndexedDocuments):
                 self._check_version(self._made_by.embedder)
                 self._embedder = load_embedder(self._made_by.embedder)
             if self._probe is not None:
-                self._check_probe(self._embedder, *self._probe)
+                self._check_probe(self._embedder, self._probe)
                 self._probe = None
             return self._embedder
 
@@ -317,8 +321,18 @@ class ChunkIndex(IndexedDocuments):
         self.save()
 
     def find_problems(self) -> list[str]:
-        """Return one sentence for each damage to the catalogue or `vectors.faiss`. Reads all rows."""
-        return [*self.registry.find_problems(), *self.find_search_problems()]
+        """Return one sentence for each damage to the catalogue or `vectors.faiss`. Reads all chunks and texts."""
+        problems = self.registry.find_problems()
+        try:
+            self.check_chunks()
+        except CorruptError as error:
+            problems.append(str(error))
+        return [*problems, *self.find_search_problems()]
+
+    def check_chunks(self) -> None:
+        """Read all chunks. Raises CorruptError for a chunk whose id does not match its text, source and start."""
+        for _ in self.chunks():
+            pass
 
     def find_search_problems(self) -> list[str]:
         """Return one sentence for each damage to `vectors.faiss`."""
@@ -512,9 +526,7 @@ class ChunkIndex(IndexedDocuments):
         name, dim = (
             (_embedder_id(embedder), made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
         )
-        # Old indexes recorded only the class of a LangChain embedding. Then the probe vector identifies its model.
-        has_name = name == made_by.embedder or name.startswith(f"{made_by.embedder} ")
-        if not has_name or dim != made_by.dim:
+        if (name, dim) != (made_by.embedder, made_by.dim):
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
                 f"(dim {dim}); leave `embedder` out to use the recorded one, or "
@@ -522,18 +534,9 @@ class ChunkIndex(IndexedDocuments):
             )
         self._check_version(embedder)
 
-    def _read_probe(self) -> tuple[str, FloatArray] | None:
-        """Return a text and its vector [dim]: the probe text, or a chunk in an old index without it, or None."""
-        if recorded := self.read_metadata().get("probe"):
-            return PROBE_TEXT, np.frombuffer(base64.b64decode(recorded), "<f4")
-        with suppress(CorruptError):
-            for row in self.rows(self.row_ids()[:1].tolist()):
-                return row.text, np.frombuffer(row.vector, "<f4")
-        return None
-
-    def _check_probe(self, embedder: Embedder, text: str, recorded: FloatArray) -> None:
-        """Raise StoreMismatchError if `embedder` returns another vector for `text` than the recorded one [dim]."""
-        distance = float(np.linalg.norm(_embed_probe(embedder, text) - recorded))
+    def _check_probe(self, embedder: Embedder, recorded: FloatArray) -> None:
+        """Raise StoreMismatchError if `embedder` returns another vector for PROBE_TEXT than the recorded one [dim]."""
+        distance = float(np.linalg.norm(_embed_probe(embedder) - recorded))
         if distance > _MAX_PROBE_DISTANCE:
             raise StoreMismatchError(
                 f"{self.path} was made with another model or revision of {embedder.name!r}: their vectors of one text "

@@ -4,7 +4,6 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from tier_support import run_threads
@@ -208,17 +207,6 @@ def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(r
     assert registry.entries_of_chunks([(1, 2)], "tenant") == [["others"]]
     registry.remove_entry_chunks(["similar", "unknown", ""])
     assert registry.entries_of_chunks([(1, 2), (3, 4, 9)], "") == [["alone"], []]
-
-
-def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry):
-    registry.record_entry_chunks("alone", [(1, 2)], "")
-    registry.mark_all_entries_recorded(Path("store"))
-    assert registry.are_all_entries_recorded(Path("store"))
-    with registry._write() as connection:
-        connection.exec_driver_sql("UPDATE entry_chunks SET namespace = 'other' WHERE entry = 'alone'")
-    assert registry.entries_of_chunks([(1, 2)], "other") == [[]], "a damaged record is no answer"
-    registry.remove_damaged_rows()
-    assert not registry.are_all_entries_recorded(Path("store"))
 
 
 def test_a_document_has_one_version_and_one_source(registry):

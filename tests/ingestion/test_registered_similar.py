@@ -340,18 +340,6 @@ def test_namespaces_in_one_store_never_see_each_other_chunks(opened):
     assert seen_by(mine, FOX) == {KERN}
 
 
-def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
-    engine = opened()
-    precompute_documents(ALL, engine)
-    with open_registry(engine.store) as registry:
-        with registry._write() as connection:
-            connection.exec_driver_sql("UPDATE variants SET vector = zeroblob(length(vector))")
-        assert any("4 vectors of texts" in line for line in registry.find_problems())
-        registry.remove_damaged_rows()
-        assert registry.find_problems() == []
-    assert precompute_documents([*ALL, "Ida Holm lives in Norburg and plays the flute."], engine).num_new_kv == 2
-
-
 def test_similar_chunks_come_from_the_catalogue_that_replaced_another(opened):
     engine = opened()
     precompute_documents([FOX, BELL], engine)

@@ -64,7 +64,7 @@ def _open_engine(config: TtftConfig) -> Iterator[TransformersEngine | VllmEngine
     """Yield the engine over the measured tier alone, because a memory tier in front of a disk would hide it."""
     if config.backend == "vllm":
         memory_gib = 0.0 if config.tier == "disk" else NO_LIMIT_BYTES / GIB
-        with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as served:
+        with open_vllm(config, config.shape, config.model, num_prompts=2, memory_gib=memory_gib) as served:
             yield served
         return
     with open_directory() as directory:
