@@ -37,7 +37,7 @@ from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.worker_side.worker import BlendWorker, worker_of_this_process
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.prefill import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import DEFAULT_SHAPE, Backend, PromptConfig, ShapeOption
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
@@ -222,7 +222,7 @@ def time_request(
     The KV is read from the memory or the disk of `tiers`, as `case.source` says. Raises RagblendError if the KV was
     read from another tier.
     """
-    memory, disk = tiers.memory_tier, tiers.disk_tier
+    memory, disk = tiers.find_tier(MemoryStore), tiers.find_tier(DiskStore)
     assert memory is not None
     assert disk is not None
     store = tiers  # the chunks in memory are those of the previous prompt

@@ -559,8 +559,7 @@ _IN_MEMORY_LOCK = threading.Lock()
 
 def catalog_location(store: Any) -> str | Path | None:
     """Return the location of a KVStore's catalogue: a file in its folder, or a URL; None if it has neither."""
-    disk = store.disk_tier
-    return store.catalog if disk is None else resolve_catalog(disk.root, store.catalog)
+    return store.catalog if store.folder is None else resolve_catalog(store.folder, store.catalog)
 
 
 def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:

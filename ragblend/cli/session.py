@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragblend.cli.printing import progress_bars
 from ragblend.config import Settings, load_settings
@@ -22,10 +22,16 @@ from ragblend.errors import CorruptError, EmptyCorpusError, NotFoundError, Usage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ragblend.cli.options import WorkerCount
     from ragblend.engine.api import DocumentEngine, Engine
     from ragblend.index import ChunkIndex, SearchHit
     from ragblend.ingestion.ray_workers import RayWorkers
+
+
+class WorkerCount(NamedTuple):
+    """The value of `--workers`: the number of processes, and whether they run on a running Ray cluster."""
+
+    number: int
+    on_cluster: bool = False
 
 
 def settings_from(arguments: dict[str, Any]) -> Settings:

@@ -20,7 +20,9 @@ from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.engine.api import DocumentEngine, Engine
 from ragblend.engine.entry_records import record_entry
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants
@@ -43,7 +45,7 @@ def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, 
     LlamaIndex or a server. Return the number of deleted entries and a problem: the error message if a remote tier did
     not answer, else "". The next call with that remote tier deletes the tier's remaining entries.
     """
-    disk = engine.store.disk_tier
+    disk = engine.store.find_tier(DiskStore)
     if disk is not None:
         disk.delete_temporary_files()
     orphaned = index.orphaned_texts()
@@ -72,7 +74,7 @@ def _schedule_deletions(
 ) -> None:
     """Release the texts in the registry, and record their entries in place of the texts."""
     released = registry.remove_from_document(orphaned.texts, DocumentKey(index.collection))
-    if (disk := engine.store.disk_tier) is not None:
+    if (disk := engine.store.find_tier(DiskStore)) is not None:
         for source in orphaned.sources:
             disk.unpin(source)
     text_of = keys_to_delete(released, engine, registry, everywhere=True)
@@ -104,7 +106,7 @@ def _pending_deletions(
 
 def _places(engine: DocumentEngine) -> list[str]:
     """Return the tiers from which entries are deleted (`PendingDeletion.place`), the local ones first."""
-    return [LOCAL, *(tier.values.url for tier in engine.store.remote_tiers)]
+    return [LOCAL, *(tier.values.url for tier in engine.store.find_tiers(RemoteStore))]
 
 
 def _find_unseen_remote_keys(keys: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry) -> list[str]:
@@ -113,7 +115,7 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: DocumentEngine, regist
     Without a shared catalogue, this machine does not know the texts in the context of such a variant. When any text is
     removed, all these variants are deleted from the remote tiers, and the next ingestion computes them again.
     """
-    if registry.is_shared or not engine.store.remote_tiers:
+    if registry.is_shared or not engine.store.find_tiers(RemoteStore):
         return []
     here = [tier for tier in engine.store.tiers if not tier.is_remote]
     return [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
@@ -215,7 +217,9 @@ def keys_to_delete(
         for ids, text in text_of.items():
             for entry in dict.fromkeys(chain.from_iterable(registry.entries_of_chunks((ids, ids + joint), namespace))):
                 keys.setdefault(entry, text)
-        unrecorded = chain.from_iterable(tier.headers() for tier in engine.store.tiers if tier.disk_tier is None)
+        unrecorded = chain.from_iterable(
+            tier.headers() for tier in engine.store.tiers if tier.find_tier(DiskStore) is None
+        )
         headers = (header for header in unrecorded if header.namespace == namespace)
         for entry, text in find_orphaned_keys(headers, text_of.get, joint):
             keys.setdefault(entry, text)
@@ -227,7 +231,7 @@ def keys_to_delete(
 
 def _record_unrecorded_entries(engine: DocumentEngine, registry: ChunkRegistry) -> None:
     """Record the chunks of the entries that the folder had before its catalogue was made, once per catalogue."""
-    disk = engine.store.disk_tier
+    disk = engine.store.find_tier(DiskStore)
     if disk is None or registry.are_all_entries_recorded(disk.root):
         return
     for header in disk.headers():
@@ -301,7 +305,7 @@ def delete_texts_except(
             _schedule_entries(causes, engine, registry)
     # A call that adds documents does not wait for a tier that is known not to answer.
     is_removal = bool(kept_texts) and not any(kept_texts.values())
-    is_due = bool(losing) or is_removal or all(tier.is_available() for tier in engine.store.remote_tiers)
+    is_due = bool(losing) or is_removal or all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore))
     num_removed, problem = 0, ""
     if is_due and documents.pending_deletions():
         num_removed, problem = _run_deletions(documents, engine, registry)

@@ -236,14 +236,14 @@ def pin_document(source: str, engine: DocumentEngine, index: ChunkIndex) -> PinC
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend documents")
-    if (disk := engine.store.disk_tier) is not None:
+    if (disk := engine.store.find_tier(DiskStore)) is not None:
         disk.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
     return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
 
 
 def refresh_pins(sources: Sequence[str], engine: DocumentEngine, index: ChunkIndex) -> None:
     """Pin the current chunks of pinned documents that were ingested again."""
-    disk = engine.store.disk_tier
+    disk = engine.store.find_tier(DiskStore)
     pinned = disk.pins() if disk is not None else {}
     for source in sources:
         if source in pinned:

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.remote.upload import finish_sending
 from ragblend.ingestion.report import IngestReport
 from ragblend.prompt.types import Chunk
 
-if TYPE_CHECKING:
-    from ragblend.ingestion.sync import Progress
+Progress = Callable[[str, int, int | None], None]
+"""Called with a stage, the number of finished items, and the number of all or None.
+
+The stages are "read" (documents), "embed" (chunks), "load" (the model), "prefill" and "push" (KV caches; "push" sends
+them to a remote tier).
+"""
+
+
+def ignore_progress(stage: str, done: int, total: int | None) -> None:
+    """Do nothing. The default `Progress`."""
+
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
 """Prefills chunks that are missing in the engine's store, and yields the bytes stored for each: 0 for a chunk that was
@@ -58,7 +67,7 @@ def send_to_remote(
     known: chunks that were stored before; those without KV on this machine have it in a remote tier. Does nothing
     without a remote tier. KV that does not arrive is counted in `report` and named in `report.failures`.
     """
-    if not engine.store.remote_tiers:
+    if not engine.store.find_tiers(RemoteStore):
         return
     local = [tier for tier in engine.store.tiers if not tier.is_remote]
     keys = [key for key in map(engine.key, known) if any(tier.contains(key) for tier in local)]

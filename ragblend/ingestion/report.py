@@ -66,7 +66,7 @@ class IngestReport:
         return {**asdict(self), **lists}
 
 
-_OnProgress = Callable[[str, int, int | None], None]  # see `sync.Progress`
+_OnProgress = Callable[[str, int, int | None], None]  # see `prefill.Progress`
 
 
 class _RateColumn(ProgressColumn):

@@ -17,8 +17,8 @@ from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION, Identity, document_label
+from ragblend.ingestion.prefill import Progress, ignore_progress
 from ragblend.ingestion.report import BLANK_TEXT, NOT_IN_REMOTE, IngestReport
-from ragblend.ingestion.sync import Progress, ignore_progress
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.documents import pin_document
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.prefill import Progress, ignore_progress
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk
@@ -161,7 +161,7 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 
     Return the number of prefilled chunks. If the process is killed, the next `verify` finds the remaining damage.
     """
-    disk = engine.store.disk_tier
+    disk = engine.store.find_tier(DiskStore)
     if disk is not None:
         disk.delete_temporary_files()
     if report.index_problems:

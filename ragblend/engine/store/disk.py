@@ -131,9 +131,9 @@ class DiskStore(StoreMetadata, KVStore):
         )
 
     @property
-    def disk_tier(self) -> DiskStore:
-        """The tier on disk, which is this store itself."""
-        return self
+    def folder(self) -> Path:
+        """The store's folder."""
+        return self.root
 
     def set_expected_spec(self, fingerprint: str, spec: KVSpec) -> None:
         """Set the dtype and the shapes of a model's KV. Entries of the model that differ are then read as damaged."""

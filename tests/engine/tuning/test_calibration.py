@@ -286,7 +286,7 @@ def engine(tiny_engine, tmp_path):
 def calibrated(engine: TransformersEngine, *fits: RuleFit) -> None:
     prefix_ids = engine.match(PROMPT).prefix_ids
     save(
-        engine.store.disk_tier.root,
+        engine.store.find_tier(DiskStore).root,
         replace(CALIBRATION, fingerprint=engine.fingerprint, prefix_ids=prefix_ids, fits=fits),
     )
 
