@@ -23,7 +23,7 @@ from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import NUM_SIMILAR
-from ragblend.ingestion.prefill import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import DEFAULT_SHAPE, BenchConfig, ChunkTokens, ShapeOption
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, result_facts

@@ -37,7 +37,7 @@ from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.worker_side.worker import BlendWorker, worker_of_this_process
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.ingestion.prefill import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import DEFAULT_SHAPE, Backend, PromptConfig, ShapeOption
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts

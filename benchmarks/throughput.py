@@ -30,7 +30,7 @@ from benchmarks.results import run_benchmark
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import VllmRequest
 from ragblend.errors import RagblendError, UsageError
-from ragblend.ingestion.prefill import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import (
     Chunks,
     ChunkTokens,

@@ -22,7 +22,7 @@ from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, scan_folders
 from ragblend.corpus.loaders import FileReader, Loader
-from ragblend.engine.api import Engine
+from ragblend.engine.api import Engine, RemoteEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.metadata import StoreDefaults
 from ragblend.engine.store.tiered import format_bytes
@@ -56,19 +56,11 @@ from ragblend.ingestion.identity import (
     identify_all,
     note_text_identities,
 )
-from ragblend.ingestion.prefill import (
-    Prefill,
-    Progress,
-    ignore_progress,
-    load_weights,
-    num_chunk_tokens,
-    prefill_here,
-    send_to_remote,
-)
+from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
-from ragblend.ingestion.report import BLANK_TEXT, IngestReport, show_progress
-from ragblend.ingestion.server_documents import is_document_server, send_documents, send_indexed_chunks
+from ragblend.ingestion.report import BLANK_TEXT, IngestReport, Progress, ignore_progress, show_progress
+from ragblend.ingestion.server_documents import send_documents, send_indexed_chunks
 from ragblend.ingestion.sync import count_moved_files, explain_empty_corpus, sync_index
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
@@ -196,7 +188,7 @@ def precompute_chunks(
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     on_progress = progress or ignore_progress
     start_s = perf_counter()
-    if isinstance(index, ChunkIndex) and is_document_server(engine):
+    if isinstance(index, ChunkIndex) and isinstance(engine, RemoteEngine):
         return send_indexed_chunks(
             [chunk for chunk in chunks if chunk.context != "similar"], engine, index, report, on_progress
         )
@@ -277,8 +269,7 @@ def precompute_chunks(
 
 def save_store_defaults(engine: Engine) -> None:
     """Store the engine's model and system prompt in the store's folder, as defaults of later commands and engines."""
-    disk = engine.store.find_tier(DiskStore)
-    if disk is not None:
+    if (disk := engine.store.find_tier(DiskStore)) is not None:
         path = Path(engine.name)
         model = str(path.absolute()) if engine.name != "demo" and path.exists() else engine.name
         disk.put_defaults(StoreDefaults(model, engine.system))
@@ -370,7 +361,7 @@ def precompute_documents(
     chunks = [as_chunk(document) for document in given]
     identities = identify_all(given, chunks, ids, versions)
     notes = note_text_identities(given, chunks, identities)
-    if is_document_server(engine):
+    if isinstance(engine, RemoteEngine):
         with show_progress(progress) as shown:
             report = send_documents(given, chunks, identities, collection, engine, shown)
         report.notes[:0], report.elapsed_s = notes, perf_counter() - start_s

@@ -164,9 +164,8 @@ def open_settings_index(settings: Settings, engine: DocumentEngine, *, create: b
     from ragblend.precompute import open_engine_index
 
     index = open_engine_index(settings.store, engine, embedder_name(settings), settings.chunk_size, create=create)
-    calibrations = getattr(engine, "calibrations", None)
-    if calibrations is not None:
-        calibrations.chunker = index.manifest.chunker  # selects this index's calibration
+    if engine.calibrations is not None:
+        engine.calibrations.chunker = index.manifest.chunker  # selects this index's calibration
     return index
 
 

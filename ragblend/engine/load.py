@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
@@ -26,7 +27,6 @@ from ragblend.redaction import has_secret, redact_url
 
 if TYPE_CHECKING:
     from ragblend.engine.api import DocumentEngine, Engine
-    from ragblend.engine.store.base import KVStore
     from ragblend.engine.store.metadata import StoreDefaults
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.vllm.client import VllmClient
@@ -94,7 +94,7 @@ def load_engine(
     settings = LoadOptions(**given)
     if isinstance(store, str | Path):
         store = expand_user_path(store, "store")
-    elif store is not None and not is_server_url(backend) and not (hasattr(store, "get") and hasattr(store, "put")):
+    elif store is not None and not is_server_url(backend) and not isinstance(store, KVStore):
         raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
     if backend not in ("transformers", "vllm") and not is_server_url(backend):
         raise UsageError(

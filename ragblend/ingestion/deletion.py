@@ -18,7 +18,7 @@ from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.known_chunks import open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey, text_key
-from ragblend.engine.api import DocumentEngine, Engine
+from ragblend.engine.api import DocumentEngine, Engine, RemoteEngine
 from ragblend.engine.entry_records import record_entry
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
@@ -27,7 +27,6 @@ from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
-from ragblend.ingestion.server_documents import is_document_server
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
@@ -52,9 +51,9 @@ def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, 
     if not orphaned.last_number and not index.pending_deletions():
         return 0, ""
     with index.registry_for(engine.store) as registry:
-        if is_document_server(engine):  # a server deletes replaced texts when it receives the new version
+        if isinstance(engine, RemoteEngine):  # a server deletes replaced texts when it receives the new version
             collection = index.collection or LANGCHAIN_COLLECTION
-            num_removed: int = engine.remove_documents(collection, orphaned.sources)  # type: ignore[attr-defined]
+            num_removed: int = engine.remove_documents(collection, orphaned.sources)
             index.schedule_deletions((), orphaned)
             return num_removed, ""
         if orphaned.last_number:

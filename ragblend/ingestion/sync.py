@@ -31,9 +31,8 @@ from ragblend.corpus.folder_scan import (
 from ragblend.corpus.loaders import DEFAULT_READER, FileReader
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.prefill import Progress
 from ragblend.ingestion.ray_workers import RayWorkers
-from ragblend.ingestion.report import IngestReport
+from ragblend.ingestion.report import IngestReport, Progress
 from ragblend.prompt.types import Chunk
 
 log = logging.getLogger(__name__)

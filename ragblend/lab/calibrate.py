@@ -35,7 +35,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.prefill import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.intervals import wilson_interval
 from ragblend.prompt.types import Chunk, Prompt
 

@@ -41,7 +41,7 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.documents import pin_document
-from ragblend.ingestion.prefill import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk

@@ -334,7 +334,6 @@ class DocumentIngester:
 
         new_kv, new_bytes: by document, the number and the bytes of its new entries, which are counted here.
         """
-        is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
             nbytes = self._prefill_once(chunk, engine) if self._has_room(chunk, engine) else 0
@@ -347,7 +346,7 @@ class DocumentIngester:
             end_s += max(_REST_S, _REST_SHARE * (end_s - start_s))
             while True:
                 self._check_interrupted()
-                if time.monotonic() > end_s or not is_generating():
+                if time.monotonic() > end_s or not engine.is_generating():
                     break
                 time.sleep(0.02)
                 self._renew_leases()

@@ -66,7 +66,7 @@ class TransformersEngine(BlendingEngine):
     - options: the keyword arguments of `LocalEngine`, such as system, namespace, on_miss and shadow.
     """
 
-    keeps_conversations = True  # `stream` takes `conversation=`
+    calibrations: CalibrationCache
 
     def __init__(
         self,
@@ -100,6 +100,11 @@ class TransformersEngine(BlendingEngine):
     def bytes_per_token(self) -> int:
         """Number of bytes of stored KV per token of a long chunk, in all layers together."""
         return self.shape.bytes_per_token(self.store.kv_dtype)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The largest number of answers that are decoded together."""
+        return self.loop.max_num_seqs
 
     # -- ingestion
 

@@ -19,7 +19,7 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.engine.vllm.engine import VllmEngine
-from ragblend.ingestion.prefill import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig, expand_cases
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
