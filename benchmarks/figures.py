@@ -25,7 +25,7 @@ from ragblend.cli.printing import print_line, progress_bars
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Benchmark, Echo
 from ragblend.lab.engines import with_own_store

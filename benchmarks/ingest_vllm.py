@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from benchmarks.throughput import ThroughputConfig
 from ragblend.cli.options import json_object
 from ragblend.cli.printing import print_json, print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.vllm.base_engine import INGEST_CONCURRENCY
 from ragblend.errors import UsageError
-from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
+from ragblend.lab.bench.common.configs import PREFIX_TOKENS
 from ragblend.lab.bench.common.workloads import make_prompts, vocab_size
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 from ragblend.prompt.types import Chunk, Prompt
@@ -78,7 +79,9 @@ def bench_ingest_vllm(
         torch.set_num_threads(threads)
     rounds: list[tuple[_Taken, _Taken]] = []
     length = PREFIX_TOKENS + chunk_tokens + 2
-    with open_vllm(config, num_prompts=INGEST_CONCURRENCY, prompt_tokens=length, store=store) as engine:
+    with open_vllm(
+        config, config.shape, config.model, num_prompts=INGEST_CONCURRENCY, prompt_tokens=length, store=store
+    ) as engine:
         pool, _ = make_prompts(chunks, chunk_tokens, 1, 1, vocab_size(engine), seed)
         for number in range(repeats + 1):
             prefill, ingest = _timed(lambda: _prefill(engine, pool)), _timed(lambda: engine.precompute_all(pool))

@@ -10,10 +10,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ragblend.cli.lab.bench import make_benchmark_command
 from ragblend.cli.options import split_numbers
 from ragblend.cli.printing import print_json
 from ragblend.errors import UsageError
+from ragblend.lab.bench.common.configs import BenchConfig
 from ragblend.lab.bench.common.hardware import hardware_card
+from ragblend.lab.bench.common.output import Benchmark
 
 SCHEMA_VERSION = 1
 
@@ -49,3 +52,10 @@ def split_counts(text: str) -> list[int]:
     if any(number % 1 for number in numbers):
         raise UsageError(f"{text!r} is not a list of whole numbers; write them like 3,6,9")
     return [int(number) for number in numbers]
+
+
+def run_benchmark(config: type[BenchConfig], benchmark: Benchmark) -> None:
+    """Run a benchmark with the options of the command line, which are the fields of `config`."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(make_benchmark_command(config, lambda: benchmark, draws=benchmark.draw is not None))
+    app()

@@ -31,8 +31,10 @@ from typing import Any
 import httpx
 import typer
 
+from benchmarks.load import ThrottledStore
 from benchmarks.results import write_both
 from benchmarks.stock_clients import Questions, ingest, served
+from benchmarks.throughput import ThroughputConfig
 from ragblend.cli.printing import print_notice
 from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.report import BlendReport
@@ -43,9 +45,8 @@ from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.vllm.client import sse_events
 from ragblend.engine.vllm.worker_side.worker import worker_of_this_process
 from ragblend.errors import RagblendError
-from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ThroughputConfig
+from ragblend.lab.bench.common.configs import PREFIX_TOKENS
 from ragblend.lab.bench.common.workloads import make_prompts, vocab_size
-from ragblend.lab.bench.load import ThrottledStore
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
 from ragblend.prompt.types import Prompt
 
@@ -143,7 +144,9 @@ def measure(
     length = PREFIX_TOKENS + config.num_chunks * config.chunk_tokens + QUESTION_TOKENS + STREAM_TOKENS
     with (
         tempfile.TemporaryDirectory(prefix="ragblend-stall-") as directory,
-        open_vllm(config, num_prompts=2, prompt_tokens=length, store=Path(directory)) as engine,
+        open_vllm(
+            config, config.shape, config.model, num_prompts=2, prompt_tokens=length, store=Path(directory)
+        ) as engine,
     ):
         chunks, prompts = make_prompts(
             config.num_chunks, config.chunk_tokens, QUESTION_TOKENS, repeats + 1, vocab_size(engine)

@@ -15,7 +15,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -48,7 +48,7 @@ from ragblend.errors import (
 from ragblend.files.directory import Directory
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, VECTORS_FILE, resolve_and_migrate_store_folder
+from ragblend.files.store_folder import CATALOG_FILE, VECTORS_FILE
 from ragblend.option_fields import check_unicode
 from ragblend.prompt.types import Chunk
 
@@ -114,11 +114,11 @@ def open_index(
     schema, CorruptError for damage. See `ChunkIndex.embedder` for the check of the embedder's vectors.
     """
     named = expand_user_path(path, "index")
-    folder = resolve_and_migrate_store_folder(named, "index")
+    folder = named.absolute()
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name a folder for the index")
     missing = NotFoundError(f"{named} has no documents; add some: ragblend ingest DOCS --store {named}")
-    if not create and not any(os.path.lexists(folder / name) for name in (CATALOG_FILE, FORMER_INDEX_FILE)):
+    if not create and not os.path.lexists(folder / CATALOG_FILE):
         raise missing
     registry = ChunkRegistry(folder / CATALOG_FILE)
     documents = IndexedDocuments(registry)
@@ -131,7 +131,7 @@ def open_index(
         facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
         facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
         facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint, "id": uuid.uuid4().hex}
-        facts["probe"] = base64.b64encode(_embed_probe(chosen, PROBE_TEXT).astype("<f4").tobytes()).decode()
+        facts["probe"] = base64.b64encode(_embed_probe(chosen).astype("<f4").tobytes()).decode()
         documents.create(facts)
         return ChunkIndex(folder, registry, chosen, is_new=True)
     except BaseException:
@@ -145,9 +145,9 @@ def _embedder_id(embedder: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else embedder
 
 
-def _embed_probe(embedder: Embedder, text: str) -> FloatArray:
-    """Return the unit vector [dim] float32 of a text."""
-    return normalize_rows(embedder.embed([text])[0])
+def _embed_probe(embedder: Embedder) -> FloatArray:
+    """Return the unit vector [dim] float32 of PROBE_TEXT."""
+    return normalize_rows(embedder.embed([PROBE_TEXT])[0])
 
 
 class ChunkIndex(IndexedDocuments):
@@ -168,12 +168,16 @@ class ChunkIndex(IndexedDocuments):
         self._changed = False
         self._is_outdated = False  # the search file lacks changes of a process that was killed before `save`
         self._check_structure()
-        self._made_by = self.manifest
-        self._id = bytes.fromhex(self.read_metadata().get("id", "")).ljust(16, b"\0")
+        try:
+            self._made_by = self.manifest
+            facts = self.read_metadata()
+            self._id = bytes.fromhex(facts["id"])
+            probe = np.frombuffer(base64.b64decode(facts["probe"]), "<f4")
+        except (KeyError, ValueError) as error:
+            raise self.registry.damage_error(f"the facts of the index are damaged ({error!r})") from error
         if embedder is not None:
             self._check_embedder(embedder)
-        # Not read under the embedder's lock: a thread that holds the catalogue's lock may wait for that lock.
-        self._probe = None if is_new else self._read_probe()  # None: there is none, or it was compared
+        self._probe = None if is_new else probe  # [dim]; None: the embedder's vector was compared with it
         self._vectors = FaissVectors(self._made_by.dim)
         if is_new:
             self.save()
@@ -187,7 +191,7 @@ class ChunkIndex(IndexedDocuments):
             facts = self.read_metadata()
             return Manifest(
                 embedder=facts["embedder"],
-                embedder_version=int(facts.get("embedder_version", 1)),
+                embedder_version=int(facts["embedder_version"]),
                 dim=int(facts["dim"]),
                 tokenizer=facts["tokenizer"],
                 tokenizer_fingerprint=facts["tokenizer_fingerprint"],
@@ -195,7 +199,7 @@ class ChunkIndex(IndexedDocuments):
                 generation=self.generation(),
                 num_documents=self.num_documents,
                 num_chunks=self.num_chunks,
-                splitter=facts.get("splitter", ""),
+                splitter=facts["splitter"],
             )
 
     @property
@@ -209,7 +213,7 @@ class ChunkIndex(IndexedDocuments):
                 self._check_version(self._made_by.embedder)
                 self._embedder = load_embedder(self._made_by.embedder)
             if self._probe is not None:
-                self._check_probe(self._embedder, *self._probe)
+                self._check_probe(self._embedder, self._probe)
                 self._probe = None
             return self._embedder
 
@@ -317,8 +321,18 @@ class ChunkIndex(IndexedDocuments):
         self.save()
 
     def find_problems(self) -> list[str]:
-        """Return one sentence for each damage to the catalogue or `vectors.faiss`. Reads all rows."""
-        return [*self.registry.find_problems(), *self.find_search_problems()]
+        """Return one sentence for each damage to the catalogue or `vectors.faiss`. Reads all chunks and texts."""
+        problems = self.registry.find_problems()
+        try:
+            self.check_chunks()
+        except CorruptError as error:
+            problems.append(str(error))
+        return [*problems, *self.find_search_problems()]
+
+    def check_chunks(self) -> None:
+        """Read all chunks. Raises CorruptError for a chunk whose id does not match its text, source and start."""
+        for _ in self.chunks():
+            pass
 
     def find_search_problems(self) -> list[str]:
         """Return one sentence for each damage to `vectors.faiss`."""
@@ -512,9 +526,7 @@ class ChunkIndex(IndexedDocuments):
         name, dim = (
             (_embedder_id(embedder), made_by.dim) if isinstance(embedder, str) else (embedder.name, embedder.dim)
         )
-        # Old indexes recorded only the class of a LangChain embedding. Then the probe vector identifies its model.
-        has_name = name == made_by.embedder or name.startswith(f"{made_by.embedder} ")
-        if not has_name or dim != made_by.dim:
+        if (name, dim) != (made_by.embedder, made_by.dim):
             raise StoreMismatchError(
                 f"{self.path} was made with embedder {made_by.embedder!r} (dim {made_by.dim}), not {name!r} "
                 f"(dim {dim}); leave `embedder` out to use the recorded one, or "
@@ -522,18 +534,9 @@ class ChunkIndex(IndexedDocuments):
             )
         self._check_version(embedder)
 
-    def _read_probe(self) -> tuple[str, FloatArray] | None:
-        """Return a text and its vector [dim]: the probe text, or a chunk in an old index without it, or None."""
-        if recorded := self.read_metadata().get("probe"):
-            return PROBE_TEXT, np.frombuffer(base64.b64decode(recorded), "<f4")
-        with suppress(CorruptError):
-            for row in self.rows(self.row_ids()[:1].tolist()):
-                return row.text, np.frombuffer(row.vector, "<f4")
-        return None
-
-    def _check_probe(self, embedder: Embedder, text: str, recorded: FloatArray) -> None:
-        """Raise StoreMismatchError if `embedder` returns another vector for `text` than the recorded one [dim]."""
-        distance = float(np.linalg.norm(_embed_probe(embedder, text) - recorded))
+    def _check_probe(self, embedder: Embedder, recorded: FloatArray) -> None:
+        """Raise StoreMismatchError if `embedder` returns another vector for PROBE_TEXT than the recorded one [dim]."""
+        distance = float(np.linalg.norm(_embed_probe(embedder) - recorded))
         if distance > _MAX_PROBE_DISTANCE:
             raise StoreMismatchError(
                 f"{self.path} was made with another model or revision of {embedder.name!r}: their vectors of one text "
@@ -547,7 +550,6 @@ class ChunkIndex(IndexedDocuments):
         made, now = self._made_by.embedder_version, embedder_version(embedder)
         if made != now:
             raise StoreMismatchError(
-                f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, but this is version {now}, "
-                "which embeds whole chunks and not only their beginning; "
+                f"{self.path} was embedded by version {made} of {self._made_by.embedder!r}, but this is version {now}; "
                 f"{explain_reingestion(self.path / CATALOG_FILE)}"
             )

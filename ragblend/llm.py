@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 from uuid import UUID
 
+from ragblend.engine.api import BatchEngine
 from ragblend.engine.report import Generation
 from ragblend.errors import UsageError
 from ragblend.frameworks.model import BlendModel, Request
@@ -153,10 +154,10 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
 
         If an answer of such an engine fails, its other answers are still completed; then the first error is raised.
         """
-        loop, answer = getattr(self.engine, "loop", None), super().generate
-        if loop is None or len(messages) < 2:
+        engine, answer = self.engine, super().generate
+        if not isinstance(engine, BatchEngine) or len(messages) < 2:
             return answer(messages, stop, callbacks, run_id=run_id, **kwargs)
-        with ContextThreadPoolExecutor(max_workers=loop.max_num_seqs) as executor:
+        with ContextThreadPoolExecutor(max_workers=engine.max_num_seqs) as executor:
             futures = [
                 executor.submit(answer, [one], stop, callbacks, run_id=None if number else run_id, **kwargs)
                 for number, one in enumerate(messages)

@@ -22,7 +22,8 @@ from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
 from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, scan_folders
 from ragblend.corpus.loaders import FileReader, Loader
-from ragblend.engine.api import Engine
+from ragblend.engine.api import Engine, RemoteEngine
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.metadata import StoreDefaults
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import EmptyCorpusError
@@ -58,9 +59,9 @@ from ragblend.ingestion.identity import (
 from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.registered_similar import open_registered_finder
-from ragblend.ingestion.report import BLANK_TEXT, IngestReport, show_progress
-from ragblend.ingestion.server_documents import is_document_server, send_documents, send_indexed_chunks
-from ragblend.ingestion.sync import Progress, count_moved_files, explain_empty_corpus, ignore_progress, sync_index
+from ragblend.ingestion.report import BLANK_TEXT, IngestReport, Progress, ignore_progress, show_progress
+from ragblend.ingestion.server_documents import send_documents, send_indexed_chunks
+from ragblend.ingestion.sync import count_moved_files, explain_empty_corpus, sync_index
 from ragblend.options import ContextPolicy
 from ragblend.prompt.types import Chunk
 
@@ -119,7 +120,7 @@ def ingest(
         apply_context_policy(engine, context)
     save_store_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
-    disk = engine.store.disk_tier
+    disk = engine.store.find_tier(DiskStore)
     own = [index.path if isinstance(index, ChunkIndex) else index]
     own += [disk.root, disk.kv_dir] if disk is not None else []
     found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
@@ -187,7 +188,7 @@ def precompute_chunks(
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     on_progress = progress or ignore_progress
     start_s = perf_counter()
-    if isinstance(index, ChunkIndex) and is_document_server(engine):
+    if isinstance(index, ChunkIndex) and isinstance(engine, RemoteEngine):
         return send_indexed_chunks(
             [chunk for chunk in chunks if chunk.context != "similar"], engine, index, report, on_progress
         )
@@ -218,7 +219,7 @@ def precompute_chunks(
         ReadFailure(document_label(chunk, chunk), why) for chunk in new if (why := explain_short_text(chunk, engine))
     )
     report.num_known_kv += len(distinct) - len(missing)
-    disk, absent = engine.store.disk_tier, set(missing)
+    disk, absent = engine.store.find_tier(DiskStore), set(missing)
     num_evicted = 0 if disk is None else disk.counters.num_evicted
     known = [chunk for chunk in distinct.values() if chunk not in absent]
     missing, renewed = attach_similar_texts(missing, engine, index), list[Chunk]()
@@ -268,8 +269,7 @@ def precompute_chunks(
 
 def save_store_defaults(engine: Engine) -> None:
     """Store the engine's model and system prompt in the store's folder, as defaults of later commands and engines."""
-    disk = engine.store.disk_tier
-    if disk is not None:
+    if (disk := engine.store.find_tier(DiskStore)) is not None:
         path = Path(engine.name)
         model = str(path.absolute()) if engine.name != "demo" and path.exists() else engine.name
         disk.put_defaults(StoreDefaults(model, engine.system))
@@ -361,7 +361,7 @@ def precompute_documents(
     chunks = [as_chunk(document) for document in given]
     identities = identify_all(given, chunks, ids, versions)
     notes = note_text_identities(given, chunks, identities)
-    if is_document_server(engine):
+    if isinstance(engine, RemoteEngine):
         with show_progress(progress) as shown:
             report = send_documents(given, chunks, identities, collection, engine, shown)
         report.notes[:0], report.elapsed_s = notes, perf_counter() - start_s

@@ -1,9 +1,8 @@
-"""What a store of before still is: its keys, its entries and index, and the tokens that rules select over it.
+"""Keys, entries and selected tokens do not change by accident.
 
-`tests/golden/write.py` wrote `golden/store`: `ragblend ingest` of two files (demo model, context `similar`, embedder
-`hashing`), then `precompute_documents` of two documents. It also wrote `golden/selections.json`: the keys of the demo
-corpus' chunks and, for 20 prompts that commit 19c4dfd drew, the tokens that each rule recomputed. `golden/left` has
-notes of contexts and rules that left, as that commit wrote them, for tests of contexts and of calibrations.
+`tests/golden/write.py` wrote `golden/store`, the entries of four texts (demo model, each alone and after similar ones),
+and `golden/selections.json`: the keys of the demo corpus' chunks and, for 20 prompts that commit 19c4dfd drew, the
+tokens that each rule recomputed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def demo():
 
 
 def test_every_golden_entry_is_read_under_its_key(store):
-    disk = DiskStore(store / "kv")
+    disk = DiskStore(store)
     keys = sorted(disk.keys())
     assert keys == sorted(path.stem for path in (GOLDEN / "store" / "kv").glob("??/*.safetensors"))
     assert len(keys) == 8
@@ -56,7 +55,7 @@ def test_every_golden_entry_is_read_under_its_key(store):
 
 def test_the_golden_store_serves_its_texts(store):
     """Both variants of each text are found by this code's keys: nothing is prefilled again."""
-    with load_engine("demo", store=store / "kv", dtype="float32") as engine:
+    with load_engine("demo", store=store, dtype="float32") as engine:
         for text in TEXTS:
             assert engine.is_stored(Chunk(text)), text
             assert engine.precompute(Chunk(text)) == 0, text

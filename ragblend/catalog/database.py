@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any, Self
 from weakref import WeakSet
 
-from sqlalchemy import Connection, Row, Select, delete, select
+from sqlalchemy import Connection, Row, Select, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.postgres import PostgresDialect, is_postgres_url
-from ragblend.catalog.schema import CHECKED_TABLES, ENTRY_CHUNKS, TEXTS, columns_with_checksum, is_intact, text_key
+from ragblend.catalog.schema import TEXTS, text_key
 from ragblend.catalog.sqlite import SqliteDialect
 from ragblend.config import trusted_setting
 from ragblend.errors import CorruptError
 from ragblend.files.directory import remove_file
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_INDEX_FILE, FORMER_REGISTRY_FILE, FORMER_SERVER_FILE
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.options import TierOptions
 
 STREAMED = {"stream_results": True}  # a table may be larger than memory
@@ -102,25 +102,14 @@ class Catalog:
             return self._dialect.find_problems(connection)
 
     def find_problems(self) -> list[str]:
-        """Return one sentence for each damage to structure or rows. Raises CorruptError for an unreadable database."""
-        with self._locked():
-            found = self.find_structure_problems()
-            for what, damaged in self._damaged_rows().items():
-                if damaged:
-                    found.append(f"{self.name}: the checksums of {len(damaged)} {what} do not match")
-            return found
-
-    def remove_damaged_rows(self) -> None:
-        """Delete the rows whose checksum does not match. Ingesting the same documents adds these rows again."""
-        with self._write() as connection:
-            for what, damaged in self._damaged_rows().items():
-                table = CHECKED_TABLES.get(what, TEXTS)
-                rowid = list(table.primary_key.columns)
-                for values in damaged:
-                    connection.execute(delete(table).where(*(c == v for c, v in zip(rowid, values, strict=True))))
-            # Without this mark, the next deletion reads all entries of the store's folder and records them again.
-            connection.execute(delete(ENTRY_CHUNKS).where(ENTRY_CHUNKS.c.entry == ""))
-        self.close()
+        """Return one sentence for each damage to the structure, and one if texts differ from their keys, which are
+        their hashes. Raises CorruptError for an unreadable database."""
+        with self._transaction("DEFERRED") as connection:
+            problems = self._dialect.find_problems(connection)
+            rows = connection.execute(select(TEXTS.c.key, TEXTS.c.text), execution_options=STREAMED)
+            if num_damaged := sum(not isinstance(content, str) or key != text_key(content) for key, content in rows):
+                problems.append(f"{self.name}: {num_damaged} texts differ from their keys")
+            return problems
 
     def damage_error(self, what: str) -> CorruptError:
         """Return the error for damaged rows. Its message names the catalogue, the damage (`what`) and the fix."""
@@ -189,26 +178,11 @@ class Catalog:
         """Hold the lock in a write transaction, which excludes other writers, and yield the connection."""
         return self._transaction("IMMEDIATE")
 
-    def _damaged_rows(self) -> dict[str, list[tuple[Any, ...]]]:
-        """Return the primary keys of damaged rows, by the names of `CHECKED_TABLES` and "texts"."""
-        found: dict[str, list[tuple[Any, ...]]] = {"texts": []}
-        with self._transaction("DEFERRED") as connection:
-            for number, key, content in connection.execute(select(TEXTS), execution_options=STREAMED):
-                if not isinstance(content, str) or key != text_key(content):
-                    found["texts"].append((number,))
-            for what, table in CHECKED_TABLES.items():
-                identity = list(table.primary_key.columns)
-                query = select(*identity, *columns_with_checksum(table))
-                rows = connection.execute(query, execution_options=STREAMED)
-                found[what] = [tuple(row[: len(identity)]) for row in rows if not is_intact(row[len(identity) :])]
-        return found
-
 
 def delete_catalog_files(root: Path) -> None:
     """Delete the files of a damaged catalogue from a store's folder. The next ingestion creates a new one."""
-    for name in (FORMER_REGISTRY_FILE, FORMER_SERVER_FILE, FORMER_INDEX_FILE, CATALOG_FILE):
-        for suffix in ("-wal", "-shm", ""):
-            remove_file(root / f"{name}{suffix}")
+    for suffix in ("-wal", "-shm", ""):
+        remove_file(root / f"{CATALOG_FILE}{suffix}")
 
 
 # --- forks: each process has its own connections ---

@@ -36,8 +36,7 @@ class Dialect(ABC):
     def connect_and_create_tables(self) -> Connection:
         """Return a connection in autocommit mode. Create the tables of the catalogue if they are missing.
 
-        Some dialects also copy the rows of earlier versions' files into the tables. Raises StoreMismatchError for a
-        database that is no catalogue, or that has another version.
+        Raises StoreMismatchError for a database that is no catalogue, or that has another version.
         """
 
     def file_id(self) -> object:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, Select, Table, bindparam, delete, exists, func, select
+from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, select
 
 from ragblend.catalog.index_rows import (
     IngestedFile,
@@ -36,13 +36,10 @@ from ragblend.catalog.schema import (
     INDEX_TABLES,
     ORPHANED_TEXTS,
     PENDING_DELETIONS,
-    columns_with_checksum,
     equals_parameters,
     find_existing,
     insert_rows,
     is_in_values,
-    is_intact,
-    select_checked,
     split_into_batches,
     text_key,
 )
@@ -50,9 +47,8 @@ from ragblend.errors import NotFoundError, StoreMismatchError
 from ragblend.prompt.types import Chunk
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
-_CHUNK_ROWS = select(*columns_with_checksum(CHUNKS), DOCUMENTS.c.source).join(
-    DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document
-)
+_CHUNK_ROWS = select(CHUNKS, DOCUMENTS.c.source).join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
+_DOCUMENTS = select(DOCUMENTS).order_by(DOCUMENTS.c.number)
 _OF_SOURCE = _CHUNK_ROWS.where(DOCUMENTS.c.source == bindparam("source")).order_by(CHUNKS.c.ordinal)
 _WITH_IDS = _CHUNK_ROWS.where(is_in_values(CHUNKS.c.id))
 _AROUND = _CHUNK_ROWS.where(
@@ -68,6 +64,7 @@ _KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_in_values(CHUNKS.c.text_key)).d
 _KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_in_values(DOCUMENTS.c.source))
 _HAS_TEXT = select(CHUNKS.c.id).where(CHUNKS.c.text_key == bindparam("text_key")).limit(1)
 _OF_ENTRY = equals_parameters(PENDING_DELETIONS, "key", "place")
+_PENDING = select(*(PENDING_DELETIONS.c[name] for name in PendingDeletion._fields))
 _DELETE_EMPTY_FILE = delete(FILES).where(
     equals_parameters(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
 )
@@ -116,14 +113,16 @@ class IndexedDocuments:
 
     def read_metadata(self) -> dict[str, str]:
         """Return the facts of the index (embedder, dimension, tokenizer, ...), as texts by name."""
-        facts: dict[str, str] = json.loads(self._fact("facts"))
+        try:
+            facts: dict[str, str] = json.loads(self._fact("facts"))
+        except ValueError as error:
+            raise self.registry.damage_error(f"the facts of the index are damaged ({error})") from error
         return facts
 
     @property
     def collection(self) -> str:
-        """Name under which a store's registry records the texts of this index; "" for an old index without an id."""
-        made_with = self.read_metadata().get("id", "")
-        return f"{INDEX_MARK}{made_with}" if made_with else ""
+        """Name under which a store's registry records the texts of this index."""
+        return f"{INDEX_MARK}{self.read_metadata()['id']}"
 
     def generation(self) -> int:
         """Return the generation: the number of changes to documents since the index was created. The row of a chunk has
@@ -149,7 +148,7 @@ class IndexedDocuments:
 
     def sources(self) -> list[str]:
         """Return the sources of all documents, in the order of their addition."""
-        return [row.source for row in self._select_checked(DOCUMENTS)]
+        return [row.source for row in self._rows(_DOCUMENTS)]
 
     def content_hashes_by_file(self) -> dict[str, dict[str, str]]:
         """Return {file: {source: content hash}} of all documents, in the order in which they were added.
@@ -157,13 +156,13 @@ class IndexedDocuments:
         Documents that were added without a file are under the file "".
         """
         found: dict[str, dict[str, str]] = {}
-        for row in self._select_checked(DOCUMENTS):
+        for row in self._rows(_DOCUMENTS):
             found.setdefault(row.file, {})[row.source] = row.content_hash
         return found
 
     def files(self) -> dict[str, IngestedFile]:
         """Return the records of ingested files, by path."""
-        return {row.path: IngestedFile._make(row[:3]) for row in self._select_checked(FILES)}
+        return {row.path: IngestedFile._make(row) for row in self._rows(select(FILES).order_by(FILES.c.path))}
 
     def chunks(self, source: str | None = None) -> Iterator[Chunk]:
         """Yield all chunks, or those of one document, in reading order.
@@ -226,28 +225,6 @@ class IndexedDocuments:
         span = {"first": row.ordinal - distance, "last": row.ordinal + distance}
         return self._intact_rows(_AROUND, document=row.document, **span)
 
-    def remove_damaged_rows(self) -> None:
-        """Delete the rows whose checksum does not match.
-
-        If the row of a chunk, document or file is deleted, the next ingestion reads all files again and adds the
-        missing documents. If a row about the index itself (its embedder, its generation, ...) is damaged, the whole
-        index is removed.
-        """
-        damaged = self.registry._damaged_rows()
-        if damaged["facts of the index"]:
-            self.clear()
-        elif damaged["documents"] or damaged["chunks"] or damaged["files"]:
-            with self._write() as connection:
-                for (number,) in damaged["documents"]:
-                    self._delete_document(connection, number)
-                for table, column in ((DOCUMENTS, "content_hash"), (FILES, "version")):
-                    rows = [row._mapping for row in connection.execute(select(table))]
-                    intact = [row for row in rows if is_intact([row[c.name] for c in columns_with_checksum(table)])]
-                    connection.execute(delete(table))
-                    insert_rows(connection, table, ({**row, column: ""} for row in intact))
-                self._advance()
-        self.registry.remove_damaged_rows()
-
     # --- texts and entries that are to be deleted ---
 
     def orphaned_texts(self) -> OrphanedTexts:
@@ -256,7 +233,7 @@ class IndexedDocuments:
         `delete_orphaned_kv` deletes the KV of these texts.
         """
         with self.read_transaction() as connection:
-            rows = self._select_checked(ORPHANED_TEXTS)
+            rows = self._rows(select(ORPHANED_TEXTS).order_by(ORPHANED_TEXTS.c.number))
             source_of = {row.text: row.source for row in reversed(rows)}
             key_of = {text: text_key(text.strip()) for text in source_of}
             kept = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
@@ -279,7 +256,7 @@ class IndexedDocuments:
 
     def pending_deletions(self) -> list[PendingDeletion]:
         """Return the pending deletions, in the order in which `schedule_deletions` recorded them."""
-        return [PendingDeletion._make(row[:4]) for row in self._select_checked(PENDING_DELETIONS)]
+        return [PendingDeletion._make(row) for row in self._rows(_PENDING.order_by(PENDING_DELETIONS.c.number))]
 
     def current_deletions(self, entries: Iterable[PendingDeletion]) -> list[PendingDeletion]:
         """Return these pending deletions as they are recorded now, because other processes may have changed them.
@@ -287,9 +264,8 @@ class IndexedDocuments:
         A deletion that is no longer recorded is left out. If another process has recorded the deletion of the same
         entry again, the returned record may differ in `source` and `text_key`.
         """
-        query = select_checked(PENDING_DELETIONS, _OF_ENTRY)
-        rows = (self._rows(query, b_key=entry.key, b_place=entry.place) for entry in entries)
-        return [PendingDeletion._make(row[:4]) for found in rows for row in found]
+        rows = (self._rows(_PENDING.where(_OF_ENTRY), b_key=entry.key, b_place=entry.place) for entry in entries)
+        return [PendingDeletion._make(row) for found in rows for row in found]
 
     def has_chunk_with(self, key: bytes) -> bool:
         """Return True if a chunk has the text with this `text_key`."""
@@ -309,12 +285,12 @@ class IndexedDocuments:
         """Store a document in place of its older version. `items`: chunk id -> (chunk, vector [dim])."""
         with self._write() as connection:
             generation = self._advance()
-            old = self._rows(_OF_SOURCE, source=source)  # unchecked, because replacing a damaged document repairs it
+            old = self._rows(_OF_SOURCE, source=source)
             number = connection.execute(select(DOCUMENTS.c.number).where(DOCUMENTS.c.source == source)).scalar()
             if number is None:
                 number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
             self._delete_document(connection, number)
-            document = {"number": number, "source": source, "file": file, "content_hash": content_hash, "status": ""}
+            document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
             insert_rows(connection, DOCUMENTS, [document])
             insert_rows(
                 connection,
@@ -357,23 +333,13 @@ class IndexedDocuments:
 
     # --- helpers ---
 
-    def _select_checked(self, table: Table) -> Sequence[Row[Any]]:
-        """Return the rows of a table: the columns of `columns_with_checksum`, then the key. Raises CorruptError if a
-        row's checksum does not match."""
-        checked, key = columns_with_checksum(table), list(table.primary_key.columns)
-        others = [column for column in key if column.name not in table.info["checked"]]
-        rows = self._rows(select(*checked, *others).order_by(*key))
-        if not all(is_intact(row[: len(checked)]) for row in rows):
-            raise self.registry.damage_error(f"the checksum of a row of {table.name} does not match")
-        return rows
-
     def _fact(self, name: str) -> str:
-        rows = self._rows(select_checked(INDEX_FACTS, equals_parameters(INDEX_FACTS, "name")), b_name=name)
+        rows = self._rows(select(INDEX_FACTS.c.value).where(INDEX_FACTS.c.name == name))
         if self.registry.identity != self._identity:
             raise StoreMismatchError(
                 f"{self.registry.name} was deleted or replaced after this index was opened; open the index again"
             )
-        value = next((str(row.value) for row in rows if is_intact(row)), "")
+        value = str(rows[0].value) if rows else ""
         if not value or (name == "generation" and not value.isdecimal()):
             raise self.registry.damage_error(f"the row {name!r} of the index's facts is missing or damaged")
         return value
@@ -405,7 +371,7 @@ class IndexedDocuments:
         rows = self._rows(query, **values)
         damaged = next((row for row in rows if not is_intact_chunk(row)), None)
         if damaged is not None:
-            what = f"the checksum of chunk {damaged.id + 2**63:016x} of {damaged.source} does not match"
+            what = f"the id of chunk {damaged.id + 2**63:016x} of {damaged.source} does not match its text"
             raise self.registry.damage_error(what)
         return rows
 

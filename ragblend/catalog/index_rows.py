@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Row
 
-from ragblend.catalog.schema import is_intact, text_key
+from ragblend.catalog.schema import text_key
 from ragblend.corpus.metadata import metadata_to_json
+from ragblend.errors import CorruptError
 from ragblend.prompt.types import Chunk
 
 LANGCHAIN_SOURCE = "langchain/"
@@ -57,19 +58,28 @@ def row_id(chunk_id: str) -> int:
 
 
 def as_chunk(row: Row[Any]) -> Chunk:
-    """Return the chunk of a row, which has the columns of CHUNKS and the document's `source`."""
-    return Chunk(row.text, row.source, row.start, row.end, json.loads(row.metadata))
+    """Return the chunk of a row, which has the columns of CHUNKS and the document's `source`.
+
+    Raises CorruptError for metadata that are no JSON.
+    """
+    try:
+        metadata = json.loads(row.metadata)
+    except ValueError as error:
+        raise CorruptError(
+            f"the metadata of a chunk of {row.source} are damaged ({error}). Repair them: ragblend verify --repair"
+        ) from error
+    return Chunk(row.text, row.source, row.start, row.end, metadata)
 
 
 def is_intact_chunk(row: Row[Any]) -> bool:
-    """Return True if the row's checksum matches, and its id is the `Chunk.id` for its text, source and start."""
-    return is_intact(row[:-1]) and row_id(Chunk(row.text, row.source, row.start).id) == row.id
+    """Return True if the row's id is the `Chunk.id` for its text, source and start."""
+    return bool(row_id(Chunk(row.text, row.source, row.start).id) == row.id)
 
 
 def chunk_values(
     chunk: Chunk, vector: NDArray[np.float32], document: int, ordinal: int, generation: int
 ) -> dict[str, object]:
-    """Return the values of a chunk's row, without the checksum.
+    """Return the values of a chunk's row,
 
     `document`: number of the document's row. `ordinal`: the chunk's position in the document, from 0. Raises UsageError
     for metadata that cannot be stored.

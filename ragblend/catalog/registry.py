@@ -39,19 +39,14 @@ from ragblend.catalog.schema import (
     VARIANTS,
     DocumentFacts,
     DocumentKey,
-    columns_with_checksum,
     equals_parameters,
     find_existing,
     insert_rows,
     is_in_values,
-    is_intact,
-    select_checked,
     split_into_batches,
     text_key,
 )
 from ragblend.errors import StoreMismatchError
-from ragblend.files.sqlite import row_checksum
-from ragblend.files.store_folder import FORMER_REGISTRY_FILE
 from ragblend.option_fields import is_unicode
 
 
@@ -67,12 +62,12 @@ class SimilarContextVariant(NamedTuple):
 _ID_DTYPE = np.dtype("<u4")
 _OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
 _IDS_AFTER = (
-    select(TOKEN_IDS.c.number, TOKEN_IDS.c.key, TOKEN_IDS.c.ids, TOKEN_IDS.c.checksum)
+    select(TOKEN_IDS.c.number, TOKEN_IDS.c.ids)
     .where(TOKEN_IDS.c.number > bindparam("number"), *_OWNED_IDS)
     .order_by(TOKEN_IDS.c.number)
 )
-_IDS_OF_NUMBER = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "number"))
-_IDS_OF_TEXT = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
+_IDS_OF_NUMBER = select(TOKEN_IDS.c.ids).where(equals_parameters(TOKEN_IDS, "number"))
+_HAS_IDS = select(TOKEN_IDS.c.number).where(equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
 _DOCUMENT_WITH_IDS = (
     select(DOCUMENT_TEXTS.c.id, DOCUMENT_TEXTS.c.key)
     .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
@@ -88,10 +83,12 @@ _TEXTS_WITH_IDS = (
     .join(TOKEN_IDS, TOKEN_IDS.c.key == TEXTS.c.key)
     .where(is_in_values(TOKEN_IDS.c.ids), *_OWNED_IDS)
 )
-_IDS_OF_TEXTS = select_checked(TOKEN_IDS, is_in_values(TOKEN_IDS.c.key), *_OWNED_IDS)
+_KEYS_WITH_IDS = select(TOKEN_IDS.c.key).where(is_in_values(TOKEN_IDS.c.key), *_OWNED_IDS)
 _DELETE_IDS = delete(TOKEN_IDS).where(equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
-_OWNERS_OF_IDS = select_checked(TOKEN_IDS, equals_parameters(TOKEN_IDS, "key")).order_by(
-    TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace
+_OWNERS_OF_IDS = (
+    select(TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace)
+    .where(equals_parameters(TOKEN_IDS, "key"))
+    .order_by(TOKEN_IDS.c.tokenizer, TOKEN_IDS.c.namespace)
 )
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _REMOVALS = "removals"
@@ -116,23 +113,24 @@ _DISOWN = delete(DOCUMENT_TEXTS).where(equals_parameters(DOCUMENT_TEXTS, *Docume
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
 _FACTS_OF_DOCUMENT = equals_parameters(DOCUMENT_FACTS, *DocumentKey._fields)
-_FACTS = select_checked(DOCUMENT_FACTS, _FACTS_OF_DOCUMENT)
+_FACTS = select(DOCUMENT_FACTS.c.version, DOCUMENT_FACTS.c.source).where(_FACTS_OF_DOCUMENT)
 _CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
     equals_parameters(ENTRY_CHUNKS, "entry")
 )
-_ENTRIES_OF = select_checked(ENTRY_CHUNKS, equals_parameters(ENTRY_CHUNKS, "ids_hash", "namespace")).order_by(
-    ENTRY_CHUNKS.c.entry
+_ENTRIES_OF = (
+    select(ENTRY_CHUNKS.c.entry)
+    .where(equals_parameters(ENTRY_CHUNKS, "ids_hash", "namespace"))
+    .order_by(ENTRY_CHUNKS.c.entry)
 )
-_VARIANT_COLUMNS = (TEXTS.c.text, VARIANTS.c.number, VARIANTS.c.is_stored, *columns_with_checksum(VARIANTS))
 _VARIANTS = (
-    select(*_VARIANT_COLUMNS)
+    select(TEXTS.c.text, VARIANTS)
     .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
     .where(equals_parameters(VARIANTS, "embedder"))
     .order_by(VARIANTS.c.number)
 )
 _VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
 _VARIANTS_WITHOUT_KV = _VARIANTS.where(VARIANTS.c.is_stored == 0)
-_VARIANT = select_checked(VARIANTS, equals_parameters(VARIANTS, "entry", "embedder"))
+_VARIANT = select(VARIANTS.c.number).where(equals_parameters(VARIANTS, "entry", "embedder"))
 _KNOWN_VARIANTS = select(VARIANTS.c.entry).where(is_in_values(VARIANTS.c.entry))
 _COUNT_VARIANTS = select(VARIANTS.c.embedder, func.count().label("num")).group_by(VARIANTS.c.embedder)
 _SET_VARIANT_STORED = (
@@ -255,7 +253,7 @@ class ChunkRegistry(Catalog):
     def facts_of(self, document: DocumentKey) -> DocumentFacts:
         """Return the version and the source of a document that `set_facts` recorded."""
         rows = self._rows(_FACTS, **document.parameters())
-        return next((DocumentFacts(row.version, row.source) for row in rows if is_intact(row)), DocumentFacts())
+        return DocumentFacts(*rows[0]) if rows else DocumentFacts()
 
     def set_facts(self, facts: Mapping[DocumentKey, DocumentFacts]) -> None:
         """Record the version and the source of documents. The record of a document without both is removed."""
@@ -309,7 +307,6 @@ class ChunkRegistry(Catalog):
         if not keys:
             return 0
         with self._write() as connection:
-            # Deleting by key also deletes damaged rows.
             num_removed = len(find_existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
             for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
                 connection.execute(delete(table).where(equals_parameters(table, "key")), keys)
@@ -330,7 +327,7 @@ class ChunkRegistry(Catalog):
 
     def add_ids(self, chunks: Iterable[tuple[str, Sequence[int]]], tokenizer: str, namespace: str) -> None:
         """Store the token ids of texts for a tokenizer (its fingerprint) and a namespace.
-        `chunks`: pairs (text, token ids). Intact rows are not changed."""
+        `chunks`: pairs (text, token ids). Existing rows are not changed."""
         rows = {text_key(text.strip()): np.asarray(ids, "<u4").tobytes() for text, ids in chunks if is_unicode(text)}
         owner = {"tokenizer": tokenizer, "namespace": namespace}
 
@@ -338,13 +335,11 @@ class ChunkRegistry(Catalog):
             if _keys_without_ids(connection, rows, owner):
                 with self._write():
                     new = _keys_without_ids(connection, rows, owner)
-                    if new:
-                        connection.execute(_DELETE_IDS, [{**owner, "b_key": key} for key in new])
                     insert_rows(connection, TOKEN_IDS, ({**owner, "key": key, "ids": rows[key]} for key in new))
                     self._num_changes += 1
 
     def texts_without_ids(self, texts: Iterable[str], tokenizer: str, namespace: str) -> list[str]:
-        """Return the texts whose token ids, for a tokenizer and a namespace, are missing or damaged."""
+        """Return the texts whose token ids, for a tokenizer and a namespace, are missing."""
         text_of = {text_key(text.strip()): text for text in texts if is_unicode(text)}
         with self._locked() as connection:
             keys = _keys_without_ids(connection, text_of, {"tokenizer": tokenizer, "namespace": namespace})
@@ -376,22 +371,16 @@ class ChunkRegistry(Catalog):
         return int(rows[0].value) if rows else 0
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
-        """Return (row number, token ids) of the intact rows with numbers above `number`."""
-        start = row_checksum(tokenizer, namespace)  # the same for all rows, of which there may be a million
+        """Return (row number, token ids) of the rows with numbers above `number`."""
         with self._locked() as connection:
-            rows: Any = connection.execute(
-                _IDS_AFTER, {"number": number, "tokenizer": tokenizer, "namespace": namespace}
-            )
-            return [
-                (row_number, np.frombuffer(ids, _ID_DTYPE))
-                for row_number, key, ids, checksum in rows
-                if checksum == row_checksum(key, ids, start=start)
-            ]
+            values = {"number": number, "tokenizer": tokenizer, "namespace": namespace}
+            rows: Any = connection.execute(_IDS_AFTER, values)
+            return [(row_number, _decode_ids(ids)) for row_number, ids in rows]
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
-        """Return the token ids of a row number; None if the row was deleted or is damaged."""
+        """Return the token ids of a row number; None if the row was deleted."""
         rows = self._rows(_IDS_OF_NUMBER, b_number=number)
-        return next((np.frombuffer(row.ids, "<u4") for row in rows if is_intact(row)), None)
+        return _decode_ids(rows[0].ids) if rows else None
 
     def texts_with_ids(
         self, chunks: Iterable[Sequence[int]], tokenizer: str, namespace: str
@@ -417,14 +406,14 @@ class ChunkRegistry(Catalog):
         return int(self._rows(_COUNT_IDS, tokenizer=tokenizer, namespace=namespace)[0][0])
 
     def has_ids(self, text: str, tokenizer: str, namespace: str) -> bool:
-        """Return True if an intact row has the token ids of a text."""
+        """Return True if the token ids of a text are stored."""
         key = text_key(_normalize(text))
-        return any(map(is_intact, self._rows(_IDS_OF_TEXT, b_key=key, tokenizer=tokenizer, namespace=namespace)))
+        return bool(self._rows(_HAS_IDS, b_key=key, tokenizer=tokenizer, namespace=namespace))
 
     def tokenizers_and_namespaces_of(self, text: str) -> list[tuple[str, str]]:
-        """Return each (tokenizer, namespace) for which an intact row has the token ids of a text."""
+        """Return each (tokenizer, namespace) for which the token ids of a text are stored."""
         rows = self._rows(_OWNERS_OF_IDS, b_key=text_key(_normalize(text)))
-        return [(row.tokenizer, row.namespace) for row in rows if is_intact(row)]
+        return [(row.tokenizer, row.namespace) for row in rows]
 
     # --- stored entries ---
 
@@ -444,10 +433,9 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, STORED_ENTRIES, keys)
 
     def fingerprints_by_key(self) -> dict[str, str]:
-        """Return {key: fingerprint of the model} of the recorded entries. Damaged rows are left out, because their keys
-        may be wrong."""
-        rows = self._rows(select_checked(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
-        return {row.entry: row.fingerprint for row in rows if is_intact(row)}
+        """Return {key: fingerprint of the model} of the recorded entries."""
+        rows = self._rows(select(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
+        return {row.entry: row.fingerprint for row in rows}
 
     # --- chunks that an entry contains or has in its context ---
 
@@ -466,7 +454,7 @@ class ChunkRegistry(Catalog):
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
         """Return, for each chunk, the keys of the entries that are recorded with it. `chunks`: token ids of each."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=hash_ids(ids), b_namespace=namespace) for ids in chunks)
-        return [[row.entry for row in rows if is_intact(row)] for rows in found]
+        return [[row.entry for row in rows] for rows in found]
 
     def remove_entry_chunks(self, entries: Iterable[str]) -> None:
         """Remove the records that `record_entry_chunks` made. The caller deletes the `entries` from the store."""
@@ -474,8 +462,10 @@ class ChunkRegistry(Catalog):
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
     def are_all_entries_recorded(self, folder: Path) -> bool:
-        """Return True if the chunks of every entry in the store's folder are recorded. Earlier versions of ragblend
-        stored entries without recording their chunks."""
+        """Return True if the chunks of every entry in the store's folder are recorded.
+
+        They are not if the catalogue was made for entries that already existed, as after the loss of a catalogue.
+        """
         return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
 
     def mark_all_entries_recorded(self, folder: Path) -> None:
@@ -489,22 +479,22 @@ class ChunkRegistry(Catalog):
     # --- similar variants of framework chunks ---
 
     def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarContextVariant]]:
-        """Return (row number, variant) of an embedder's intact rows after row `number`, sorted by row number."""
+        """Return (row number, variant) of an embedder's rows after row `number`, sorted by row number."""
         rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
-        return [(row.number, _as_variant(row)) for row in rows if is_intact(row[3:])]
+        return [(row.number, _as_variant(row)) for row in rows]
 
     def count_variants(self) -> dict[str, int]:
         """Return the number of variants by the embedder of their vectors."""
         return {row.embedder: row.num for row in self._rows(_COUNT_VARIANTS)}
 
     def variants_without_kv(self, embedder: str) -> list[SimilarContextVariant]:
-        """Return the variants that have a vector of this embedder but no stored KV. Damaged rows are left out."""
+        """Return the variants that have a vector of this embedder but no stored KV."""
         rows = self._rows(_VARIANTS_WITHOUT_KV, b_embedder=embedder)
-        return [_as_variant(row) for row in rows if is_intact(row[3:])]
+        return [_as_variant(row) for row in rows]
 
     def is_variant_recorded(self, key: str, embedder: str) -> bool:
-        """Return True if the variant with the KV entry `key` is recorded, with an intact vector of this embedder."""
-        return any(map(is_intact, self._rows(_VARIANT, b_entry=key, b_embedder=embedder)))
+        """Return True if the variant with the KV entry `key` is recorded, with a vector of this embedder."""
+        return bool(self._rows(_VARIANT, b_entry=key, b_embedder=embedder))
 
     def stored_variant_keys(self) -> list[str]:
         """Return the `entry` keys of the variants whose KV is stored, sorted."""
@@ -569,8 +559,7 @@ _IN_MEMORY_LOCK = threading.Lock()
 
 def catalog_location(store: Any) -> str | Path | None:
     """Return the location of a KVStore's catalogue: a file in its folder, or a URL; None if it has neither."""
-    disk = store.disk_tier
-    return store.catalog if disk is None else resolve_catalog(disk.root, store.catalog)
+    return store.catalog if store.folder is None else resolve_catalog(store.folder, store.catalog)
 
 
 def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new_model: bool) -> None:
@@ -586,7 +575,7 @@ def register_shared_model(place: str | Path, fingerprint: str, name: str, *, new
 def has_registry(store: Any) -> bool:
     """Return True unless the registry is in a file that does not exist yet."""
     place = catalog_location(store)
-    return not isinstance(place, Path) or os.path.lexists(place) or place.with_name(FORMER_REGISTRY_FILE).exists()
+    return not isinstance(place, Path) or os.path.lexists(place)
 
 
 def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
@@ -606,9 +595,13 @@ def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
 
 
 def _keys_without_ids(connection: Connection, keys: Collection[bytes], owner: Mapping[str, str]) -> list[bytes]:
-    """Return the keys of texts whose token ids are missing or damaged. `owner`: the tokenizer and the namespace."""
-    known = set[bytes]()
-    for some in split_into_batches(keys):
-        found = connection.execute(_IDS_OF_TEXTS, {**owner, "values": some})
-        known.update(row.key for row in found if is_intact(row))
+    """Return the keys of texts whose token ids are missing. `owner`: the tokenizer and the namespace."""
+    known = find_existing(connection, _KEYS_WITH_IDS, keys, **owner)
     return [key for key in keys if key not in known]
+
+
+def _decode_ids(data: object) -> NDArray[np.uint32]:
+    """Return the token ids of a row. A damaged row whose value is no list of ids has none, and is never found."""
+    if not isinstance(data, bytes) or len(data) % _ID_DTYPE.itemsize:
+        data = b""
+    return np.frombuffer(data, _ID_DTYPE)

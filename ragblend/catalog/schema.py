@@ -1,13 +1,9 @@
-"""The tables of the catalogue, for SQLAlchemy.
-
-Most tables have a `checksum` column, because SQLite's pages have no checksums. It is the `row_checksum` of the columns
-in the table's `info`. A text needs none, because its key is its hash. Opens no database.
-"""
+"""The tables of the catalogue, for SQLAlchemy. Opens no database."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -28,14 +24,11 @@ from sqlalchemy import (
     and_,
     bindparam,
     insert,
-    select,
     text,
 )
 from sqlalchemy.types import UserDefinedType
 
-from ragblend.files.sqlite import row_checksum
-
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 1
 METADATA = MetaData()
 
 
@@ -119,25 +112,16 @@ def _number() -> Column[int]:
     return Column("number", INTEGER, primary_key=True)
 
 
-def _checked_table(
-    name: str, *columns: Column[Any] | UniqueConstraint, key: str = "", unchecked: str = "number"
-) -> Table:
-    """Return a table with a checksum over all columns except `unchecked`, names separated by spaces.
+def _table(name: str, *columns: Column[Any] | UniqueConstraint, key: str = "") -> Table:
+    """Return a table. `key`: the columns of the primary key; "" if one column already is the primary key.
 
-    `key`: the columns of the primary key; "" if one column already is the primary key.
+    SQLite never gives the `number` of a deleted row to another one.
     """
-    values = [column for column in columns if isinstance(column, Column)]
-    for column in values:
-        column.primary_key = column.primary_key or column.name in key.split()
-    return Table(
-        name,
-        METADATA,
-        *columns,
-        Column("checksum", INTEGER, nullable=False),
-        sqlite_autoincrement=columns[0].name == "number",
-        sqlite_with_rowid=not key,
-        info={"checked": [column.name for column in values if column.name not in unchecked.split()]},
-    )
+    for column in columns:
+        if isinstance(column, Column):
+            column.primary_key = column.primary_key or column.name in key.split()
+    is_numbered = columns[0].name == "number"
+    return Table(name, METADATA, *columns, sqlite_autoincrement=is_numbered, sqlite_with_rowid=not key)
 
 
 def _partial_index(name: str, column: Column[Any], where: ColumnElement[bool]) -> Index:
@@ -146,21 +130,14 @@ def _partial_index(name: str, column: Column[Any], where: ColumnElement[bool]) -
 
 
 META = Table("catalog_meta", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
-TEXTS = Table(
-    "texts",
-    METADATA,
-    _number(),
-    Column("key", BLOB, nullable=False, unique=True),
-    _text("text"),
-    sqlite_autoincrement=True,
-)
-DOCUMENT_FACTS = _checked_table(
+TEXTS = _table("texts", _number(), Column("key", BLOB, nullable=False, unique=True), _text("text"))
+DOCUMENT_FACTS = _table(
     "document_facts",
     *(_text(name) for name in (*DocumentKey._fields, "version", "source")),
     key="collection id namespace",
 )
 """The version and the source of each document that has one of both."""
-DOCUMENT_TEXTS = _checked_table(
+DOCUMENT_TEXTS = _table(
     "document_texts",
     *(_text(name) for name in DocumentKey._fields),
     _blob("key"),
@@ -169,14 +146,14 @@ DOCUMENT_TEXTS = _checked_table(
 )
 """The documents that each text belongs to. `start`: the text's offset in the document, in characters; 0 if unknown."""
 Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
-STORED_ENTRIES = _checked_table("stored_entries", _text("entry"), _text("fingerprint"), key="entry")
+STORED_ENTRIES = _table("stored_entries", _text("entry"), _text("fingerprint"), key="entry")
 """Entries that were stored and not deleted, with the fingerprint of their model."""
-ENTRY_CHUNKS = _checked_table(
+ENTRY_CHUNKS = _table(
     "entry_chunks", _blob("ids_hash"), _text("namespace"), _text("entry"), key="ids_hash namespace entry"
 )
 """The chunks, as hashes of their token ids, that an entry contains or has in its context."""
 Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
-VARIANTS = _checked_table(
+VARIANTS = _table(
     "variants",
     _number(),
     Column("entry", TEXT, nullable=False, unique=True),
@@ -184,12 +161,11 @@ VARIANTS = _checked_table(
     _text("embedder"),
     _blob("vector"),
     Column("is_stored", INTEGER, nullable=False),
-    unchecked="number is_stored",
 )
 """Requested similar variants of chunks that frameworks added, with the vectors that find their similar chunks."""
 Index("variants_by_key", VARIANTS.c.key)
 _partial_index("missing_variants", VARIANTS.c.embedder, VARIANTS.c.is_stored == text("0"))
-TOKEN_IDS = _checked_table(
+TOKEN_IDS = _table(
     "token_ids",
     _number(),
     _text("tokenizer"),
@@ -211,16 +187,14 @@ class SentDocumentCounts(NamedTuple):
     new_kv_bytes: int = 0
 
 
-SENT_DOCUMENTS = Table(
+SENT_DOCUMENTS = _table(
     "sent_documents",
-    METADATA,
     _number(),
     *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
     *(Column(name, TEXT, nullable=False, server_default="") for name in ("stored_version", "reason")),
     Column("body", TEXT),
     *(Column(name, INTEGER, nullable=False, server_default="0") for name in SentDocumentCounts._fields),
     UniqueConstraint("namespace", "collection", "id"),
-    sqlite_autoincrement=True,
 )
 """The documents that clients sent to a server."""
 _partial_index("sent_documents_waiting", SENT_DOCUMENTS.c.number, SENT_DOCUMENTS.c.body.is_not(None))
@@ -235,20 +209,19 @@ LEASES = Table(
     Column("expires_at", DateTime(timezone=True), nullable=False),
 )
 """The server that works on each document, and the end of its lease."""
-INDEX_FACTS = _checked_table("index_facts", _text("name"), _text("value"), key="name")
+INDEX_FACTS = _table("index_facts", _text("name"), _text("value"), key="name")
 """Facts of the index (embedder, dimension, tokenizer, ...), and its generation."""
-FILES = _checked_table("files", _text("path"), _text("version"), _text("top"), key="path")
+FILES = _table("files", _text("path"), _text("version"), _text("top"), key="path")
 """The files from which the documents of the index came."""
-DOCUMENTS = _checked_table(
+DOCUMENTS = _table(
     "documents",
     _number(),
     Column("source", TEXT, nullable=False, unique=True),
-    *(_text(name) for name in ("file", "content_hash", "status")),
-    unchecked="",
+    *(_text(name) for name in ("file", "content_hash")),
 )
-"""The documents of the index. `status` is empty; earlier versions wrote a word into it that nothing reads."""
+"""The documents of the index."""
 Index("documents_by_file", DOCUMENTS.c.file)
-CHUNKS = _checked_table(
+CHUNKS = _table(
     "chunks",
     Column("id", INTEGER, primary_key=True, autoincrement=False),
     *(Column(name, INTEGER, nullable=False) for name in ("document", "ordinal", "start", "end")),
@@ -262,9 +235,9 @@ CHUNKS = _checked_table(
 Index("chunks_by_text", CHUNKS.c.text_key)
 # A search lists new chunks from this index alone, without reading texts and vectors.
 Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
-ORPHANED_TEXTS = _checked_table("orphaned_texts", _number(), _text("source"), _text("text"))
+ORPHANED_TEXTS = _table("orphaned_texts", _number(), _text("source"), _text("text"))
 """Texts that documents of the index lost. The rows are deleted when the entries are in `pending_deletions`."""
-PENDING_DELETIONS = _checked_table(
+PENDING_DELETIONS = _table(
     "pending_deletions",
     _number(),
     *(_text(name) for name in ("key", "place", "source")),
@@ -274,42 +247,10 @@ PENDING_DELETIONS = _checked_table(
 """Entries to be deleted, and the tier to delete them from, which may be unreachable."""
 INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
 
-CHECKED_TABLES = {
-    "facts of documents": DOCUMENT_FACTS,
-    "owners of texts": DOCUMENT_TEXTS,
-    "stored entries": STORED_ENTRIES,
-    "token ids of texts": TOKEN_IDS,
-    "vectors of texts": VARIANTS,
-    "entries of chunks": ENTRY_CHUNKS,
-    "facts of the index": INDEX_FACTS,
-    "files": FILES,
-    "documents": DOCUMENTS,
-    "chunks": CHUNKS,
-    "texts to be deleted": ORPHANED_TEXTS,
-    "entries to be deleted": PENDING_DELETIONS,
-}
-"""The tables with checksums, by the name of their rows in messages."""
-
-
-def columns_with_checksum(table: Table) -> list[Column[Any]]:
-    """Return the columns that a row's checksum covers, and the checksum column."""
-    return [table.c[name] for name in (*table.info["checked"], "checksum")]
-
-
-def is_intact(row: Sequence[Any]) -> bool:
-    """Return True if a row's checksum matches its other values. `row`: the values of `columns_with_checksum`."""
-    return bool(row[-1] == row_checksum(*row[:-1]))
-
-
-def with_checksum(table: Table, row: Mapping[str, object]) -> dict[str, object]:
-    """Return a row with its checksum, if the table has checksums."""
-    checked = table.info.get("checked")
-    return {**row, "checksum": row_checksum(*(row[name] for name in checked))} if checked else {**row}
-
 
 def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> int:
-    """Insert rows with their checksums. Return their number."""
-    listed = [with_checksum(table, row) for row in rows]
+    """Insert rows. Return their number."""
+    listed = [dict(row) for row in rows]
     if listed:
         connection.execute(insert(table), listed)
     return len(listed)
@@ -333,11 +274,6 @@ def split_into_batches(values: Iterable[Any]) -> Iterator[list[Any]]:
     """Yield the values in lists of at most `MAX_VALUES`."""
     listed = list(values)
     return (listed[start : start + MAX_VALUES] for start in range(0, len(listed), MAX_VALUES))
-
-
-def select_checked(table: Table, *where: ColumnElement[bool]) -> Select[Any]:
-    """Return a query for the columns that `is_intact` checks."""
-    return select(*columns_with_checksum(table)).where(*where)
 
 
 def equals_parameters(table: Table, *names: str) -> ColumnElement[bool]:

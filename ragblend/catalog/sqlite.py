@@ -17,7 +17,6 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
-from ragblend.catalog.former_files import import_former_files
 from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, StoreMismatchError, StoreNotWritableError
 from ragblend.files.directory import make_write_error
@@ -35,21 +34,18 @@ class SqliteDialect(Dialect):
         self.name, self.key = str(path), path
 
     def connect_and_create_tables(self) -> Connection:
-        """Open the file, or create it if it is missing. Copy the rows of earlier versions' files into it.
+        """Open the file, or create it if it is missing.
 
-        If the file is missing and its folder is read-only, open a database in memory and copy the rows into that.
+        If the file is missing and its folder is read-only, open a database in memory.
         """
         path = self.path
-        is_writable = path is not None and _make_folder(path)
-        is_kept = path is not None and (is_writable or path.exists())
+        is_kept = path is not None and (_make_folder(path) or path.exists())
         if is_kept and path is not None:
             _create_private(path)
         self.opened_file_id = self.file_id()  # before the file is opened: another process may replace it in between
         connection = _connect_to(path if is_kept else None)
         try:
             _check_schema(connection, path, self.fix_hint())
-            if path is not None and (is_writable or not is_kept):
-                import_former_files(path.parent, _sqlite(connection), removes_files=is_kept)
             self.identity = (self.opened_file_id, _read_meta(connection, "id"))
         except BaseException:
             connection.close()

@@ -224,10 +224,10 @@ def open_store_documents(store: Any) -> Iterator[tuple[ChunkRegistry, IndexedDoc
     """
     with ExitStack() as stack:
         registry = own = stack.enter_context(open_registry(store, create=False))
-        if store.disk_tier is None:
+        if store.folder is None:
             yield registry, None
             return
-        path = store.disk_tier.root / CATALOG_FILE
+        path = store.folder / CATALOG_FILE
         if catalog_location(store) != path and path.exists():
             own = stack.enter_context(ChunkRegistry(path))
         index = IndexedDocuments(own)

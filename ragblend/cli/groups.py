@@ -71,9 +71,6 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "bench": (
             "bench ttft --shape llama-200m --threads 1",
-            "bench throughput --shape llama-200m --num-requests 64",
-            "bench load --shape llama-200m --store /mnt/disk",
-            "bench ingest --contexts none,similar",
             "bench quality --model Qwen/Qwen3-8B --data questions.jsonl",
         ),
     },

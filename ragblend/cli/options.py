@@ -11,11 +11,11 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
-from ragblend.cli.session import prepare_demo_settings, settings_from
+from ragblend.cli.session import WorkerCount, prepare_demo_settings, settings_from
 from ragblend.config import Settings, arguments_to_flags, flag_name, setting_type, unflagged_settings
 from ragblend.errors import RagblendError, UsageError
 from ragblend.option_fields import OptionSpec
@@ -112,13 +112,6 @@ ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DocumentArgument = Annotated[str, typer.Argument(metavar="DOC", help="A file, a folder, or a record (data.jsonl#3).")]
 ShowSources = Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")]
-
-
-class WorkerCount(NamedTuple):
-    """The value of `--workers`: the number of processes, and whether they run on a running Ray cluster."""
-
-    number: int
-    on_cluster: bool = False
 
 
 def parse_workers(text: str) -> WorkerCount:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragblend.cli.printing import progress_bars
 from ragblend.config import Settings, load_settings
@@ -22,10 +22,16 @@ from ragblend.errors import CorruptError, EmptyCorpusError, NotFoundError, Usage
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ragblend.cli.options import WorkerCount
     from ragblend.engine.api import DocumentEngine, Engine
     from ragblend.index import ChunkIndex, SearchHit
     from ragblend.ingestion.ray_workers import RayWorkers
+
+
+class WorkerCount(NamedTuple):
+    """The value of `--workers`: the number of processes, and whether they run on a running Ray cluster."""
+
+    number: int
+    on_cluster: bool = False
 
 
 def settings_from(arguments: dict[str, Any]) -> Settings:
@@ -158,9 +164,8 @@ def open_settings_index(settings: Settings, engine: DocumentEngine, *, create: b
     from ragblend.precompute import open_engine_index
 
     index = open_engine_index(settings.store, engine, embedder_name(settings), settings.chunk_size, create=create)
-    calibrations = getattr(engine, "calibrations", None)
-    if calibrations is not None:
-        calibrations.chunker = index.manifest.chunker  # selects this index's calibration
+    if engine.calibrations is not None:
+        engine.calibrations.chunker = index.manifest.chunker  # selects this index's calibration
     return index
 
 

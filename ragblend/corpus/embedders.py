@@ -66,8 +66,6 @@ class SentenceTransformerEmbedder:
     windows' unit vectors, weighted by their tokens.
     """
 
-    version = 2  # version 1 read only the beginning of a long text
-
     def __init__(self, model_name_or_path: str | Path) -> None:
         self.name = str(model_name_or_path)
 
@@ -335,10 +333,7 @@ def embed_question(embedder: Embedder, text: str) -> FloatArray:
 
 
 def embedder_version(embedder: Embedder | str) -> int:
-    """Return the `version` of an embedder's vectors. `embedder`: an object or a name. Loads no model."""
-    if isinstance(embedder, str):
-        named_only = embedder == "hashing" or embedder.startswith(LANGCHAIN_PREFIX)
-        return 1 if named_only else SentenceTransformerEmbedder.version
+    """Return the `version` of an embedder's vectors; 1 without one, and for an embedder that is only named."""
     return int(getattr(embedder, "version", 1))
 
 

@@ -29,12 +29,7 @@ logger = logging.getLogger(__name__)
 SKIPPED_NAMES = frozenset({"node_modules", "__pycache__", "ragblend-data", "ragblend.toml"})
 """Names that are left out of folders, in addition to hidden ones. A named folder or file of such a name is read."""
 
-_RAGBLEND_FOLDER_FILES = (
-    {"chunks.sqlite", "manifest.json"},
-    {"texts.sqlite", "models"},
-    {"catalog.sqlite", "models"},
-    {"catalog.sqlite", "vectors.faiss"},
-)
+_RAGBLEND_FOLDER_FILES = ({"catalog.sqlite", "models"}, {"catalog.sqlite", "vectors.faiss"})
 _LINK_OUTSIDE_REASON = "is a link that leads out of the folder; to have that file read, name it too"
 _LINKED_FOLDER_REASON = "is a link to a folder elsewhere, which is not followed; to have that folder read, name it too"
 BROKEN_LINK_REASON = "is a link to a file that is not there; restore it, or remove the link"

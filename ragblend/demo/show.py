@@ -20,8 +20,7 @@ from ragblend.errors import StoreMismatchError
 from ragblend.files.places import expand_user_path
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.ingestion.documents import remove_documents
-from ragblend.ingestion.report import IngestReport
-from ragblend.ingestion.sync import Progress
+from ragblend.ingestion.report import IngestReport, Progress
 from ragblend.options import MODES
 from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.types import Prompt

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, Self, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self, Unpack, runtime_checkable
 
 from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.report import Generation
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.options import ContextPolicy, GenerationKeywords
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import MatchedPrompt, Part, Prompt
@@ -40,9 +41,13 @@ class DocumentEngine(Protocol):
     @property
     def store(self) -> KVStore: ...
     @property
+    def calibrations(self) -> CalibrationCache | None: ...  # None: another process has them
+    @property
     def context(self) -> ContextPolicy: ...  # context policy: text after which chunks are prefilled, see `keys`
     def key(self, chunk: Part) -> str: ...
     def is_stored(self, chunk: Part) -> bool: ...
+    @property
+    def is_usable(self) -> bool: ...  # False once it is closed, and in a process that was forked from its own
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *error: object) -> None: ...
@@ -78,4 +83,41 @@ class Engine(DocumentEngine, Protocol):
     def match(self, prompt: Prompt) -> MatchedPrompt: ...
     def generate(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Generation: ...
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Stream: ...
+    @property
+    def default_prefix_ids(self) -> tuple[int, ...]: ...  # ids before each stored chunk; none are known of a server's
+    def is_generating(self) -> bool: ...  # True while requests of clients run that ingestion should not delay
     def check_not_forked(self) -> None: ...  # raises RagblendError in a process that was forked from the engine's
+
+
+@runtime_checkable
+class BatchEngine(Protocol):
+    """Engine that decodes several answers together, in this process, and keeps the KV of conversations.
+
+    Its `stream` and `generate` take `conversation=`.
+    """
+
+    @property
+    def max_num_seqs(self) -> int: ...  # the largest number of answers that are decoded together
+    def run_to_end(
+        self, streams: Sequence[Any], cancel_check: Callable[[Any], bool] | None = None
+    ) -> list[BaseException | None]: ...
+
+
+@runtime_checkable
+class IngestingEngine(Protocol):
+    """Engine that prefills and stores several chunks in one call."""
+
+    def precompute_all(self, chunks: Sequence[Part]) -> Iterable[int]: ...  # bytes stored for each chunk
+
+
+@runtime_checkable
+class RemoteEngine(Protocol):
+    """Client of a server, which ingests the documents that it is sent."""
+
+    def send_documents(
+        self,
+        collection: str,
+        documents: Sequence[Mapping[str, Any]],
+        on_progress: Callable[[str, int, int | None], None] = ...,
+    ) -> tuple[Mapping[str, int], list[dict[str, Any]]]: ...  # counts, and documents with a reason
+    def remove_documents(self, collection: str, ids: Sequence[str]) -> int: ...  # number of deleted entries

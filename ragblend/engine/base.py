@@ -25,6 +25,7 @@ from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
+from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
@@ -76,6 +77,8 @@ class EngineBase:
     the command-line options that name the model and the store, for the commands in messages.
     """
 
+    calibrations: CalibrationCache | None = None
+    """The calibrations of the store; None for an engine whose answers another process makes."""
     closed = False
     store: KVStore
     default_prefix_ids: tuple[int, ...] = ()
@@ -122,6 +125,10 @@ class EngineBase:
                 "the engine's threads, so the call would hang. Load the engine in this process, or start processes by "
                 "multiprocessing.get_context('spawn')"
             )
+
+    def is_generating(self) -> bool:
+        """Return True while requests of clients run that ingestion should not delay."""
+        return False
 
     # -- answering
 

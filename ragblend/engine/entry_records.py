@@ -10,6 +10,7 @@ from functools import partial
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
 
 
@@ -19,7 +20,7 @@ def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
     An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
     registry; None if the store has no disk tier, or if that tier records its entries already.
     """
-    disk = store.disk_tier
+    disk = store.find_tier(DiskStore)
     if disk is None or disk.on_put is not None:
         return None
     registry = open_registry(disk)

@@ -7,23 +7,24 @@ Depends on reports, sampling and text, not on how KV is stored or fused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from ragblend.engine.decoding import AnswerText, Sampler
 from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.tuning.calibration import RuleFit
 from ragblend.options import GenerationKeywords, GenerationOptions, Mode
+from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 if TYPE_CHECKING:
-    from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.structured_outputs import CompiledGrammar
 
 MAX_UNREAD_PIECES = 16
@@ -91,13 +92,37 @@ OnEnd = Callable[[PrefillResult, Generation], None]
 """Called once an answer has ended, also a cancelled one. The KV then has the answer's tokens after the prompt's."""
 
 
+class AnswerLoop(Protocol):
+    """The loop that runs an engine's answers (`EngineLoop`)."""
+
+    def wake(self) -> None: ...
+    def start(self, answers: Sequence[RunningAnswer]) -> None: ...
+    def cancel(self, answer: RunningAnswer) -> None: ...
+
+
+class DecodingEngine(Protocol):
+    """What an answer needs of its engine (`TransformersEngine`)."""
+
+    closed: bool
+    context_length: int
+    renderer: Renderer
+    stop_ids: frozenset[int]
+    notices: NoReuseWarnings
+
+    @property
+    def loop(self) -> AnswerLoop: ...
+    def check_not_forked(self) -> None: ...
+    def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]: ...
+    def precompute_in_background(self, misses: Iterable[ChunkRun]) -> None: ...
+
+
 class RunningAnswer:
     """An answer in progress inside the engine loop. The caller reads it through a GenerationStream.
 
     `advance` runs the answer up to its next decode step. It puts the answer's texts into `pieces`, and None at the end.
     """
 
-    def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
+    def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None) -> None:
         self._engine = engine
         self._request = request
         self._on_end = on_end
@@ -242,7 +267,7 @@ class GenerationStream:
     token with its text so far, finish reason "cancelled" and no error.
     """
 
-    def __init__(self, engine: TransformersEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
+    def __init__(self, engine: DecodingEngine, request: EngineRequest, on_end: OnEnd | None = None) -> None:
         self.request = request
         self._engine = engine
         self._answer = RunningAnswer(engine, request, on_end)

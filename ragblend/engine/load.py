@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import resolve_and_migrate_store_folder
 from ragblend.options import (
     MODEL_NAMES,
     TIER_NAMES,
@@ -27,7 +27,6 @@ from ragblend.redaction import has_secret, redact_url
 
 if TYPE_CHECKING:
     from ragblend.engine.api import DocumentEngine, Engine
-    from ragblend.engine.store.base import KVStore
     from ragblend.engine.store.metadata import StoreDefaults
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.vllm.client import VllmClient
@@ -95,7 +94,7 @@ def load_engine(
     settings = LoadOptions(**given)
     if isinstance(store, str | Path):
         store = expand_user_path(store, "store")
-    elif store is not None and not is_server_url(backend) and not (hasattr(store, "get") and hasattr(store, "put")):
+    elif store is not None and not is_server_url(backend) and not isinstance(store, KVStore):
         raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
     if backend not in ("transformers", "vllm") and not is_server_url(backend):
         raise UsageError(
@@ -128,7 +127,7 @@ def load_engine(
             model=model, store=store, backend=backend, remote=remote, namespace=settings.namespace, **asked.non_defaults
         )
     if isinstance(store, Path):
-        store = resolve_and_migrate_store_folder(store)
+        store = store.absolute()
         if settings.system is None:
             shared["system"] = load_store_defaults(store).system
             settings = replace(settings, system=shared["system"])
@@ -155,7 +154,7 @@ def load_document_engine(model: str | None, store: str, **options: Any) -> Docum
     from ragblend.engine.weightless import WeightlessEngine
     from ragblend.prompt.render import Renderer
 
-    checkpoint, folder = None, resolve_and_migrate_store_folder(expand_user_path(store, "store"))
+    checkpoint, folder = None, expand_user_path(store, "store").absolute()
     given = dict(options)
     loading = ModelOptions(**{name: given.pop(name) for name in ("dtype", "device", "trust_remote_code")})
     if not is_server_url(given.pop("backend")) and model is not None:

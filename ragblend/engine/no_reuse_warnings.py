@@ -11,10 +11,9 @@ import threading
 from collections.abc import Sequence
 from itertools import islice
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from ragblend.engine.base import EngineBase
+from ragblend.engine.store.base import KVStore
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +30,25 @@ NO_MATCH = (
 )
 
 
+class _Engine(Protocol):
+    """What the warnings need of an engine."""
+
+    name: str
+    fingerprint: str
+    system: str | None
+    namespace: str
+    flags: str
+    default_prefix_ids: tuple[int, ...]
+    store: KVStore
+
+
 class NoReuseWarnings:
     """Logs why prompts reuse nothing, one warning for each cause. Thread-safe.
 
     Prompts are examined until one prompt has reused a chunk, or until NUM_PROMPTS_BEFORE_WARNING have reused nothing.
     """
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: _Engine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
         self._warned_causes: set[str] = set()

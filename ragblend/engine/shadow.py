@@ -12,19 +12,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.api import Stream
-from ragblend.engine.fusion.plan import first_token_kl
-from ragblend.engine.generation import EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.options import SHADOW
-
-if TYPE_CHECKING:
-    from ragblend.engine.transformers.engine import TransformersEngine
 
 log = logging.getLogger(__name__)
 
@@ -116,27 +108,6 @@ class Shadow:
             if found.answers_identical is not None:
                 counters.num_answers += 1
                 counters.num_answers_same += found.answers_identical
-
-
-def compare_with_full(
-    engine: TransformersEngine, request: EngineRequest, logits: Tensor, answer: Generation
-) -> ShadowReport:
-    """Run `request` by full prefill and compare with its `answer`, whose first token came from `logits` [vocabulary].
-
-    Whole answers are compared if the request is greedy and `answer` was not cancelled; otherwise only the first token.
-    """
-    comparable = request.options.temperature == 0 and answer.finish_reason != "cancelled"
-    options = request.options if comparable else replace(request.options, max_tokens=1)
-    kept: list[Tensor] = []
-
-    def keep(prefilled: PrefillResult, _: Generation) -> None:
-        kept.append(prefilled.logits)
-
-    full = replace(request, mode="full", conversation=None, options=options)
-    same = yields_same_tokens(GenerationStream(engine, full, keep), answer)
-    return ShadowReport(
-        int(kept[0].argmax()) == int(logits.argmax()), first_token_kl(kept[0], logits), same if comparable else None
-    )
 
 
 def yields_same_tokens(stream: Stream, answer: Generation) -> bool:

@@ -1,17 +1,12 @@
-"""Connections to SQLite files: checksums of rows, errors, and the physical removal of deleted rows.
-
-Rows have checksums, because SQLite's pages have none. Does not depend on the tables.
-"""
+"""Connections to SQLite files: errors, and the physical removal of deleted rows. Does not depend on the tables."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sqlite3
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 
 from ragblend.errors import CorruptError, RagblendError, StoreFullError, StoreNotWritableError
@@ -25,7 +20,7 @@ _LARGEST_LOG_BYTES = 1 << 26  # size of the largest transaction, for the check o
 
 
 def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection:
-    """Return a connection to the SQLite file `path`, in autocommit mode, with the SQL function `row_checksum`.
+    """Return a connection to the SQLite file `path`, in autocommit mode.
 
     create: create a missing file. fix: advice for the CorruptError. Raises CorruptError if `path` is not a regular
     file.
@@ -48,7 +43,6 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
         check_same_thread=False,
     )
     try:
-        connection.create_function("row_checksum", -1, row_checksum, deterministic=True)
         if not frozen:
             connection.execute("PRAGMA journal_mode = WAL")  # readers and the writer do not wait for each other
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -57,24 +51,6 @@ def connect(path: Path, fix: str, *, create: bool = False) -> sqlite3.Connection
         connection.close()
         raise
     return connection
-
-
-def row_checksum(*columns: object, start: int = 0) -> int:
-    """Return the checksum of the values `columns`. start: the checksum of the row's values before `columns`.
-
-    >>> row_checksum("a", 1) == row_checksum("a1"), row_checksum("a", 1) == row_checksum(1, start=row_checksum("a"))
-    (False, True)
-    """
-    digest = start
-    for column in columns:
-        data = column if isinstance(column, bytes) else str(column).encode()
-        digest = zlib.crc32(data, zlib.crc32(_column_header(type(column).__name__, len(data)), digest))
-    return digest
-
-
-@lru_cache(4096)
-def _column_header(type_name: str, nbytes: int) -> bytes:
-    return f"{type_name}{nbytes}:".encode()
 
 
 def truncate_log(connection: sqlite3.Connection) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragblend.engine.api import Engine, Stream
+from ragblend.engine.api import BatchEngine, Engine, Stream
 from ragblend.engine.generation import Conversation
 from ragblend.errors import PromptTooLongError
 from ragblend.prompt.types import Chunk, Message, Part, Prompt, as_chunk
@@ -29,7 +29,7 @@ _REPHRASE_TOKENS = 96  # longest rewritten question
 class ChatSession:
     """The turns of a conversation and their KV. `stream` answers the next question and then adds a turn.
 
-    An engine without `keeps_conversations` (vLLM) receives all turns for each question, and fuses all chunks again.
+    An engine that is no BatchEngine (vLLM) receives all turns for each question, and fuses all chunks again.
     """
 
     def __init__(self, engine: Engine, system: str | None = None) -> None:
@@ -79,7 +79,7 @@ class ChatSession:
         new = [chunk for part in chunks if (chunk := as_chunk(part)).text not in self._seen]
         asked = Prompt(new, question).messages[-1]
         prompt = Prompt.from_messages([*self._messages, asked], chunks=new)
-        if getattr(self._engine, "keeps_conversations", False):
+        if isinstance(self._engine, BatchEngine):
             generation = {**generation, "conversation": self._conversation}
         try:
             stream = self._engine.stream(prompt, **generation)

@@ -37,7 +37,7 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
     key = (model, absolute_store(store), repr(given))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
-        if engine is None or not getattr(engine, "is_usable", True):
+        if engine is None or not engine.is_usable:
             engine = _ENGINES[key] = load_engine(model, store, **options)
         return engine
 
@@ -56,4 +56,4 @@ def close_at_exit(engine: Any) -> None:
 def _close_engines() -> None:
     """Close the engines, so that background precomputation ends before the interpreter exits."""
     for engine in list(_CLOSE_AT_EXIT):
-        getattr(engine, "close", lambda: None)()
+        engine.close()

@@ -29,6 +29,7 @@ from pydantic import (
     model_validator,
 )
 
+from ragblend.engine.api import BatchEngine
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.call_options import (
@@ -187,7 +188,7 @@ class BlendModel(BaseModel):
                 "engine and engine_options are both given, but engine_options are for an engine that this model loads; "
                 "pass them to load_engine(...)"
             )
-        known = opened or {"model": self.engine.name, "system": getattr(self.engine, "system", None)}
+        known = opened or {"model": self.engine.name, "system": self.engine.system}
         self.model = known["model"]
         for name in _ENGINE_FIELDS.intersection(known):
             if name not in self.model_fields_set or getattr(self, name) is None:
@@ -230,7 +231,7 @@ class BlendModel(BaseModel):
                 options |= {"api_key": api_key.get_secret_value() or None} if api_key is not None else {}
             self.engine = share_engine(pair or self.model, self.store, **options, **(self.engine_options or {}))
             self.model = self.model or self.engine.name  # None is the server's model
-            self.system = getattr(self.engine, "system", self.system)  # None is the stored system text
+            self.system = self.engine.system  # None is the stored system text
             _OPENED_WITH.setdefault(self.engine, self._engine_settings() | {"pair": pair})
         close_at_exit(self.engine)
 
@@ -350,15 +351,15 @@ class BlendModel(BaseModel):
         """
         single = [self._split_answers(request) if request.options.n else [request] for request in requests]
         streams = [[self._open(request) for request in several] for several in single]
-        run_to_end = getattr(self.engine, "run_to_end", None)
-        if run_to_end is None:
+        engine = self.engine
+        if not isinstance(engine, BatchEngine):
             for request, stream in zip(chain(*single), chain(*streams), strict=True):
                 for _ in self._pieces(stream, request, cancelled):
                     pass
         else:
             timeout_s = requests[0].options.timeout if requests else None  # all requests are of one call
             watch = None if timeout_s is None and cancelled is None else partial(_should_stop, timeout_s, cancelled)
-            for error in run_to_end(list(chain(*streams)), watch):
+            for error in engine.run_to_end(list(chain(*streams)), watch):
                 if error is not None:
                     raise error
         return [[stream.result for stream in several] for several in streams]

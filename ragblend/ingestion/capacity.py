@@ -7,13 +7,14 @@ import shutil
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.eviction import RESCAN_SHARE
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import StoreFullError
 
 
 def stored_kv_bytes(engine: Engine) -> int | None:
     """Return the size in bytes of the store: on disk, or in memory without a disk tier; None if a server has it."""
-    local = engine.store.disk_tier or engine.store.memory_tier
+    local = engine.store.find_tier(DiskStore) or engine.store.find_tier(MemoryStore)
     return None if engine.store.is_remote or local is None else local.nbytes()
 
 

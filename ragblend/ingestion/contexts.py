@@ -134,9 +134,8 @@ def explain_short_text(chunk: Chunk, engine: Engine) -> str:
 
 def _num_prefill_tokens(chunk: Chunk, context_texts: Sequence[str], engine: Engine) -> int:
     """Return the number of tokens of a chunk's prefill: prefix, `context_texts`, chunk, and two tokens for vLLM."""
-    prefix_ids: Sequence[int] = getattr(engine, "default_prefix_ids", ())
     parts = engine.renderer.ids_with_separators(context_texts)
-    return len(prefix_ids) + sum(map(len, parts)) + engine.renderer.count_tokens(chunk.text) + 2
+    return len(engine.default_prefix_ids) + sum(map(len, parts)) + engine.renderer.count_tokens(chunk.text) + 2
 
 
 def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:

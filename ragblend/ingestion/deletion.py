@@ -18,14 +18,15 @@ from ragblend.catalog.index_rows import OrphanedTexts, PendingDeletion
 from ragblend.catalog.known_chunks import open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey, text_key
-from ragblend.engine.api import DocumentEngine, Engine
+from ragblend.engine.api import DocumentEngine, Engine, RemoteEngine
 from ragblend.engine.entry_records import record_entry
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
-from ragblend.ingestion.server_documents import is_document_server
 from ragblend.prompt.types import Chunk
 
 Ids = tuple[int, ...]
@@ -43,16 +44,16 @@ def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> tuple[int, 
     LlamaIndex or a server. Return the number of deleted entries and a problem: the error message if a remote tier did
     not answer, else "". The next call with that remote tier deletes the tier's remaining entries.
     """
-    disk = engine.store.disk_tier
+    disk = engine.store.find_tier(DiskStore)
     if disk is not None:
         disk.delete_temporary_files()
     orphaned = index.orphaned_texts()
     if not orphaned.last_number and not index.pending_deletions():
         return 0, ""
     with index.registry_for(engine.store) as registry:
-        if is_document_server(engine):  # a server deletes replaced texts when it receives the new version
+        if isinstance(engine, RemoteEngine):  # a server deletes replaced texts when it receives the new version
             collection = index.collection or LANGCHAIN_COLLECTION
-            num_removed: int = engine.remove_documents(collection, orphaned.sources)  # type: ignore[attr-defined]
+            num_removed: int = engine.remove_documents(collection, orphaned.sources)
             index.schedule_deletions((), orphaned)
             return num_removed, ""
         if orphaned.last_number:
@@ -72,7 +73,7 @@ def _schedule_deletions(
 ) -> None:
     """Release the texts in the registry, and record their entries in place of the texts."""
     released = registry.remove_from_document(orphaned.texts, DocumentKey(index.collection))
-    if (disk := engine.store.disk_tier) is not None:
+    if (disk := engine.store.find_tier(DiskStore)) is not None:
         for source in orphaned.sources:
             disk.unpin(source)
     text_of = keys_to_delete(released, engine, registry, everywhere=True)
@@ -104,7 +105,7 @@ def _pending_deletions(
 
 def _places(engine: DocumentEngine) -> list[str]:
     """Return the tiers from which entries are deleted (`PendingDeletion.place`), the local ones first."""
-    return [LOCAL, *(tier.values.url for tier in engine.store.remote_tiers)]
+    return [LOCAL, *(tier.values.url for tier in engine.store.find_tiers(RemoteStore))]
 
 
 def _find_unseen_remote_keys(keys: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry) -> list[str]:
@@ -113,7 +114,7 @@ def _find_unseen_remote_keys(keys: Iterable[str], engine: DocumentEngine, regist
     Without a shared catalogue, this machine does not know the texts in the context of such a variant. When any text is
     removed, all these variants are deleted from the remote tiers, and the next ingestion computes them again.
     """
-    if registry.is_shared or not engine.store.remote_tiers:
+    if registry.is_shared or not engine.store.find_tiers(RemoteStore):
         return []
     here = [tier for tier in engine.store.tiers if not tier.is_remote]
     return [key for key in sorted(set(keys)) if not any(tier.contains(key) for tier in here)]
@@ -211,11 +212,13 @@ def keys_to_delete(
     if texts and everywhere:
         namespace, joint = engine.namespace, engine.renderer.separator_ids
         text_of = {engine.renderer.chunk_ids(text): text for text in texts}
-        _record_earlier_entries(engine, registry)
+        _record_unrecorded_entries(engine, registry)
         for ids, text in text_of.items():
             for entry in dict.fromkeys(chain.from_iterable(registry.entries_of_chunks((ids, ids + joint), namespace))):
                 keys.setdefault(entry, text)
-        unrecorded = chain.from_iterable(tier.headers() for tier in engine.store.tiers if tier.disk_tier is None)
+        unrecorded = chain.from_iterable(
+            tier.headers() for tier in engine.store.tiers if tier.find_tier(DiskStore) is None
+        )
         headers = (header for header in unrecorded if header.namespace == namespace)
         for entry, text in find_orphaned_keys(headers, text_of.get, joint):
             keys.setdefault(entry, text)
@@ -225,9 +228,9 @@ def keys_to_delete(
     return keys
 
 
-def _record_earlier_entries(engine: DocumentEngine, registry: ChunkRegistry) -> None:
-    """Record the chunks of entries that an earlier version of ragblend stored, once per store."""
-    disk = engine.store.disk_tier
+def _record_unrecorded_entries(engine: DocumentEngine, registry: ChunkRegistry) -> None:
+    """Record the chunks of the entries that the folder had before its catalogue was made, once per catalogue."""
+    disk = engine.store.find_tier(DiskStore)
     if disk is None or registry.are_all_entries_recorded(disk.root):
         return
     for header in disk.headers():
@@ -286,7 +289,7 @@ def delete_texts_except(
     lost = {name: registry.texts_of(name).difference(map(str.strip, texts)) for name, texts in kept_texts.items()}
     losing = [name for name, texts in lost.items() if texts]
     if losing and has_similar:
-        _record_earlier_entries(engine, registry)
+        _record_unrecorded_entries(engine, registry)
     for start in range(0, len(losing), _BATCH):
         names = losing[start : start + _BATCH]
         # In one transaction, so that a text which another process adds at the same time is either kept or added again.
@@ -301,7 +304,7 @@ def delete_texts_except(
             _schedule_entries(causes, engine, registry)
     # A call that adds documents does not wait for a tier that is known not to answer.
     is_removal = bool(kept_texts) and not any(kept_texts.values())
-    is_due = bool(losing) or is_removal or all(tier.is_available() for tier in engine.store.remote_tiers)
+    is_due = bool(losing) or is_removal or all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore))
     num_removed, problem = 0, ""
     if is_due and documents.pending_deletions():
         num_removed, problem = _run_deletions(documents, engine, registry)

@@ -18,14 +18,13 @@ from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id, text_ke
 from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_text_keys
 from ragblend.corpus.folder_scan import match_sources, resolve_source, source_path
-from ragblend.engine.api import DocumentEngine
+from ragblend.engine.api import DocumentEngine, RemoteEngine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants, chunk_variants
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except, find_pending_sources
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
-from ragblend.ingestion.server_documents import is_document_server
 from ragblend.prompt.types import Chunk
 
 _MAX_LISTED = 5  # documents in a message
@@ -54,8 +53,8 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     """
     engine: DocumentEngine = getattr(llm_or_engine, "engine", llm_or_engine)
     ids = list(filter(None, ids))
-    if is_document_server(engine):
-        return int(engine.remove_documents(collection, ids))  # type: ignore[attr-defined]
+    if isinstance(engine, RemoteEngine):
+        return int(engine.remove_documents(collection, ids))
     return _delete_added([DocumentKey(collection, each, engine.namespace) for each in ids], engine)
 
 
@@ -204,7 +203,7 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, inde
     known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]
     own: set[str] = set()
-    if engine is not None and not begun and not is_document_server(engine):
+    if engine is not None and not begun and not isinstance(engine, RemoteEngine):
         with suppress(CorruptError):  # a document with damaged rows is removed without this count
             own = _stored_keys((chunk for source in given for chunk in index.chunks(source)), engine)
     num_chunks = sum(index.remove_document(source) for source in given)
@@ -236,14 +235,14 @@ def pin_document(source: str, engine: DocumentEngine, index: ChunkIndex) -> PinC
     chunks = list(index.chunks(source))
     if not chunks:
         raise NotFoundError(f"the index has no document {source!r}; list them: ragblend documents")
-    if (disk := engine.store.disk_tier) is not None:
+    if (disk := engine.store.find_tier(DiskStore)) is not None:
         disk.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
     return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
 
 
 def refresh_pins(sources: Sequence[str], engine: DocumentEngine, index: ChunkIndex) -> None:
     """Pin the current chunks of pinned documents that were ingested again."""
-    disk = engine.store.disk_tier
+    disk = engine.store.find_tier(DiskStore)
     pinned = disk.pins() if disk is not None else {}
     for source in sources:
         if source in pinned:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from ragblend.corpus.folder_scan import ReadFailure
-from ragblend.engine.api import Engine
+from ragblend.engine.api import Engine, IngestingEngine
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.remote.upload import finish_sending
-from ragblend.ingestion.report import IngestReport
+from ragblend.engine.weightless import WeightlessEngine
+from ragblend.ingestion.report import IngestReport, Progress
 from ragblend.prompt.types import Chunk
-
-if TYPE_CHECKING:
-    from ragblend.ingestion.sync import Progress
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
 """Prefills chunks that are missing in the engine's store, and yields the bytes stored for each: 0 for a chunk that was
@@ -30,16 +28,15 @@ def prefill_here(chunks: Sequence[Chunk], engine: Engine) -> Iterable[int]:
     """Prefill and store chunks in this process, several per pass if the engine supports it. Yield the bytes stored for
     each (see `Prefill`).
     """
-    together: Callable[[Sequence[Chunk]], Iterable[int]] | None = getattr(engine, "precompute_all", None)
-    return together(chunks) if together is not None else map(engine.precompute, chunks)
+    return engine.precompute_all(chunks) if isinstance(engine, IngestingEngine) else map(engine.precompute, chunks)
 
 
 def load_weights(engine: Engine, progress: Progress) -> float:
     """Load the weights of an engine that loads them when it needs them. Return the seconds that this took."""
     start_s = perf_counter()
-    if (load := getattr(engine, "load_weights", None)) is not None:
+    if isinstance(engine, WeightlessEngine):
         progress("load", 0, 1)
-        load()
+        engine.load_weights()
         progress("load", 1, 1)
     return perf_counter() - start_s
 
@@ -58,7 +55,7 @@ def send_to_remote(
     known: chunks that were stored before; those without KV on this machine have it in a remote tier. Does nothing
     without a remote tier. KV that does not arrive is counted in `report` and named in `report.failures`.
     """
-    if not engine.store.remote_tiers:
+    if not engine.store.find_tiers(RemoteStore):
         return
     local = [tier for tier in engine.store.tiers if not tier.is_remote]
     keys = [key for key in map(engine.key, known) if any(tier.contains(key) for tier in local)]

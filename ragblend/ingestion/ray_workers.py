@@ -21,6 +21,7 @@ from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
 from ragblend.engine.api import Engine
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.ingestion.prefill import num_chunk_tokens, prefill_here
@@ -202,7 +203,7 @@ class _Worker:
                 "than the model that ingests; copy the same folder to every machine and set `dtype`"
             )
         stored = list(prefill_here(chunks, engine))
-        for tier in engine.store.remote_tiers:
+        for tier in engine.store.find_tiers(RemoteStore):
             tier.flush(FLUSH_TIMEOUT_S)
         return stored
 

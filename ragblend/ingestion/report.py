@@ -11,7 +11,8 @@ from threading import Timer
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TaskID, TimeRemainingColumn
+from rich.progress import Progress as ProgressBars
 from rich.text import Text
 
 from ragblend.corpus.folder_scan import ReadFailure
@@ -66,7 +67,16 @@ class IngestReport:
         return {**asdict(self), **lists}
 
 
-_OnProgress = Callable[[str, int, int | None], None]  # see `sync.Progress`
+Progress = Callable[[str, int, int | None], None]
+"""Called with a stage, the number of finished items, and the number of all or None.
+
+The stages are "read" (documents), "embed" (chunks), "load" (the model), "prefill" and "push" (KV caches; "push" sends
+them to a remote tier).
+"""
+
+
+def ignore_progress(stage: str, done: int, total: int | None) -> None:
+    """Do nothing. The default `Progress`."""
 
 
 class _RateColumn(ProgressColumn):
@@ -77,7 +87,7 @@ class _RateColumn(ProgressColumn):
 
 
 @contextmanager
-def show_progress(progress: _OnProgress | None) -> Iterator[_OnProgress]:
+def show_progress(progress: Progress | None) -> Iterator[Progress]:
     """Yield `progress`. For None, yield a callback that draws bars on stderr if it is a terminal, else does nothing.
 
     No bar is drawn for work that takes less than a second.
@@ -88,11 +98,11 @@ def show_progress(progress: _OnProgress | None) -> Iterator[_OnProgress]:
         with draw_bars(_LONG_S) as on_progress:
             yield on_progress
     else:
-        yield lambda stage, done, total: None
+        yield ignore_progress
 
 
 @contextmanager
-def draw_bars(delay_s: float = 0.0) -> Iterator[_OnProgress]:
+def draw_bars(delay_s: float = 0.0) -> Iterator[Progress]:
     """Yield a progress callback that draws bars on stderr, a terminal, with rate and time left.
 
     It draws nothing in the first `delay_s` seconds.
@@ -101,7 +111,7 @@ def draw_bars(delay_s: float = 0.0) -> Iterator[_OnProgress]:
     size = shutil.get_terminal_size()
     terminal = Console(stderr=True, highlight=False, soft_wrap=True, width=size.columns, height=size.lines)
     columns = ("{task.description:<8}", BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=terminal, transient=True, redirect_stdout=False)
+    bars = ProgressBars(*columns, console=terminal, transient=True, redirect_stdout=False)
     tasks: dict[str, TaskID] = {}
 
     def on_progress(stage: str, done: int, total: int | None) -> None:

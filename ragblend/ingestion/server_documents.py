@@ -17,16 +17,10 @@ from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION, Identity, document_label
-from ragblend.ingestion.report import BLANK_TEXT, NOT_IN_REMOTE, IngestReport
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import BLANK_TEXT, NOT_IN_REMOTE, IngestReport, Progress, ignore_progress
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
-
-
-def is_document_server(engine: Any) -> bool:
-    """Return True for an engine that is the client of a server: it has `send_documents` and `remove_documents`."""
-    return hasattr(engine, "send_documents")
 
 
 def _send(

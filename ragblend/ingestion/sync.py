@@ -32,23 +32,12 @@ from ragblend.corpus.loaders import DEFAULT_READER, FileReader
 from ragblend.errors import NotADocumentError, NotFoundError, RagblendError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.ray_workers import RayWorkers
-from ragblend.ingestion.report import IngestReport
+from ragblend.ingestion.report import IngestReport, Progress
 from ragblend.prompt.types import Chunk
 
 log = logging.getLogger(__name__)
 
 _EMBED_BATCH = 64  # chunks per embedding call; documents are stored whole, so a batch may be a little larger
-
-Progress = Callable[[str, int, int | None], None]
-"""Called with a stage, the number of finished items, and the number of all or None.
-
-The stages are "read" (documents), "embed" (chunks), "load" (the model), "prefill" and "push" (KV caches; "push" sends
-them to a remote tier).
-"""
-
-
-def ignore_progress(stage: str, done: int, total: int | None) -> None:
-    """Do nothing. The default `Progress`."""
 
 
 class ChunkerConfig(NamedTuple):

@@ -30,11 +30,12 @@ from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, default_check_layer, find_rule, validate_ratio
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.report import BlendReport
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.intervals import wilson_interval
 from ragblend.prompt.types import Chunk, Prompt
 
@@ -111,7 +112,7 @@ def calibrate(
             "calibrate compares first-token distributions, which vLLM does not show. Calibrate with --backend "
             "transformers on the store that vLLM serves from: the calibration is for both"
         )
-    disk = engine.store.disk_tier if save else None
+    disk = engine.store.find_tier(DiskStore) if save else None
     if save and disk is None:
         raise UsageError("the engine's store has no directory to keep a calibration in; load it with store=DIR")
     fitted, others = split_questions(questions, num_questions, num_held_out, target)

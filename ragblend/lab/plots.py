@@ -55,7 +55,8 @@ def figure_file(path: Path, width: float, height: float, title: str) -> Iterator
     write_output(path, drawn.getvalue(), "--plot")
 
 
-def _describe(axes: Any, x: str, y: str, title: str = "") -> None:
+def describe_axes(axes: Any, x: str, y: str, title: str = "") -> None:
+    """Label the axes `x` and `y`, and add title, grid and legend."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.set_title(title, fontsize="medium")
@@ -64,7 +65,8 @@ def _describe(axes: Any, x: str, y: str, title: str = "") -> None:
         axes.legend(fontsize="small")
 
 
-def _title(facts: Facts) -> str:
+def workload_title(facts: Facts) -> str:
+    """Return model, dtype, chunks and hardware of a result, as the title of its picture."""
     config, hardware = facts["config"], facts["hardware"]
     return f"{facts['model']} {config['dtype']}, {config['num_chunks']} x {config['chunk_tokens']} tokens, " + (
         hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} thread(s)"
@@ -77,7 +79,7 @@ def _title(facts: Facts) -> str:
 def plot_ttft(facts: Facts, path: Path) -> None:
     """Write a bar per case of `bench ttft`: median TTFT, whiskers from fastest to slowest, the speedup as text."""
     runs = facts["runs"]
-    with figure_file(path, 8, 1.2 + 0.55 * len(runs), _title(facts)) as figure:
+    with figure_file(path, 8, 1.2 + 0.55 * len(runs), workload_title(facts)) as figure:
         axes = figure.add_subplot()
         for run in runs:
             blend = run["mode"] == "blend"
@@ -90,86 +92,6 @@ def plot_ttft(facts: Facts, path: Path) -> None:
         axes.margins(x=0.25)
         axes.set_xlim(left=0)
         axes.set_xlabel("time to first token, seconds (lookup + load + fuse + first token)")
-
-
-def plot_throughput(facts: Facts, path: Path) -> None:
-    """Write a plot of mean TTFT (y) over the requests served per second (x), a line per mode of `bench throughput`. The
-    y axis ends at three times the TTFT bound.
-    """
-    bound = facts["bound_s"]
-    with figure_file(path, 7.5, 4.8, f"vLLM, {_title(facts)}") as figure:
-        axes = figure.add_subplot()
-        for found in facts["capacities"]:
-            points = [run for run in facts["runs"] if (run["mode"], run["rule"]) == (found["mode"], found["rule"])]
-            rates, means = [run["served_rate"] for run in points], [run["ttft_mean_s"] for run in points]
-            best, blend = found["rate_at_bound"], found["mode"] == "blend"
-            label = f"blend {found['rule']}" if blend else found["mode"]
-            label += "" if best is None else f": {'>' if found['at_least'] else ''}{best:.3g}/s"
-            color = None if blend else COLORS[found["mode"]]
-            axes.plot([0.0, *rates], [found["idle_ttft_s"], *means], label=label, color=color, marker="o", ms=4)
-        axes.axhline(bound, color="black", ls=":", lw=1, label=f"bound {bound:.3g} s")
-        axes.set_xlim(left=0)
-        axes.set_ylim(0, 3 * bound)
-        _describe(
-            axes,
-            "requests served per second (Poisson arrivals; 0: one at a time)",
-            "mean time to first token, seconds",
-        )
-
-
-# -- loading
-
-
-def plot_load(facts: Facts, path: Path) -> None:
-    """Write the plots of `bench load`: when each layer is loaded and fused, and TTFT (y) over the loading time (x)."""
-    title = f"{_title(facts)}, {facts['runs'][0]['rule']} at {facts['config']['ratio']:.0%}"
-    with figure_file(path, 15, 5, title) as figure:
-        chosen = _timelines_to_show(facts)
-        panels = figure.subplots(1, len(chosen) + 1)
-        for axes, timeline in zip(panels, chosen, strict=False):
-            _plot_timeline(axes, timeline)
-        _plot_over_load(panels[-1], facts)
-
-
-def _timelines_to_show(facts: Facts) -> list[Facts]:
-    """Return the slowest reader that hides and the slowest of all, at the requested ratio, with the pipeline."""
-    own = [each for each in facts["timelines"] if each["pipeline"] and each["ratio"] == facts["config"]["ratio"]]
-    own = sorted((each for each in own if each["source"] != "memory"), key=lambda each: each["load_over_recompute"])
-    hidden = [each for each in own if each["load_over_recompute"] <= 1]
-    return [*hidden[-1:], *(each for each in own[-1:] if each not in hidden)]
-
-
-def _plot_timeline(axes: Any, timeline: Facts) -> None:
-    """Draw a row per layer with the times of loading and of fusing it."""
-    for name, color, offset in (("load", "#ff7f0e", -0.2), ("fuse", "#1f77b4", 0.2)):
-        starts = [start for start, _ in timeline[name]]
-        widths = [end - start for start, end in timeline[name]]
-        rows = [layer + offset for layer in range(len(starts))]
-        axes.barh(rows, widths, left=starts, height=0.4, color=color, label=name)
-    axes.invert_yaxis()
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlim(left=0)
-    title = f"{timeline['source']}, T_load = {timeline['load_over_recompute']:.2f} T_recompute"
-    _describe(axes, "seconds", "layer", title)
-
-
-def _plot_over_load(axes: Any, facts: Facts) -> None:
-    """Draw TTFT / TTFT from memory (y) over T_load / T_recompute (x), with the pipeline and without."""
-    ratio = facts["config"]["ratio"]
-    runs = sorted(facts["runs"], key=lambda run: float(run["load_over_recompute"]))
-    lines = {
-        "pipeline on": ("o-", [run for run in runs if run["pipeline"] and run["ratio"] == ratio]),
-        "pipeline off": ("o-", [run for run in runs if not run["pipeline"]]),
-        "pipeline on, at the ratio that hides": ("^", [run for run in runs if run["ratio"] > ratio]),
-    }
-    for label, (style, points) in lines.items():
-        places, over = [run["load_over_recompute"] for run in points], [run["over_memory"] for run in points]
-        axes.plot(places, over, style, ms=5, label=label)
-    axes.axhline(facts["target"], color="black", ls=":", lw=1, label=f"{facts['target']:g}")
-    axes.axvline(1.0, color="#7f7f7f", ls="--", lw=1)
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    _describe(axes, "T_load / T_recompute, by the controller", "TTFT / TTFT from memory")
 
 
 # -- quality
@@ -195,7 +117,7 @@ def plot_quality(facts: Facts, path: Path, panels: Sequence[Panel] = QUALITY_PAN
     """
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
     known = [panel for panel in panels if any(run[panel[1]] is not None for run in runs)]  # ROUGE-L needs its package
-    title = f"{_title(facts)}, {facts['config']['data']}, {runs[0]['num_questions']} questions"
+    title = f"{workload_title(facts)}, {facts['config']['data']}, {runs[0]['num_questions']} questions"
     with figure_file(path, 4.5 * len(known), 4.6, title) as figure:
         for axes, panel in zip(figure.subplots(1, len(known)), known, strict=True):
             plot_panel(axes, panel, runs)
@@ -222,7 +144,7 @@ def plot_panel(axes: Any, panel: Panel, runs: Sequence[Facts]) -> None:
     places = [run[place] for run in runs]
     if place == "ttft_s" and min(places) > 0 and max(places) > 20 * min(places):
         axes.set_xscale("log")
-    _describe(axes, _PLACES[place], "", title)
+    describe_axes(axes, _PLACES[place], "", title)
 
 
 def _line_of(run: Facts) -> tuple[str, str, str]:
@@ -262,8 +184,8 @@ def plot_calibration(facts: Facts, path: Path) -> None:
                 for point in (point for point in points if point["ratio"] == fit["ratio"]):
                     axes.plot(point["charged_budget"], point[name], marker="o", ms=10, mfc="none", color=color)
         divergence.set_yscale("log")
-        _describe(agreement, "charged budget (0 = full reuse)", "first token is full prefill's")
-        _describe(divergence, "charged budget (0 = full reuse)", "KL(full || blend) of the first token, nats")
+        describe_axes(agreement, "charged budget (0 = full reuse)", "first token is full prefill's")
+        describe_axes(divergence, "charged budget (0 = full reuse)", "KL(full || blend) of the first token, nats")
 
 
 # -- traffic
@@ -297,4 +219,4 @@ def _plot_store_sizes(axes: Any, points: Sequence[Facts]) -> None:
     sizes = [point[name] / scale for point in points]
     axes.plot(sizes, [point["lru"] for point in points], marker="o", ms=4, color=COLORS["blend"], label="LRU")
     axes.set_ylim(bottom=0)
-    _describe(axes, f"size of the store, {unit}", "share of the prompt tokens that it finds", "after the prefix")
+    describe_axes(axes, f"size of the store, {unit}", "share of the prompt tokens that it finds", "after the prefix")

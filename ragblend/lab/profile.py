@@ -36,7 +36,7 @@ from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.engines import with_own_store
 from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.types import ChunkRun, MatchedPrompt

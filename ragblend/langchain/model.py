@@ -23,6 +23,7 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.config import get_config_list
 
+from ragblend.engine.api import BatchEngine
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.aio import iterate_in_thread, run_in_thread
@@ -133,9 +134,9 @@ class LangChainModel(BlendModel):
     def _make_call_configs(self, config: Any, count: int) -> list[RunnableConfig]:
         """Return the configs of `count` calls. LangChain reads `max_concurrency` from the first one."""
         configs = get_config_list(config, count)
-        loop = getattr(self.engine, "loop", None)
-        if loop is not None and configs and configs[0].get("max_concurrency") is None:
-            configs[0] = {**configs[0], "max_concurrency": loop.max_num_seqs}
+        engine = self.engine
+        if isinstance(engine, BatchEngine) and configs and configs[0].get("max_concurrency") is None:
+            configs[0] = {**configs[0], "max_concurrency": engine.max_num_seqs}
         return configs
 
     # --- answers ---

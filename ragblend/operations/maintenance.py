@@ -41,7 +41,7 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.documents import pin_document
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk
@@ -100,13 +100,13 @@ def verify_and_quarantine(
     _verify_registry(disk, report)
     try:
         with open_index(store) as opened:
+            opened.check_chunks()
             is_checked = opened.registry.key == catalog_location(disk)
             report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
     except NotFoundError:
         pass  # a store of framework documents has no index
     except CorruptError as error:
-        if CATALOG_FILE not in report.damaged_files:
-            report.index_problems.append(str(error))
+        report.damaged_files.setdefault(CATALOG_FILE, str(error))
     _compare_with_documents(disk, report)
     return report
 
@@ -161,11 +161,10 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 
     Return the number of prefilled chunks. If the process is killed, the next `verify` finds the remaining damage.
     """
-    disk = engine.store.disk_tier
+    disk = engine.store.find_tier(DiskStore)
     if disk is not None:
         disk.delete_temporary_files()
     if report.index_problems:
-        index.remove_damaged_rows()
         index.rebuild()
     if disk is not None and report.damaged_files:
         _repair_files(report, disk, engine, index)
@@ -185,8 +184,6 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
         stored = registry.fingerprints_by_key()
     if repaired.num_dropped:
         report.unrepaired.append(": ".join(repaired.failures[-1]))
-    if CATALOG_FILE in report.damaged_files:
-        engine.add_known_chunks(chunk for chunk in others if engine.is_stored(chunk))
     if disk is None:
         return repaired.num_new_kv
     for key in report.damaged:
@@ -205,47 +202,28 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
 def drop_files_that_block_opening(report: VerifyReport, store: str | Path, *, kv_dir: str | None = None) -> None:
     """Delete the damaged files that prevent an engine from opening the store: its defaults and its catalogue.
 
-    If a catalogue is sound without its damaged rows, only these rows are deleted. `report.damaged_files` names the
-    damaged files. The deletions are added to `report.dropped`.
+    `report.damaged_files` names the damaged files. The deletions are added to `report.dropped`.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if DEFAULTS_FILE in report.damaged_files:
         disk.delete_metadata(DEFAULTS_FILE)
         report.dropped.append(f"{DEFAULTS_FILE} was removed; {_LOSS_MESSAGES[DEFAULTS_FILE]}")
-    if CATALOG_FILE in report.damaged_files:
-        is_sound = _remove_damaged_rows(disk)
-        if not is_sound:  # the file's structure is damaged, so deleting rows does not repair it
-            delete_catalog_files(disk.root)
-            _record_stored(disk)
-        what = f"damaged rows of {CATALOG_FILE} were" if is_sound else f"{CATALOG_FILE} was"
-        report.dropped.append(f"{what} removed; {_LOSS_MESSAGES[CATALOG_FILE]}")
-
-
-def _remove_damaged_rows(disk: DiskStore) -> bool:
-    """Delete the damaged rows of a store's catalogue, and record all entries again. Return False if it still has
-    damage.
-    """
-    try:
-        with open_registry(disk) as registry:
-            IndexedDocuments(registry).remove_damaged_rows()
-            is_sound = not registry.find_problems()
-    except CorruptError:
-        return False
-    if is_sound:
+    if CATALOG_FILE in report.damaged_files and isinstance(catalog_location(disk), Path):
+        delete_catalog_files(disk.root)
         _record_stored(disk)
-    return is_sound
+        report.dropped.append(f"{CATALOG_FILE} was replaced by an empty one; {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
-    """Write pins of indexed documents again, delete damaged rows of the catalogue, remove other damaged files."""
+    """Write pins of indexed documents again, and remove other damaged files."""
     for source in index.sources():
         if disk.pin_location(source) in report.damaged_files:
             pin_document(source, engine, index)
     still = {result.key for result in disk.verify_metadata(calibration_problem)}
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:
-            if not _remove_damaged_rows(disk):
-                report.unrepaired.append(reason)
+            with open_registry(disk) as registry:
+                report.unrepaired += [reason] * bool(registry.find_problems())
         elif place in still:
             disk.delete_metadata(place)
             report.dropped.append(f"{place} was removed; {_LOSS_MESSAGES[place.partition('/')[0]]}")

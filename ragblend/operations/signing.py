@@ -16,7 +16,7 @@ from ragblend.engine.store.format.signing import StoreKey
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError, DamagedEntryError
 from ragblend.files.store_folder import ENTRY_SUFFIX
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 
 
 def sign_store(

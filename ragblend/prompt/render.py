@@ -87,12 +87,9 @@ class Renderer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return 16 hex digits that depend only on the tokenizer and on whether there is a chat template.
-
-        The hashed text contains former names of this class, so that existing indexes stay valid.
-        """
-        kind = "PlainFormat" if self._template.endswith(PLAIN_TEMPLATE) else "ChatTemplateFormat"
-        return hashlib.blake2b(f"{kind}\0\0{self.backend.to_str()}".encode(), digest_size=8).hexdigest()
+        """Return 16 hex digits that depend only on the tokenizer and on whether there is a chat template."""
+        kind = "plain" if self._template.endswith(PLAIN_TEMPLATE) else "chat"
+        return hashlib.blake2b(f"{kind}\0{self.backend.to_str()}".encode(), digest_size=8).hexdigest()
 
     # --- prompts ---
 

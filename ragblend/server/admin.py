@@ -20,7 +20,8 @@ from typing import Any
 
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.namespaces import equals_ignoring_salt
-from ragblend.engine.store.disk import StoreEntry
+from ragblend.engine.store.disk import DiskStore, StoreEntry
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import UsageError
 from ragblend.files.reserve import delete_with_reserve
@@ -60,8 +61,8 @@ def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     for entry in _entries(store):
         counts[entry.header.namespace] += 1
         sizes[entry.header.namespace] += entry.nbytes
-    disk = store.disk_tier
-    statuses = [tier.status()._asdict() for tier in store.remote_tiers]
+    disk = store.find_tier(DiskStore)
+    statuses = [tier.status()._asdict() for tier in store.find_tiers(RemoteStore)]
     for status in statuses:
         del status["url"]  # clients do not learn where the store is
     return {
@@ -111,7 +112,7 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
     namespace = fields.get("namespace")
     if not isinstance(namespace, str):
         raise UsageError('send {"namespace": "..."}')
-    disk = store.disk_tier
+    disk = store.find_tier(DiskStore)
     clear = partial(_clear_namespace, store, namespace)
     return clear() if disk is None else delete_with_reserve(disk.root, clear)
 
@@ -121,7 +122,7 @@ def _clear_namespace(store: TieredStore, namespace: str) -> dict[str, Any]:
     keys, num_unread = {key for key, own in namespace_of.items() if equals_ignoring_salt(own, namespace)}, 0
     with open_registry(store) as registry:
         registry.remove_entry_chunks(keys)
-    for remote in store.remote_tiers:
+    for remote in store.find_tiers(RemoteStore):
         for key in set(remote.keys()).difference(namespace_of):
             kv = remote.get(key)
             num_unread += kv is None
@@ -140,5 +141,5 @@ def _fields(body: bytes) -> dict[str, Any]:
 
 
 def _entries(store: TieredStore) -> Iterator[StoreEntry]:
-    if store.disk_tier is not None:
-        yield from store.disk_tier.entries()
+    if (disk := store.find_tier(DiskStore)) is not None:
+        yield from disk.entries()

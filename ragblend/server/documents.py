@@ -38,6 +38,8 @@ from ragblend.catalog.sent_documents import (
 from ragblend.catalog.stored_documents import StoredDocument, list_documents, open_store_documents
 from ragblend.corpus.documents import has_visible_text
 from ragblend.engine.api import Engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError, EngineClosedError, NotFoundError
 from ragblend.files.reserve import delete_with_reserve, fill_reserve
 from ragblend.index import open_index
@@ -197,7 +199,7 @@ class DocumentIngester:
         engine = self._engine(namespace)
         with open_store_documents(engine.store) as (registry, index):
             found = list_documents(registry, index, namespace, collection, after=after, limit=limit + 1)
-            listing = describe_documents(found[:limit], engine.store.disk_tier, registry, index)
+            listing = describe_documents(found[:limit], engine.store.find_tier(DiskStore), registry, index)
         cursor = json.dumps(found[limit - 1].key[:2]) if len(found) > limit else ""
         return {"documents": [each._asdict() for each in listing.documents], "next": cursor}
 
@@ -314,7 +316,7 @@ class DocumentIngester:
                 continue  # KV of replaced texts was deleted since, so the document may fit now
             if report.num_dropped and is_stored:
                 reason = _explain_dropped(stored, engine, report) or reason
-            if not has_all and not all(tier.is_available() for tier in engine.store.remote_tiers):
+            if not has_all and not all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore)):
                 raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
             self._table.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
 
@@ -332,7 +334,6 @@ class DocumentIngester:
 
         new_kv, new_bytes: by document, the number and the bytes of its new entries, which are counted here.
         """
-        is_generating: Callable[[], bool] = getattr(engine, "is_generating", lambda: False)
         for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
             start_s = time.monotonic()
             nbytes = self._prefill_once(chunk, engine) if self._has_room(chunk, engine) else 0
@@ -345,7 +346,7 @@ class DocumentIngester:
             end_s += max(_REST_S, _REST_SHARE * (end_s - start_s))
             while True:
                 self._check_interrupted()
-                if time.monotonic() > end_s or not is_generating():
+                if time.monotonic() > end_s or not engine.is_generating():
                     break
                 time.sleep(0.02)
                 self._renew_leases()
@@ -353,8 +354,8 @@ class DocumentIngester:
 
     def _has_room(self, chunk: Chunk, engine: Engine) -> bool:
         """Return False if the KV of a chunk would evict KV of other documents, which stays reported as stored."""
-        disk = engine.store.disk_tier
-        if disk is None or engine.store.remote_tiers:  # what a remote tier holds can be evicted here
+        disk = engine.store.find_tier(DiskStore)
+        if disk is None or engine.store.find_tiers(RemoteStore):  # what a remote tier holds can be evicted here
             return True
         nbytes = num_chunk_tokens(chunk, engine) * engine.bytes_per_token
         if disk.has_room(nbytes + nbytes // 64 + _HEADER_BYTES):
@@ -453,6 +454,6 @@ def _open_private(path: str, flags: int) -> int:
 def _explain_dropped(stored: set[str], engine: Engine, report: IngestReport) -> str:
     """Return the reason for clients if a remote tier lacks some of a document's `stored` entries, else ""."""
     keys = [*stored]
-    lacking = {key for tier in engine.store.remote_tiers for key in stored - tier.find_stored(keys)}
+    lacking = {key for tier in engine.store.find_tiers(RemoteStore) for key in stored - tier.find_stored(keys)}
     why = "is full" if report.is_full else "does not accept it"
     return f"{NOT_IN_REMOTE}, which {why}: {len(lacking)} of {len(keys)} KV caches" if lacking else ""

@@ -55,8 +55,8 @@ class Readiness:
         self.is_stopping = False
         self._num_under_way = 0
         self._client = engine_client
-        self._disk = _CachedProbe(lambda: _disk_state(store.disk_tier))
-        self._remote = _CachedProbe(lambda: _remote_state(store.remote_tiers))
+        self._disk = _CachedProbe(lambda: _disk_state(store.find_tier(DiskStore)))
+        self._remote = _CachedProbe(lambda: _remote_state(store.find_tiers(RemoteStore)))
         self._catalog = _CachedProbe(lambda: _catalog_state(store))
         shutdown = engine_client.shutdown
 

@@ -12,6 +12,8 @@ from ragblend.chunker import split
 from ragblend.corpus.documents import Document
 from ragblend.corpus.embedders import FloatArray
 from ragblend.engine.api import Engine
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
 from ragblend.prompt.types import Chunk
@@ -36,8 +38,9 @@ def stored_keys(chunks: Iterable[Chunk], engine: Engine) -> set[str]:
     An entry that only the memory of this process holds does not count if the store has a disk.
     """
     keys, store = [*dict.fromkeys(map(engine.key, chunk_variants(chunks, engine.context)))], engine.store
-    if store.disk_tier is not None and not store.remote_tiers:
-        return set(filter(store.disk_tier.contains, keys))
+    disk = store.find_tier(DiskStore)
+    if disk is not None and not store.find_tiers(RemoteStore):
+        return set(filter(disk.contains, keys))
     return {key for key, is_stored in zip(keys, store.contains_many(keys), strict=True) if is_stored}
 
 

@@ -4,17 +4,16 @@ import sqlite3
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from tier_support import run_threads
 
-from ragblend.catalog.registry import ChunkRegistry, SimilarContextVariant, open_registry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentFacts, DocumentKey
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_REGISTRY_FILE
+from ragblend.files.store_folder import CATALOG_FILE
 
 LONG = "This text is longer than an anchor, by far."
 DOC, FIRST, SECOND = DocumentKey("notes", "doc"), DocumentKey("notes", "first"), DocumentKey("notes", "second")
@@ -129,7 +128,7 @@ def test_damaged_file_is_corrupt(tmp_path):
 def test_another_database_is_refused(tmp_path):
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as file:
         file.execute("CREATE TABLE recipes (name TEXT)")
-        file.execute("PRAGMA user_version = 1")
+        file.execute("PRAGMA user_version = 2")
     with pytest.raises(StoreMismatchError, match="choose another folder"):
         ChunkRegistry(tmp_path / CATALOG_FILE)
 
@@ -138,7 +137,7 @@ def test_another_database_is_refused(tmp_path):
     "damage",
     [
         "PRAGMA user_version = 4",
-        "PRAGMA user_version = 1",
+        "PRAGMA user_version = 2",
         "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'",
     ],
 )
@@ -199,69 +198,6 @@ def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twi
     assert len(ChunkRegistry(path)) == 5
 
 
-FORMER = Path(__file__).with_name("former_registry.sql")
-"""What `texts.sqlite` had, as the last version of ragblend without a catalogue wrote it."""
-BASALT, SLATE, CHALK = "Basalt is a volcanic rock.", "Slate splits into thin plates.", "Chalk is soft."
-
-
-def write_former(folder: Path, *changes: str) -> Path:
-    with closing(sqlite3.connect(folder / FORMER_REGISTRY_FILE, isolation_level=None)) as file:
-        file.execute("PRAGMA journal_mode = WAL")
-        file.executescript(FORMER.read_text())
-        for change in changes:
-            file.execute(change)
-    return folder / FORMER_REGISTRY_FILE
-
-
-@pytest.mark.parametrize("version", [3, 4, 5])
-def test_the_registry_of_an_earlier_version_is_read_in_once(version, tmp_path, caplog):
-    later = ("similar_variants", "chunk_entries", "document_versions", *["chunk_token_ids"] * (version == 3))
-    changes = [f"DROP TABLE {table}" for table in later]
-    former = write_former(tmp_path, *(changes if version < 5 else ()), f"PRAGMA user_version = {version}")
-    with ChunkRegistry(tmp_path / CATALOG_FILE) as registry, ChunkRegistry(tmp_path / CATALOG_FILE) as other:
-        assert list(registry.texts()) == [BASALT, SLATE, CHALK]
-        assert other.documents() == {
-            DocumentKey("notes", "1", "tenant"): 1,
-            DocumentKey("index:1f"): 2,
-            DocumentKey("langchain", "a/b"): 1,
-        }
-        assert registry.facts_of(DocumentKey("langchain", "a/b")).version == ("v1" if version == 5 else "")
-        assert registry.fingerprints_by_key() == {"entry-a": "model", "entry-b": "model"}
-        variants = [
-            SimilarContextVariant("entry-b", SLATE, b"1234", True),
-            SimilarContextVariant("entry-c", CHALK, b"5678"),
-        ]
-        assert [each for _, each in registry.variants_after(0, "words 1")] == (variants if version == 5 else [])
-        assert registry.has_ids(BASALT, "t", "") == (version > 3)
-        assert registry.are_all_entries_recorded(tmp_path) == (version == 5)
-        assert registry.entries_of_chunks([(1, 2)], "tenant") == [["entry-b"] if version == 5 else []]
-        assert registry.find_problems() == other.find_problems() == []
-    assert [record.message for record in caplog.records if str(former) in record.message] == [
-        f"{former} was written by an earlier version; its 3 texts were copied into the catalogue"
-    ]
-    assert [path.name for path in tmp_path.iterdir()] == [CATALOG_FILE]
-
-
-def test_damaged_rows_of_an_earlier_version_are_found_in_the_catalogue(tmp_path):
-    damages = ["UPDATE registered_texts SET text = 'other' WHERE id = 1", "UPDATE chunk_entries SET entry = 'x'||entry"]
-    write_former(tmp_path, *damages, "UPDATE text_holders SET document = 'other' WHERE document = 'langchain/a/b'")
-    with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
-        assert [problem.partition(": ")[2] for problem in registry.find_problems()] == [
-            "the checksums of 1 texts do not match",
-            "the checksums of 4 entries of chunks do not match",
-        ]
-        assert registry.documents_of(SLATE) == [DocumentKey("index:1f")]
-        registry.remove_damaged_rows()
-        assert (list(registry.texts()), registry.find_problems()) == ([SLATE, CHALK], [])
-        assert not registry.are_all_entries_recorded(tmp_path), "the entries in the folder are read again"
-
-
-def test_a_damaged_registry_of_an_earlier_version_is_corrupt(tmp_path):
-    (tmp_path / FORMER_REGISTRY_FILE).write_bytes(b"not a database at all, but long enough to be read as one" * 20)
-    with pytest.raises(CorruptError, match="ragblend verify --repair"):
-        ChunkRegistry(tmp_path / CATALOG_FILE)
-
-
 def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(registry):
     registry.record_entry_chunks("alone", [(1, 2)], "")
     registry.record_entry_chunks("similar", [(1, 2), (3, 4, 9)], "")
@@ -271,17 +207,6 @@ def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(r
     assert registry.entries_of_chunks([(1, 2)], "tenant") == [["others"]]
     registry.remove_entry_chunks(["similar", "unknown", ""])
     assert registry.entries_of_chunks([(1, 2), (3, 4, 9)], "") == [["alone"], []]
-
-
-def test_after_damage_to_a_record_all_entries_are_to_be_recorded_again(registry):
-    registry.record_entry_chunks("alone", [(1, 2)], "")
-    registry.mark_all_entries_recorded(Path("store"))
-    assert registry.are_all_entries_recorded(Path("store"))
-    with registry._write() as connection:
-        connection.exec_driver_sql("UPDATE entry_chunks SET namespace = 'other' WHERE entry = 'alone'")
-    assert registry.entries_of_chunks([(1, 2)], "other") == [[]], "a damaged record is no answer"
-    registry.remove_damaged_rows()
-    assert not registry.are_all_entries_recorded(Path("store"))
 
 
 def test_a_document_has_one_version_and_one_source(registry):

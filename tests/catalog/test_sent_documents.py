@@ -1,35 +1,11 @@
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
-from pathlib import Path
-
-from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import SentDocumentCounts
 from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
-from ragblend.files.store_folder import CATALOG_FILE, FORMER_SERVER_FILE
 
 
 def send(table: SentDocumentTable, *ids: str, namespace: str = "", text: str = "text") -> str:
     return table.add(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])
-
-
-def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path, caplog):
-    former = tmp_path / FORMER_SERVER_FILE
-    with closing(sqlite3.connect(former)) as file:
-        file.executescript(Path(__file__).with_name("former_documents.sql").read_text())
-    ChunkRegistry(tmp_path / CATALOG_FILE).close()  # the first process that opens the folder
-    with SentDocumentTable(tmp_path / CATALOG_FILE) as table:
-        assert not former.exists()
-        found = table.get("", "notes", "1")
-        facts = (found["status"], found["num_tokens"], found["new_kv_bytes"], found["metadata"])
-        assert facts == ("stored", 7, 4096, {"author": "A"})
-        assert [(each.namespace, each.id, each.body) for each in table.next_waiting(10, 1000)] == [
-            ("tenant", "1", {"chunks": ["Chalk is soft."]})
-        ]
-    assert (
-        f"{former} was written by an earlier version; its 3 documents were copied into the catalogue" in caplog.messages
-    )
 
 
 def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place):

@@ -41,7 +41,7 @@ def home(tmp_path, monkeypatch):
 def test_logs_are_one_json_object_and_a_picture(run):
     facts = run.facts("analyze", "a.jsonl", "b.jsonl", "--model", str(WEIGHTS), "--plot", "out/analyze.png")
     assert Path("out/analyze.png").read_bytes().startswith(b"\x89PNG")
-    assert facts["schema_version"] == 2
+    assert facts["schema_version"] == 1
     assert (facts["num_requests"], facts["tokens_are_estimated"]) == (90, False)
     assert sum(facts["shares"].values()) == pytest.approx(1)
     assert facts["shares"]["elsewhere"] > 0.4

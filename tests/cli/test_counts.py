@@ -11,6 +11,7 @@ from commands import INGEST
 from demo_texts import A, B
 
 from ragblend import load_engine
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.client import Connection
 from ragblend.precompute import precompute_documents
 
@@ -45,7 +46,7 @@ def test_verify_counts_orphans_in_a_store_without_an_index(run):
 def test_each_report_has_the_size_of_the_store(is_on_disk, tmp_path):
     with load_engine("demo", tmp_path if is_on_disk else None) as engine:
         first, again = (precompute_documents([A, B], engine) for _ in range(2))
-        held = engine.store.disk_tier or engine.store
+        held = engine.store.find_tier(DiskStore) or engine.store
         assert again.store_bytes == first.store_bytes == held.nbytes() >= first.new_kv_bytes > 0
 
 

@@ -116,16 +116,14 @@ def test_our_own_data_is_left_out_wherever_it_is(tmp_path):
     make(
         tmp_path,
         "a.md",
-        "mine/chunks.sqlite",
-        "mine/manifest.json",
-        "kv/texts.sqlite",
-        "kv/models/x.json",
-        "kv/p/q.json",
-        "now/catalog.sqlite",
-        "now/models/x.json",
+        "mine/catalog.sqlite",
+        "mine/vectors.faiss",
+        "store/catalog.sqlite",
+        "store/models/x.json",
+        "store/p/q.json",
     )
-    make(tmp_path, "new/index.md", "ragblend-data/demo/corpus/x.md", "ragblend.toml", "other/texts.sqlite")
-    assert seen(tmp_path, scan_folders([tmp_path], excluded=[tmp_path / "new"])) == ["a.md", "other/texts.sqlite"]
+    make(tmp_path, "new/index.md", "ragblend-data/demo/corpus/x.md", "ragblend.toml", "other/catalog.sqlite")
+    assert seen(tmp_path, scan_folders([tmp_path], excluded=[tmp_path / "new"])) == ["a.md", "other/catalog.sqlite"]
     assert seen(tmp_path, scan_folders([tmp_path / "ragblend-data"])) == ["ragblend-data/demo/corpus/x.md"]
 
 

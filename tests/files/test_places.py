@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.load import LoadConfig
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.config import Settings, load_settings
@@ -17,7 +18,6 @@ from ragblend.errors import NotFoundError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.frameworks.engines import share_engine
 from ragblend.index import open_index
-from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.plan import read_profile
 from ragblend.lab.plots import check_plot
 from ragblend.lab.quality.data import find_data

@@ -48,7 +48,7 @@ def test_similar_variants_are_stored_once_remembered_and_used(docs, opened):
     assert (report.num_chunks, report.num_new_kv) == (4, 8)
     again = bring_in(docs, opened())
     assert (again.num_new_kv, again.num_known_kv) == (0, 8)
-    behind = texts_behind(engine, engine.store.disk_tier.header(engine.key(similar("fox"))))
+    behind = texts_behind(engine, engine.store.find_tier(DiskStore).header(engine.key(similar("fox"))))
     assert behind == {"kern", "bell"}  # those with most words in common, and never itself
     prompt = Prompt([Chunk(TEXTS[name]) for name in ("fox", "kern", "moss")], "Who plays the flute?")
     report = opened().generate(prompt, max_tokens=1).report
@@ -115,7 +115,7 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
             assert (report.num_new_kv, report.num_removed_kv) == (num_new, num_removed)
             wanted = {engine.key(chunk) for chunk in chunk_variants(index.chunks(), policy)}
             assert set(engine.store.keys()) == wanted
-            pinned = engine.store.disk_tier.pins()[str(docs / "fox.txt")]
+            pinned = engine.store.find_tier(DiskStore).pins()[str(docs / "fox.txt")]
             assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants([Chunk(TEXTS["fox"])], policy)}
             assert (engine.context, engine.store.read_context_policy()) == (policy, policy)
 
@@ -125,7 +125,7 @@ def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, op
     with opened(remote=url) as engine:
         bring_in(docs, engine, context="similar")
         engine.store.flush()
-        remote, disk = engine.store.tiers[-1], engine.store.disk_tier
+        remote, disk = engine.store.tiers[-1], engine.store.find_tier(DiskStore)
         headers = {name: disk.header(engine.key(similar(name))) for name in TEXTS}
         behind = {name: texts_behind(engine, header) for name, header in headers.items()}
         lost = {name for name, others in behind.items() if "fox" in others}

@@ -42,7 +42,7 @@ def store(engine: Any, **texts: str) -> None:
 
 def on_disk(engine: Any) -> set[str]:
     """The names in TEXTS whose KV is on the disk of an engine."""
-    keys = set(DiskStore(engine.store.disk_tier.root).keys())
+    keys = set(DiskStore(engine.store.find_tier(DiskStore).root).keys())
     return {name for name, text in TEXTS.items() if engine.key(Chunk(text)) in keys}
 
 

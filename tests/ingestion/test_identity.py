@@ -19,6 +19,7 @@ from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import text_id
 from ragblend.catalog.stored_documents import list_documents
 from ragblend.corpus.documents import Document as FileDocument
+from ragblend.engine.store.disk import DiskStore
 from ragblend.ingestion.identity import Identity, as_chunk, identify
 from ragblend.llamaindex import BlendIngestion
 from ragblend.precompute import precompute_documents
@@ -85,7 +86,7 @@ def stored(engine: Any, collection: str = "langchain") -> dict[str, list[str]]:
         texts = {name: sorted(registry.texts_of(key)) for name, key in found.items()}
         every = {text for held in texts.values() for text in held}
         assert set(registry.texts()) == every
-    assert {*engine.store.disk_tier.keys()} == set(map(engine.key, every))
+    assert {*engine.store.find_tier(DiskStore).keys()} == set(map(engine.key, every))
     return texts
 
 

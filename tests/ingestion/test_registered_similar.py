@@ -23,6 +23,7 @@ from ragblend.catalog.schema import DocumentKey
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader, load_into_memory
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.ingestion import registered_similar
 from ragblend.ingestion.documents import delete_precomputed
@@ -51,7 +52,7 @@ def similar(text: str) -> Chunk:
 
 def seen_by(engine: TransformersEngine, text: str) -> set[str] | None:
     """Which of ALL the similar version of `text` was computed behind; None without one."""
-    header = engine.store.disk_tier.header(engine.key(similar(text)))
+    header = engine.store.find_tier(DiskStore).header(engine.key(similar(text)))
     return None if header is None else texts_in(engine, header)
 
 
@@ -61,7 +62,7 @@ def texts_in(engine: TransformersEngine, header: KVHeader) -> set[str]:
 
 def is_left(engine: TransformersEngine, text: str, store: Any = None) -> bool:
     """True if an entry of `store`, by default the disk, is of `text` or was computed behind it."""
-    store, own = store or engine.store.disk_tier, engine.renderer.chunk_ids(text)
+    store, own = store or engine.store.find_tier(DiskStore), engine.renderer.chunk_ids(text)
     headers = [store.get(key).header for key in list(store.keys())]
     return any(text in texts_in(engine, header) or header.token_ids == own for header in headers)
 
@@ -244,7 +245,9 @@ def test_an_outage_of_the_remote_tier_at_the_check_leaves_nothing_computed_behin
             precompute_documents(ALL, engine, ids=ALL)
         assert server.process is None
         server.start(*durable)
-        wait_until(lambda: all(tier.is_available() for tier in engine.store.remote_tiers), 90, "it is used again")
+        wait_until(
+            lambda: all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore)), 90, "it is used again"
+        )
         for text in ("One more.", "And another."):  # the first call deletes what the outage has left
             precompute_documents([text], engine, ids=[text])
         assert engine.store.flush(30)
@@ -279,14 +282,14 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
     engine, other = opened(), opened(system="Answer briefly.", namespace="")
     precompute_documents(ALL, other, ids=ALL)
     precompute_documents(ALL, engine, ids=ALL)
-    before = {header.key for header in engine.store.disk_tier.headers()}
+    before = {header.key for header in engine.store.find_tier(DiskStore).headers()}
     assert is_left(engine, BELL)
     with open_registry(engine.store) as registry, registry._write() as connection:
-        connection.exec_driver_sql("DELETE FROM entry_chunks")  # as in a store of an earlier version
+        connection.exec_driver_sql("DELETE FROM entry_chunks")  # as in a new catalogue of an old folder
     assert delete_precomputed([BELL], engine) > 4
     assert not is_left(engine, BELL)
     assert delete_precomputed([MOSS], engine) >= 2, "all entries are recorded now"
-    assert 0 < len(list(engine.store.disk_tier.headers())) < len(before)
+    assert 0 < len(list(engine.store.find_tier(DiskStore).headers())) < len(before)
     assert not is_left(engine, MOSS)
     with open_registry(engine.store) as registry:
         assert registry.entries_of_chunks([engine.renderer.chunk_ids(text) for text in (BELL, MOSS)], "") == [[], []]
@@ -295,7 +298,7 @@ def test_a_removed_chunk_leaves_nothing_of_another_prefix_or_an_earlier_version(
 def test_removing_one_chunk_reads_no_other_entry(opened, monkeypatch):
     engine = opened()
     precompute_documents(ALL, engine, ids=ALL)
-    delete_precomputed([MOSS], engine)  # the first removal records what earlier versions have stored
+    delete_precomputed([MOSS], engine)  # the first removal records what the folder has
     monkeypatch.setattr(DiskStore, "headers", lambda store: pytest.fail("all entries were read"))
     assert delete_precomputed([BELL], engine) > 1
     monkeypatch.undo()
@@ -340,22 +343,10 @@ def test_namespaces_in_one_store_never_see_each_other_chunks(opened):
     assert seen_by(mine, FOX) == {KERN}
 
 
-def test_damaged_vectors_are_named_and_dropped_and_made_again(opened):
-    engine = opened()
-    precompute_documents(ALL, engine)
-    with open_registry(engine.store) as registry:
-        with registry._write() as connection:
-            connection.exec_driver_sql("UPDATE variants SET vector = zeroblob(length(vector))")
-        assert any("4 vectors of texts" in line for line in registry.find_problems())
-        registry.remove_damaged_rows()
-        assert registry.find_problems() == []
-    assert precompute_documents([*ALL, "Ida Holm lives in Norburg and plays the flute."], engine).num_new_kv == 2
-
-
 def test_similar_chunks_come_from_the_catalogue_that_replaced_another(opened):
     engine = opened()
     precompute_documents([FOX, BELL], engine)
-    delete_catalog_files(engine.store.disk_tier.root)
+    delete_catalog_files(engine.store.find_tier(DiskStore).root)
     precompute_documents([KERN, MOSS], engine)
     with open_registry(engine.store) as registry:
         finder = registered_similar.open_registered_finder(engine, registry)

@@ -101,7 +101,8 @@ def test_a_servers_documents_say_it_to_its_clients(full_redis, tmp_path):
         bytes_per_token=1,
         check_not_forked=lambda: None,
         send_documents=lambda *_: (Counter(num_chunks=2), [reason, blank]),
-        store=SimpleNamespace(disk_tier=None),
+        remove_documents=lambda *_: 0,
+        store=SimpleNamespace(find_tier=lambda kind: None),
         context="none",
         default_context="none",
     )

@@ -145,7 +145,7 @@ def test_a_file_that_is_gone_is_gone_from_everything(corpus, way):
     assert report.removed == [f"{corpus.docs}/a.txt"]
     assert (report.num_removed_kv, report.failures) == (1, [])
     assert corpus.texts() == {KERN}
-    assert corpus.engine.store.disk_tier.pins() == {}
+    assert corpus.engine.store.find_tier(DiskStore).pins() == {}
 
 
 @pytest.mark.parametrize(
@@ -488,8 +488,8 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
     with open_registry(corpus.engine.store) as registry:
         registry.add(["An orphan."], DocumentKey(corpus.index.collection))
     orphans = [corpus.engine.key(chunk) for chunk in chunks]
-    corpus.engine.store.disk_tier.pin("gone.txt", orphans[:1])
-    corpus.engine.store.disk_tier.pin("by hand", before[:1])
+    corpus.engine.store.find_tier(DiskStore).pin("gone.txt", orphans[:1])
+    corpus.engine.store.find_tier(DiskStore).pin("by hand", before[:1])
     assert verify_and_quarantine(corpus.root / "kv").orphans == 3
     for dry_run in (True, False):
         garbage = collect_garbage(corpus.root / "kv", orphans=True, dry_run=dry_run)
@@ -500,7 +500,7 @@ def test_gc_of_orphans_takes_kv_texts_and_pins_and_nothing_else(corpus):
         assert set(registry.texts()) == set(corpus.index.texts())
     known = corpus.engine.known_chunks
     assert [text in known for text in ("An orphan.", "Behind.", BELL)] == [False, False, True]
-    assert set(corpus.engine.store.disk_tier.pins()) == {f"{corpus.docs}/b.txt", "by hand"}
+    assert set(corpus.engine.store.find_tier(DiskStore).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
 
 
 def test_a_text_that_a_frameworks_document_has_stays_when_the_index_lets_it_go(corpus):

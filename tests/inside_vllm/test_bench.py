@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from benchmarks import load, throughput
 from benchmarks.ingest_vllm import bench_ingest_vllm
-from ragblend.lab.bench import load, throughput, ttft
-from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
+from ragblend.lab.bench import ttft
+from ragblend.lab.bench.common.configs import TtftConfig
 from ragblend.options import MODES
 
 PREFIX, CHUNK, BLOCK = 16, 128, 128  # tokens of the system text and of a chunk, and of vLLM's blocks on a CPU
@@ -41,7 +42,7 @@ def test_ttft_runs_every_mode_on_vllm():
 def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path):
     """The benchmark itself stops where a chunk came from elsewhere."""
     lines: list[str] = []
-    config = LoadConfig(
+    config = load.LoadConfig(
         shape="llama-1m", num_chunks=3, chunk_tokens=CHUNK, question_tokens=8, repeats=1, store_factor=2,
         slowdowns=(0.5, 3.0), store=tmp_path / "kv", backend="vllm",
     )  # fmt: skip
@@ -65,7 +66,7 @@ def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path):
 
 def test_throughput_serves_every_mode_at_every_rate():
     lines: list[str] = []
-    config = ThroughputConfig(
+    config = throughput.ThroughputConfig(
         shape="llama-1m", num_chunks=2, chunk_tokens=CHUNK, pool=4, question_tokens=8, output_tokens=3, num_requests=3,
         rates=(5.0, 1e6), bound_s=1e6, threads=1,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from servers import RedisServer, TcpProxy, wait_until
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.precompute import precompute_documents
 
 pytestmark = pytest.mark.timeout(600)
@@ -142,7 +142,7 @@ def test_a_slow_remote_is_given_up_at_its_time_limit(redis_server, first, checkp
             output = ask(llm, *request)
             assert tokens(output) == first["plain"][index]
             assert report(output)["num_chunk_hits"] == 0
-        (remote,) = connector_scheduler(llm.llm_engine).scheduler.store.remote_tiers
+        (remote,) = connector_scheduler(llm.llm_engine).scheduler.store.find_tiers(RemoteStore)
         assert not remote.breaker.is_closed  # and is not asked any more
     proxy.close()
 

@@ -215,7 +215,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         monkeypatch.chdir(tmp_path)
         ingest("docs", engine, index, **OPTIONS)
         followed = state(tmp_path, engine, index)
-        pins = engine.store.disk_tier.pins()
+        pins = engine.store.find_tier(DiskStore).pins()
         assert pins.keys() <= followed["chunks"].keys()
         for source, keys in pins.items():
             assert set(keys) == {engine.key(chunk) for chunk in chunk_variants(followed["chunks"][source], "none")}

@@ -204,7 +204,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "place",
-    ["i/catalog.sqlite", "i/vectors.faiss", "s/catalog.sqlite", "s/texts.sqlite", "ragblend.toml",
+    ["i/catalog.sqlite", "i/vectors.faiss", "s/catalog.sqlite", "ragblend.toml",
      "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
 def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_named_and_no_command_hangs(run, kind, place):

@@ -23,6 +23,7 @@ from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.sent_documents import Leases
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError
 from ragblend.ingestion.report import IngestReport
 from ragblend.precompute import precompute_documents
@@ -151,7 +152,7 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
             for header in DiskStore(each.root).headers():
                 assert header.token_ids != own
                 assert own not in [ids[: len(own)] for ids in header.context_ids]
-        remote = one.engine().store.remote_tiers[0]
+        remote = one.engine().store.find_tiers(RemoteStore)[0]
         assert not remote.contains(engine.key(A))
         assert not remote.contains(engine.key(Chunk(A, context="similar")))
 
@@ -170,7 +171,7 @@ def test_a_document_waits_while_its_stored_chunks_are_only_in_a_remote_tier_that
         if len(reports) == 1:  # an outage that outlasts the test: a probe after a second would find the tier again
             breaker = CircuitBreaker(threshold=1, pause_s=600)
             breaker.record_failure()
-            other.engine().store.remote_tiers[0].breaker = breaker
+            other.engine().store.find_tiers(RemoteStore)[0].breaker = breaker
         return reports[-1]
 
     monkeypatch.setattr(documents, "precompute_documents", precompute)

@@ -17,7 +17,7 @@ from ragblend.errors import UsageError
 if TYPE_CHECKING:
     from ragblend.lab.traffic.tokens import Tokenizer
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 1
 
 
 @with_settings("")

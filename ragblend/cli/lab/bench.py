@@ -1,4 +1,4 @@
-"""`ragblend bench ttft | throughput | load | ingest | quality`: parse the options, run one benchmark, print.
+"""`ragblend bench ttft | quality`: parse the options, run one benchmark, print.
 
 Options are the fields of the benchmark's configuration (`bench.common.configs`). A command imports its benchmark when
 it runs, because importing torch is slow.
@@ -6,9 +6,8 @@ it runs, because importing torch is slow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from importlib import import_module
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
@@ -18,15 +17,7 @@ from ragblend.cli.groups import SectionedHelpGroup
 from ragblend.cli.options import JsonOption, PlotOption, json_object, split_names, split_numbers
 from ragblend.cli.printing import print_json, print_line, print_notice, progress_bars
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.lab.bench.common.configs import (
-    BenchConfig,
-    IngestConfig,
-    LoadConfig,
-    QualityConfig,
-    ThroughputConfig,
-    TtftConfig,
-    get_typer_options,
-)
+from ragblend.lab.bench.common.configs import BenchConfig, QualityConfig, TtftConfig, get_typer_options
 
 if TYPE_CHECKING:
     from ragblend.lab.bench.common.output import Benchmark
@@ -76,18 +67,18 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def add_benchmark_command(config: type[BenchConfig], help: str, *more: Parameter) -> None:
-    """Add a benchmark's command. The command's NAME is the name of the class `config`: "load" for LoadConfig.
+def make_benchmark_command(
+    config: type[BenchConfig], find_benchmark: Callable[[], Benchmark], *, draws: bool = True
+) -> Callable[..., None]:
+    """Return the function of a command that runs a benchmark with the options of `config`, for typer.
 
-    The command runs `BENCHMARK` of the module `ragblend.lab.bench.NAME`, or of the module that `_MODULES` has for
-    NAME. `help`: the command's help text. `more`: parameters in addition to the fields of `config`.
+    `draws`: True adds the option --plot.
     """
-    name = config.__name__.removesuffix("Config").lower()
 
     def command(*, json_: bool, plot: str | None = None, **values: Any) -> None:
         set_num_threads(values["threads"])
         quiet_libraries()
-        benchmark: Benchmark = import_module(f"ragblend.lab.{_MODULES.get(name, f'bench.{name}')}").BENCHMARK
+        benchmark = find_benchmark()
         lines: list[str] = []
         with progress_bars() as progress:
             facts = benchmark.run(config_from(config, values), plot=plot, echo=lines.append, on_progress=progress)
@@ -96,44 +87,35 @@ def add_benchmark_command(config: type[BenchConfig], help: str, *more: Parameter
         if json_:
             print_json(facts)
 
-    parameters = [*typer_parameters_of(config), *more, _parameter("json_", JsonOption, False)]
+    parameters = [*typer_parameters_of(config), *[_parameter("plot", PlotOption, None)] * draws]
+    parameters.append(_parameter("json_", JsonOption, False))
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # read by typer
     command.__annotations__ = {}
-    bench_app.command(name, help=help)(command)
+    return command
 
 
-_MODULES = {"quality": "quality.study"}
-_PLOT = _parameter("plot", PlotOption, None)
+def _ttft() -> Benchmark:
+    from ragblend.lab.bench.ttft import BENCHMARK
 
-add_benchmark_command(
-    TtftConfig,
-    "Measure time to first token in the four modes: medians of lookup + load + fusion + first token after a warm-up.",
-    _PLOT,
-)  # fmt: skip
-add_benchmark_command(
-    ThroughputConfig,
-    """Measure requests per second at equal TTFT in vLLM: blend, full, prefix caching; Poisson arrivals, rising rates.
+    return BENCHMARK
 
-    The defaults take under ten minutes on one idle CPU core. A larger shape, more or longer chunks and low rates take
-    longer.
-    """,
-    _PLOT,
-)  # fmt: skip
-add_benchmark_command(
-    LoadConfig,
-    "Measure blend from disk and from memory, page cache dropped, on both sides of T_load = T_recompute.",
-    _PLOT,
-)  # fmt: skip
-add_benchmark_command(
-    IngestConfig,
-    "Measure ingestion to disk and prefill of the same chunks, in turns.",
-)  # fmt: skip
-add_benchmark_command(
-    QualityConfig,
-    """Measure, on your model and questions, how close answers from fused KV are to full prefill's, and how good.
+
+def _quality() -> Benchmark:
+    from ragblend.lab.quality.study import BENCHMARK
+
+    return BENCHMARK
+
+
+bench_app.command(
+    "ttft",
+    help="Measure time to first token in the four modes: medians of lookup + load + fusion + first token after a "
+    "warm-up.",
+)(make_benchmark_command(TtftConfig, _ttft))
+bench_app.command(
+    "quality",
+    help="""Measure, on your model and questions, how close answers from fused KV are to full prefill's, and how good.
 
     Questions come from a file ({question, answers, passages}, JSON or JSONL; LongBench's {input, context, answers}),
     from the checkout's data/questions (musique, nq), or from the sample corpus (demo).
     """,
-    _PLOT,
-)  # fmt: skip
+)(make_benchmark_command(QualityConfig, _quality))

@@ -29,7 +29,7 @@ from ragblend.corpus.readers.types import ParsedRecords
 from ragblend.corpus.readers.word import read_docx, read_mislabeled_doc
 from ragblend.corpus.readers.xml_text import read_xml
 
-READERS_VERSION = 5
+READERS_VERSION = 1
 """Raise it when a reader returns another text for the same bytes; ingestion then reads unchanged files again."""
 
 PARQUET_SUFFIX = ".parquet"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ragblend.engine.transformers.layers import TransformersLayers
 
 # Rows per pass. On a CPU packing makes short chunks faster (weights are read once, layers are called once), and less so
-# when a pass exceeds the cache: `ragblend bench ingest --chunk-tokens 64`. A GPU needs more rows to be busy.
+# when a pass exceeds the cache: `python -m benchmarks.ingest --chunk-tokens 64`. A GPU needs more rows to be busy.
 CPU_PASS_TOKENS, GPU_PASS_TOKENS = 640, 8192
 # CPUs use another kernel for products of a few rows. With fewer rows than this, the KV of a short chunk prefilled alone
 # would differ in its last bits from that of the same chunk among others.

@@ -11,15 +11,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
 
 from ragblend.engine.store.format.kv import ChunkKV, KVHeader, KVSpec
 from ragblend.options import ContextPolicy, KvDtype
 
-if TYPE_CHECKING:
-    from ragblend.engine.store.disk import DiskStore
-    from ragblend.engine.store.memory import MemoryStore
-    from ragblend.engine.store.remote.tier import RemoteStore
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -69,22 +67,25 @@ class KVStore(ABC):
         """The tiers of this store, fastest first; a single tier returns itself."""
         return (self,)
 
-    @property
-    def memory_tier(self) -> MemoryStore | None:
-        """The tier in memory; None if there is none."""
-        found = (tier.memory_tier for tier in self.tiers if tier is not self)
-        return next((tier for tier in found if tier is not None), None)
+    def find_tiers(self, kind: type[T]) -> tuple[T, ...]:
+        """Return the tiers of a class, such as RemoteStore, fastest first."""
+        found: list[T] = []
+        for tier in self.tiers:
+            if isinstance(tier, kind):
+                found.append(tier)
+            elif tier is not self:
+                found += tier.find_tiers(kind)
+        return tuple(found)
+
+    def find_tier(self, kind: type[T]) -> T | None:
+        """Return the fastest tier of a class, such as DiskStore; None if there is none."""
+        return next(iter(self.find_tiers(kind)), None)
 
     @property
-    def disk_tier(self) -> DiskStore | None:
-        """The tier on disk, which stores pins and other metadata; None if there is none."""
-        found = (tier.disk_tier for tier in self.tiers if tier is not self)
-        return next((tier for tier in found if tier is not None), None)
-
-    @property
-    def remote_tiers(self) -> tuple[RemoteStore, ...]:
-        """The tiers on other machines."""
-        return ()
+    def folder(self) -> Path | None:
+        """The folder of the tier on disk; None if there is none."""
+        folders = (tier.folder for tier in self.tiers if tier is not self)
+        return next((folder for folder in folders if folder is not None), None)
 
     @property
     def counters(self) -> StoreCounters:
@@ -193,12 +194,14 @@ class KVStore(ABC):
 
     def put_context_policy(self, policy: ContextPolicy) -> None:
         """Store the context policy with which chunks are precomputed, in the disk tier. Without one, do nothing."""
-        if (disk := self.disk_tier) is not None:
-            disk.put_context_policy(policy)
+        for tier in self.tiers:
+            if tier is not self:
+                tier.put_context_policy(policy)
 
     def read_context_policy(self) -> ContextPolicy | None:
         """Return the policy that `put_context_policy` stored; None if there is none. Raises CorruptError for damage."""
-        return None if (disk := self.disk_tier) is None else disk.read_context_policy()
+        policies = (tier.read_context_policy() for tier in self.tiers if tier is not self)
+        return next((policy for policy in policies if policy is not None), None)
 
     # -- between tiers and in the background
 

@@ -38,13 +38,7 @@ from ragblend.engine.store.metadata import StoreMetadata, checked_name
 from ragblend.errors import DamagedEntryError, NotFoundError, StoreNotWritableError, UsageError
 from ragblend.files.directory import Directory, remove_file, try_remove_file
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import (
-    DAMAGED_SUFFIX,
-    ENTRY_SUFFIX,
-    EVICTED_MARK,
-    find_kv_dir,
-    resolve_and_migrate_store_folder,
-)
+from ragblend.files.store_folder import DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MARK, KV_DIR
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +108,7 @@ class DiskStore(StoreMetadata, KVStore):
             raise UsageError(f"capacity_bytes is {capacity_bytes}; choose 0 or more, 'auto', or None for no limit")
         super().__init__()
         named = expand_user_path(root, "store")
-        self.root = resolve_and_migrate_store_folder(named)
+        self.root = named.absolute()
         self.capacity_bytes = capacity_bytes
         self.store_key = resolve_key(store_key)
         self.catalog = catalog
@@ -126,7 +120,7 @@ class DiskStore(StoreMetadata, KVStore):
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {named}; fill one with: ragblend ingest DOCS --store {named}")
         self._directory = Directory(self.root, fsync=fsync)
-        self.kv_dir = find_kv_dir(self.root) if kv_dir is None else expand_user_path(kv_dir, "kv_dir").absolute()
+        self.kv_dir = self.root / KV_DIR if kv_dir is None else expand_user_path(kv_dir, "kv_dir").absolute()
         hint, is_apart = self._directory.full_hint, not self.kv_dir.is_relative_to(self.root)
         self._entries = Directory(self.kv_dir, fsync=fsync, full_hint=hint, create=is_apart)
         self._writer = (
@@ -137,9 +131,9 @@ class DiskStore(StoreMetadata, KVStore):
         )
 
     @property
-    def disk_tier(self) -> DiskStore:
-        """The tier on disk, which is this store itself."""
-        return self
+    def folder(self) -> Path:
+        """The store's folder."""
+        return self.root
 
     def set_expected_spec(self, fingerprint: str, spec: KVSpec) -> None:
         """Set the dtype and the shapes of a model's KV. Entries of the model that differ are then read as damaged."""

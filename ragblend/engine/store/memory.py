@@ -61,11 +61,6 @@ class MemoryStore(KVStore):
         self._entries: OrderedDict[str, _MemoryEntry] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
-    @property
-    def memory_tier(self) -> MemoryStore:
-        """The tier in memory, which is this store itself."""
-        return self
-
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
         """Return the entry, which becomes the most recently used; None for a miss. Its tensors are read-only."""
         with self._lock:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import cached_property
 from itertools import chain
 from time import monotonic
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.finite import kv_is_finite
 from ragblend.engine.store.format.kv import (
     ChunkKV,
@@ -32,13 +31,11 @@ from ragblend.engine.store.format.kv import (
 )
 from ragblend.engine.store.format.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.memory import MemoryStore, tensor_write_counts
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 from ragblend.options import KvDtype, TierOptions
-
-if TYPE_CHECKING:
-    from ragblend.engine.store.remote.tier import RemoteStore
 
 __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
 
@@ -75,13 +72,13 @@ class TieredStore(KVStore):
         self._promotions = {
             position: WriteQueue(tier.put, PROMOTION_BYTES, f"ragblend-promote-{position}")
             for position, tier in enumerate(tiers[:-1])
-            if tier.memory_tier is None
+            if tier.find_tier(MemoryStore) is None
         }
         for position, tier in enumerate(tiers):
             if tier.is_remote:
-                for remote in tier.remote_tiers:
+                for remote in tier.find_tiers(RemoteStore):
                     remote.set_upload_source_tiers(tiers[:position])
-        self._tombstones = [Tombstones(self, remote) for remote in self.remote_tiers]
+        self._tombstones = [Tombstones(self, remote) for remote in self.find_tiers(RemoteStore)]
         self._being_read: WeakValueDictionary[str, _PromotingKV] = WeakValueDictionary()
         self._prefetching: set[str] = set()
         self._executor: ThreadPoolExecutor | None = None
@@ -91,11 +88,6 @@ class TieredStore(KVStore):
     def tiers(self) -> tuple[KVStore, ...]:
         """The tiers, fastest first."""
         return self._tiers
-
-    @cached_property  # every request reads it
-    def remote_tiers(self) -> tuple[RemoteStore, ...]:
-        """The tiers on other machines."""
-        return tuple(chain.from_iterable(tier.remote_tiers for tier in self._tiers))
 
     @property
     def counters(self) -> StoreCounters:
@@ -135,7 +127,7 @@ class TieredStore(KVStore):
         `timeout_s` of the remote tiers.
         """
         if until_s is None:
-            until_s = monotonic() + max((tier.timeout_s for tier in self.remote_tiers), default=0.0)
+            until_s = monotonic() + max((tier.timeout_s for tier in self.find_tiers(RemoteStore)), default=0.0)
         fetched: dict[str, ChunkKV] = {}
         num_deletes = self.num_deletes
         wanted = [key for key in dict.fromkeys(keys) if not self.is_local(key)]
@@ -236,7 +228,7 @@ class TieredStore(KVStore):
     def is_writing(self) -> bool:
         """True while an entry is written or queued for writing."""
         num_queued = sum(each.num_waiting for each in self._promotions.values())
-        return self._num_writes + num_queued + sum(tier.num_waiting for tier in self.remote_tiers) > 0
+        return self._num_writes + num_queued + sum(tier.num_waiting for tier in self.find_tiers(RemoteStore)) > 0
 
     def _promote(self, kv: MemoryKV, positions: Sequence[int]) -> None:
         for position in positions:
@@ -270,15 +262,15 @@ class TieredStore(KVStore):
             return
         failure: RagblendError | None = None
         with self.recorded_write(held.header, is_copy=False):
-            for tier in sorted(self._tiers, key=lambda tier: tier.disk_tier is None):
+            for tier in sorted(self._tiers, key=lambda tier: tier.find_tier(DiskStore) is None):
                 if not tier.fits(held):
                     continue
                 try:
                     tier.put(held)
                 except RagblendError as error:
-                    if tier.disk_tier is not None and isinstance(error, BackendUnreachableError):
+                    if tier.find_tier(DiskStore) is not None and isinstance(error, BackendUnreachableError):
                         raise  # the catalogue does not answer: no removal would find an entry without a record
-                    if tier.memory_tier is None or len(self._tiers) == 1:
+                    if tier.find_tier(MemoryStore) is None or len(self._tiers) == 1:
                         failure = failure or error
         if failure is not None:
             raise failure
@@ -290,7 +282,7 @@ class TieredStore(KVStore):
         A remote tier does not overwrite entries, so its entry is deleted first. Raises BackendUnreachableError if a
         remote tier does not answer; the entry on this machine is then unchanged.
         """
-        for tier in self.remote_tiers:
+        for tier in self.find_tiers(RemoteStore):
             tier.delete(kv.header.key)
         self.put(kv)
 
@@ -348,7 +340,7 @@ class TieredStore(KVStore):
         for tombstones in self._tombstones:
             tombstones.publish(keys, whole_namespace=whole_namespace)
         # Another store may have sent an entry after its deletion above, and polled before the tombstone was written.
-        for remote in self.remote_tiers:
+        for remote in self.find_tiers(RemoteStore):
             for key in keys:
                 remote.delete(key)
         return found
@@ -379,7 +371,7 @@ class TieredStore(KVStore):
         until_s: a time of the monotonic clock, in seconds. No query is sent after it; keys not queried are False.
         """
         there = {key for key in dict.fromkeys(keys) if self.is_local(key)}
-        for tier in self.remote_tiers:
+        for tier in self.find_tiers(RemoteStore):
             left = [key for key in dict.fromkeys(keys) if key not in there]
             there.update(key for key, found in zip(left, tier.contains_many(left, until_s), strict=True) if found)
         return [key in there for key in keys]

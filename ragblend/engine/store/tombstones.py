@@ -21,20 +21,19 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from ragblend.engine.namespaces import equals_ignoring_salt
+from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.store.format.signed_json import decode_signed_json, encode_signed_json
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError, RagblendError
 from ragblend.files.directory import Directory, try_remove_file
 from ragblend.files.reading import read_file
-
-if TYPE_CHECKING:
-    from ragblend.engine.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +48,22 @@ _NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and 
 _MAX_RECORD_BYTES = 1 << 20
 
 
+T = TypeVar("T")
+
+
+class _DeletingStore(Protocol):
+    """What `Tombstones` needs of the store of several tiers whose deletions it publishes (`TieredStore`)."""
+
+    @property
+    def tiers(self) -> tuple[KVStore, ...]: ...
+    @property
+    def is_writing(self) -> bool: ...
+    def find_tier(self, kind: type[T]) -> T | None: ...
+    def delete(self, key: str) -> bool: ...
+    def delete_local(self, key: str) -> bool: ...
+    def delete_from(self, key: str, tiers: Sequence[KVStore]) -> bool: ...
+
+
 class _Write(NamedTuple):
     namespace: str
     is_copy: bool  # of an entry in the remote tier
@@ -58,8 +73,8 @@ class _Write(NamedTuple):
 class Tombstones:
     """Writes tombstones (records of deleted entries) of `store` to its remote tier. Applies those of other stores."""
 
-    def __init__(self, store: TieredStore, remote: RemoteStore) -> None:
-        self._store, self._remote, self._disk = store, remote, store.disk_tier
+    def __init__(self, store: _DeletingStore, remote: RemoteStore) -> None:
+        self._store, self._remote, self._disk = store, remote, store.find_tier(DiskStore)
         self._folder = None if self._disk is None else self._disk.root / FORGOTTEN_DIR
         self._applied: set[str] | None = None  # names; None before the first poll
         self._polled_s = 0.0  # start of the last successful poll, since the epoch
@@ -185,7 +200,7 @@ class Tombstones:
             applied_s = path.stat().st_mtime
         if is_applied or self._skips_disk:
             # Another process applies it to the disk, which may contain new entries of these keys since.
-            tiers = [tier for tier in tiers if tier.disk_tier is None]
+            tiers = [tier for tier in tiers if tier.find_tier(DiskStore) is None]
         if namespace is not None:
             headers = (header for tier in tiers for header in tier.headers())
             keys.update(header.key for header in headers if equals_ignoring_salt(header.namespace, namespace))

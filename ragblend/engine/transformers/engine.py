@@ -14,7 +14,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.agreement import ShadowReport
+from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
     GPU_PASS_TOKENS,
@@ -35,10 +36,13 @@ from ragblend.engine.generation import (
 )
 from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
 from ragblend.engine.report import Generation
-from ragblend.engine.shadow import compare_with_full
+from ragblend.engine.shadow import yields_same_tokens
 from ragblend.engine.store.base import KVStore
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.format.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
@@ -62,7 +66,7 @@ class TransformersEngine(BlendingEngine):
     - options: the keyword arguments of `LocalEngine`, such as system, namespace, on_miss and shadow.
     """
 
-    keeps_conversations = True  # `stream` takes `conversation=`
+    calibrations: CalibrationCache
 
     def __init__(
         self,
@@ -78,9 +82,9 @@ class TransformersEngine(BlendingEngine):
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
         self.context_length = layers.context_length
         store.watch_deletions()
-        if (memory := store.memory_tier) is not None:
+        if (memory := store.find_tier(MemoryStore)) is not None:
             memory.page_locked = layers.device.type == "cuda"
-        disk = store.disk_tier
+        disk = store.find_tier(DiskStore)
         root, key = (disk.root, disk.store_key) if disk is not None else (None, None)
         self.calibrations = CalibrationCache(root, self.fingerprint, layers.num_layers, key)
         self.stop_ids = renderer.stop_ids() | generation_stop_ids(layers.model)
@@ -96,6 +100,11 @@ class TransformersEngine(BlendingEngine):
     def bytes_per_token(self) -> int:
         """Number of bytes of stored KV per token of a long chunk, in all layers together."""
         return self.shape.bytes_per_token(self.store.kv_dtype)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The largest number of answers that are decoded together."""
+        return self.loop.max_num_seqs
 
     # -- ingestion
 
@@ -185,7 +194,7 @@ class TransformersEngine(BlendingEngine):
     ) -> list[BaseException | None]:
         """Start `streams` and wait until all have ended. Return the error of each; None if it ended without one."""
         try:
-            if self.store.remote_tiers:
+            if self.store.find_tiers(RemoteStore):
                 # Fetched KV stays in memory until the prompt's prefill, so only a few prompts are fetched ahead.
                 for stream in streams:
                     self.loop.wait_for_capacity()
@@ -210,7 +219,7 @@ class TransformersEngine(BlendingEngine):
 
         def shadowed(prefilled: PrefillResult, answer: Generation) -> None:
             logits = prefilled.logits  # not `prefilled`, whose KV would stay in memory until full prefill has run
-            self._shadow.sample(lambda: compare_with_full(self, request, logits, answer), answer.report)
+            self._shadow.sample(lambda: _compare_with_full(self, request, logits, answer), answer.report)
 
         return GenerationStream(self, request, shadowed)
 
@@ -262,6 +271,27 @@ class TransformersEngine(BlendingEngine):
             return
         super().close()
         self.store.close()
+
+
+def _compare_with_full(
+    engine: TransformersEngine, request: EngineRequest, logits: Tensor, answer: Generation
+) -> ShadowReport:
+    """Run `request` by full prefill and compare with its `answer`, whose first token came from `logits` [vocabulary].
+
+    Whole answers are compared if the request is greedy and `answer` was not cancelled; otherwise only the first token.
+    """
+    comparable = request.options.temperature == 0 and answer.finish_reason != "cancelled"
+    options = request.options if comparable else replace(request.options, max_tokens=1)
+    kept: list[Tensor] = []
+
+    def keep(prefilled: PrefillResult, _: Generation) -> None:
+        kept.append(prefilled.logits)
+
+    full = replace(request, mode="full", conversation=None, options=options)
+    same = yields_same_tokens(GenerationStream(engine, full, keep), answer)
+    return ShadowReport(
+        int(kept[0].argmax()) == int(logits.argmax()), first_token_kl(kept[0], logits), same if comparable else None
+    )
 
 
 def generation_stop_ids(model: Any) -> frozenset[int]:

@@ -33,7 +33,7 @@ from ragblend.options import RATIO, RatioChoice
 
 log = logging.getLogger(__name__)
 
-CALIBRATION_VERSION = 2
+CALIBRATION_VERSION = 1
 _SETTLED_S = 2.0  # seconds; a directory that changed this recently may change again without a new modification time
 _PREFIXES_KEPT = 64
 _OTHER_NAME = "its file name is that of another model, prefix or chunker"

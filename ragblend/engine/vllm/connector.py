@@ -21,7 +21,9 @@ from typing import Any
 import torch
 
 from ragblend.engine.report import BlendReport
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.jobs import BlendJob
@@ -188,10 +190,10 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         blocks = self._kv_cache_config.num_blocks
         self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
         self._store = store = self.config.open_tiers(memory=True)
-        if (memory := store.memory_tier) is not None:
+        if (memory := store.find_tier(MemoryStore)) is not None:
             memory.page_locked = layers.device.type == "cuda"
         store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
-        for remote in store.remote_tiers:
+        for remote in store.find_tiers(RemoteStore):
             remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
         store.watch_deletions(skip_disk=True)  # to the scheduler, which copies fetched entries there
         if layers.rank == 0:

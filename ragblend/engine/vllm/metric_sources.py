@@ -13,7 +13,10 @@ from dataclasses import replace
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
+from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.metadata import MODELS_DIR
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -94,14 +97,16 @@ class TierMetrics(MetricSource):
     def __init__(self, store: TieredStore, *, shows_bytes: bool) -> None:
         super().__init__()
         self._tiers: dict[str, KVStore] = {
-            "disk" if tier.memory_tier is None else "memory": tier for tier in store.tiers if not tier.is_remote
+            "disk" if tier.find_tier(MemoryStore) is None else "memory": tier
+            for tier in store.tiers
+            if not tier.is_remote
         }
-        self._remote, self._remote_seen = next(iter(store.remote_tiers), None), StoreCounters()
+        self._remote, self._remote_seen = next(iter(store.find_tiers(RemoteStore)), None), StoreCounters()
         self._shows_bytes = shows_bytes
         self._seen = {name: StoreCounters() for name in self._tiers}
         self._listing: threading.Thread | None = None
         self._due_s = 0.0
-        self._disk = store.disk_tier if shows_bytes else None
+        self._disk = store.find_tier(DiskStore) if shows_bytes else None
         self._had_models_dir = False
 
     def take_changes(self) -> dict[str, float | list[float]]:
@@ -126,7 +131,7 @@ class TierMetrics(MetricSource):
 
     def _update_sizes(self) -> None:
         for name, tier in self._tiers.items():
-            if tier.memory_tier is not None:
+            if tier.find_tier(MemoryStore) is not None:
                 self.gauges[f"store_bytes{LABEL}{name}"] = tier.nbytes()
             elif time.monotonic() >= self._due_s and (self._listing is None or not self._listing.is_alive()):
                 self._listing = threading.Thread(target=self._list, args=(name, tier), daemon=True)

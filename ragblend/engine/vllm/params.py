@@ -2,8 +2,8 @@
 
 Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
 
-    request   {"version": 2, "mode": "blend", "rule": "auto", "ratio": 0.15, "namespace": "", "seed": 0}
-    response  {"version": 2, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
+    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "namespace": "", "seed": 0}
+    response  {"version": 1, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
 All fields of a request have defaults, and a request without parameters gets the server's. The connector finds the
 chunks in the request's token ids. Keys are never sent; the connector computes them from the ids. Modes:
@@ -35,7 +35,7 @@ PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
 TENANT_KEY = "ragblend_tenant"
 """Second key, which a server's front end adds for its engine: the namespace of the request's API key."""
-PARAMS_VERSION = 2
+PARAMS_VERSION = 1
 _MAX_NAMES = 10  # unknown parameters that an error names
 MAX_RUNS = 1024
 """Most runs of chunks in one request. A lookup of more would delay other requests."""

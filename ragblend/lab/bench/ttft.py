@@ -19,7 +19,7 @@ from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import load_model
 from ragblend.engine.vllm.engine import VllmEngine
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import ModeAndRule, TtftConfig, expand_cases
 from ragblend.lab.bench.common.hardware import hardware_card, peak_rss_bytes, reset_peak_rss
 from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
@@ -64,7 +64,7 @@ def _open_engine(config: TtftConfig) -> Iterator[TransformersEngine | VllmEngine
     """Yield the engine over the measured tier alone, because a memory tier in front of a disk would hide it."""
     if config.backend == "vllm":
         memory_gib = 0.0 if config.tier == "disk" else NO_LIMIT_BYTES / GIB
-        with open_vllm(config, num_prompts=2, memory_gib=memory_gib) as served:
+        with open_vllm(config, config.shape, config.model, num_prompts=2, memory_gib=memory_gib) as served:
             yield served
         return
     with open_directory() as directory:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragblend.engine.vllm.launch import find_checkpoint, has_cuda, require_vllm, transfer_config
 from ragblend.errors import RagblendError
-from ragblend.lab.bench.common.configs import LoadConfig, ThroughputConfig, TtftConfig
+from ragblend.lab.bench.common.configs import PromptConfig
 from ragblend.lab.bench.common.hardware import hardware_card, package_version
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_tokenizer
@@ -34,14 +34,18 @@ _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_b
 
 @contextmanager
 def open_vllm(
-    config: TtftConfig | ThroughputConfig | LoadConfig,
+    config: PromptConfig,
+    shape: str | None,
+    model: str | None = None,
     *,
     num_prompts: int,
     prompt_tokens: int | None = None,
     memory_gib: float = 0.0,
     store: Path | None = None,
 ) -> Iterator[VllmEngine]:
-    """Open vLLM for the prompts of `config`. vLLM is closed at the end of the `with` block.
+    """Open vLLM for the prompts of `config`, with random weights of a `shape` or with the checkpoint `model`.
+
+    vLLM is closed at the end of the `with` block.
 
     The paged KV has space for `num_prompts` prompts of `prompt_tokens` tokens at once, answers included.
     `prompt_tokens` None: `config.prompt_tokens`. `memory_gib`: size of the memory tier in front of the store, 0 for
@@ -53,7 +57,7 @@ def open_vllm(
 
     from ragblend.engine.vllm.engine import VllmEngine
 
-    dtype, shape, model = find_dtype(config.dtype), config.shape, getattr(config, "model", None)
+    dtype = find_dtype(config.dtype)
     prompt_tokens = prompt_tokens or config.prompt_tokens
     with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
         if shape is not None:

@@ -28,7 +28,7 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card

@@ -17,7 +17,7 @@ import xxhash
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.traffic.cost_model import mean_work_by_mode
 from ragblend.lab.traffic.curve import ChunkUses, count_chunk_uses, lru_hit_tokens, merge_adjacent_chunks
 from ragblend.lab.traffic.logs import Piece, RequestLog

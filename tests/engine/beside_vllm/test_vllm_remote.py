@@ -151,7 +151,7 @@ def test_settings_come_from_the_environment_where_none_are_given(tmp_path, monke
     assert (config.remote, config.disk_gib, config.kv_dtype) == ("redis://:secret@cache:6379/0", 2, "int8")
     assert config.ratio == ConnectorConfig().ratio  # only the tiers' settings
     assert ConnectorConfig.from_extra_config({"remote": None}).remote is None
-    disk = config.open_tiers().disk_tier
+    disk = config.open_tiers().find_tier(DiskStore)
     assert disk.capacity_bytes == 2 << 30
     assert [type(tier) for tier in config.open_tiers().tiers] == [DiskStore, RemoteStore]
     assert [type(tier) for tier in config.open_tiers(memory=True).tiers] == [MemoryStore, DiskStore, RemoteStore]

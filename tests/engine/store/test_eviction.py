@@ -370,16 +370,16 @@ def test_two_stores_on_one_disk_leave_each_other_room(small):
 
 def test_a_number_wins_and_zero_is_no_limit(small):
     chosen = open_store(small / "kv", memory_gib=0, disk_gib=1 / 1024, fsync=False)
-    disk = chosen.disk_tier
+    disk = chosen.find_tier(DiskStore)
     assert disk is not None
     put_until(disk, lambda: disk.counters.num_evicted > 0)
     assert disk.limit_bytes() == MIB >= disk.nbytes()
-    unlimited = open_store(small / "kv", memory_gib=0, disk_gib=0, fsync=False).disk_tier
+    unlimited = open_store(small / "kv", memory_gib=0, disk_gib=0, fsync=False).find_tier(DiskStore)
     assert unlimited is not None
     with pytest.raises(StoreFullError, match="no space is left"):
         put_until(unlimited, lambda: False, 1000)
     assert (unlimited.limit_bytes(), unlimited.counters.num_evicted) == (None, 0)
-    default = open_store(small / "kv").disk_tier
+    default = open_store(small / "kv").find_tier(DiskStore)
     assert default.capacity_bytes == "auto"
 
 

@@ -55,11 +55,11 @@ def keys_of(*numbers: int) -> list[str]:
 
 
 def on_disk(store: TieredStore) -> set[str]:
-    return set(store.disk_tier.keys())
+    return set(store.find_tier(DiskStore).keys())
 
 
 def in_memory(store: TieredStore) -> set[str]:
-    return set(store.memory_tier.keys())
+    return set(store.find_tier(MemoryStore).keys())
 
 
 def test_every_machine_deletes_what_one_deletes_and_one_that_was_down_does_at_its_start(remotes, tmp_path):
@@ -327,7 +327,7 @@ def test_a_remote_that_is_silent_keeps_no_server_from_starting(server, tmp_path,
     store = machine(tmp_path / "here", silent)
     again = machine(tmp_path / "here", far)
     try:
-        store.disk_tier.put(KVS[0])
+        store.find_tier(DiskStore).put(KVS[0])
         TieredStore(far).delete_everywhere(keys_of(0))
         proxy.mode = "hang"
         started_s = time.monotonic()

@@ -11,6 +11,7 @@ from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 
 from ragblend.engine.load import load_engine
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.checkpoints import model_fingerprint
 from ragblend.engine.transformers.engine import TransformersEngine
@@ -104,7 +105,7 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
     with load_engine(path, tmp_path / "kv", on_miss="inline", context="similar") as engine:
         engine.precompute(chunk)
         ids = engine.renderer.chunk_ids(CHUNKS[1].text)
-        header = engine.store.disk_tier.header(engine.key(chunk))
+        header = engine.store.find_tier(DiskStore).header(engine.key(chunk))
         assert header.token_ids == ids
         before = header.prefix_ids
         assert len(before) > 30

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import throughput
+from benchmarks.ingest import IngestConfig
+from benchmarks.load import LoadConfig
+from benchmarks.throughput import ThroughputConfig
 from ragblend.errors import UsageError
-from ragblend.lab.bench import throughput, ttft
-from ragblend.lab.bench.common.configs import (
-    IngestConfig,
-    LoadConfig,
-    QualityConfig,
-    ThroughputConfig,
-    TtftConfig,
-)
+from ragblend.lab.bench import ttft
+from ragblend.lab.bench.common.configs import QualityConfig, TtftConfig
 
 UNKNOWN: list[dict[str, Any]] = [{"shape": "llama-400b"}, {"threads": 0}]
 OUTSIDE: list[dict[str, Any]] = [{"ratio": 2.0}, {"dtype": "int3"}]

@@ -55,7 +55,7 @@ from ragblend.files.reading import checked_file_size, open_regular_file
 FORMAT_VERSION = 1
 """Version of the file format of KV in the model's dtype. LAYOUT_VERSION is the version of the tensors' meaning."""
 QUANTIZED_FORMAT_VERSION = 2
-"""Version of the file format of KV in eight bits. Other unsigned entries keep version 1, which every release reads."""
+"""Version of the file format of KV in eight bits. Other unsigned entries have version 1."""
 SIGNED_FORMAT_VERSION = 3
 """Version of signed entries, in any dtype."""
 

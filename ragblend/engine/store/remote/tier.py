@@ -116,11 +116,6 @@ class RemoteStore(KVStore):
         self._queue = WriteQueue(self._send, queue_bytes, "ragblend-remote-writer", self._backoff_s, fix)
 
     @property
-    def remote_tiers(self) -> tuple[RemoteStore]:
-        """The remote tiers: this store alone."""
-        return (self,)
-
-    @property
     def counters(self) -> StoreCounters:
         """Hits, misses, puts, damage, failures and dropped writes since the store was created."""
         self._counters.num_dropped = self._queue.num_dropped

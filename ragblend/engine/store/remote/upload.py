@@ -78,7 +78,7 @@ def finish_sending(
     found = list[tuple[RemoteStore, PushReport]]()
     wanted = list(dict.fromkeys(keys))
     local = [tier for tier in store.tiers if not tier.is_remote]
-    for remote in store.remote_tiers:
+    for remote in store.find_tiers(RemoteStore):
         total = remote.num_waiting
         while not remote.flush(_PROGRESS_S) and remote.breaker.is_closed:
             progress("push", total - remote.num_waiting, total)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import monotonic
 
-from ragblend.engine.store.remote.tier import NUM_FETCHES
+from ragblend.engine.store.remote.tier import NUM_FETCHES, RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError
 
@@ -52,7 +52,7 @@ class RemoteFetcher:
     """
 
     def __init__(self, store: TieredStore, timeout_s: float) -> None:
-        (self.remote,) = store.remote_tiers
+        (self.remote,) = store.find_tiers(RemoteStore)
         self._store, self._timeout_s = store, timeout_s
         self._pool = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="ragblend-fetch")
         self._in_flight: dict[str, Future[None]] = {}

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, ReuseDecision, decide_reuse
 from ragblend.engine.tuning.machine import vllm_machine_facts
@@ -30,7 +31,7 @@ class MemoryTierTracker:
     """Tracks the keys in a worker's memory tier, and reports changes."""
 
     def __init__(self, store: TieredStore) -> None:
-        self._memory = store.memory_tier
+        self._memory = store.find_tier(MemoryStore)
         self._reported: frozenset[str] = frozenset()
         self._seen = (0, 0)
 

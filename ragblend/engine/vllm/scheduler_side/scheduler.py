@@ -17,7 +17,9 @@ from typing import Any
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.namespaces import salted_namespace, vllm_cache_salt
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVSpec
+from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
@@ -96,13 +98,13 @@ class BlendScheduler:
         self._new_resident: dict[str, BlendReport] = {}
         # A fetched entry is also in the remote tier, so no write needs to wait until the disk has it (fsync).
         self.store = config.open_tiers(fsync=False)
-        disk = self.store.disk_tier
+        disk = self.store.find_tier(DiskStore)
         assert disk is not None
         self.disk = disk
         self.tier_metrics = TierMetrics(self.store, shows_bytes=False)
         # Before the first request, because this replica may have been down at a deletion.
         self.store.watch_deletions(FIRST_POLL_TIMEOUT_S)
-        self._fetch = RemoteFetcher(self.store, config.remote_timeout_s) if self.store.remote_tiers else None
+        self._fetch = RemoteFetcher(self.store, config.remote_timeout_s) if self.store.find_tiers(RemoteStore) else None
         model = vllm_config.model_config
         self.fingerprint, shape = model_fingerprint(model), model_kv_spec(model)
         self.store.set_expected_spec(self.fingerprint, shape)

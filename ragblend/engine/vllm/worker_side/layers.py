@@ -21,7 +21,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -39,11 +39,16 @@ from ragblend.engine.vllm.support import (
 from ragblend.engine.vllm.worker_side.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.errors import UnsupportedModelError
 
-if TYPE_CHECKING:
-    from ragblend.engine.vllm.worker_side.paged import PagedKV
-
 _DIGITS = 128  # base of the numbers written into the paged cache; bfloat16 represents all integers up to 256
 _APART = 1 << 32  # distance between the positions of two requests, so that no run spans both
+
+
+class _BlockKV(Protocol):
+    """What these layers need of a request's KV in blocks (`PagedKV`)."""
+
+    blocks: Tensor
+
+    def should_attend_together(self, layer: int, has_hook: bool) -> bool: ...
 
 
 class _StopError(Exception):
@@ -187,7 +192,7 @@ class VllmLayers:
         if len(runs) == 1:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
-        fused = [cast("PagedKV", run.fused) for run in runs]
+        fused = [cast("_BlockKV", run.fused) for run in runs]
         together = all(
             each.should_attend_together(run.layer, run.hook is not None) for each, run in zip(fused, runs, strict=True)
         )
@@ -275,7 +280,7 @@ class VllmLayers:
         return indices[numbers]
 
     def attention_calls(
-        self, rows: Sequence[Tensor], fused: Sequence[PagedKV], together: bool = False
+        self, rows: Sequence[Tensor], fused: Sequence[_BlockKV], together: bool = False
     ) -> list[AttentionCall]:
         """Return the attention calls for the `rows` [R] of each request, whose KV is in `fused`.
 

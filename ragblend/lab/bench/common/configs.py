@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, g
 from typer import Option
 
 from ragblend.errors import UsageError
-from ragblend.files.places import expand_user_path
 from ragblend.options import CONTEXT, MODES, ContextPolicy, Mode
 
 DEFAULT_SHAPE = "llama-200m"
@@ -29,7 +28,7 @@ Ratio = Annotated[float | None, Option("--ratio", help="Share of chunk tokens to
 Modes = Annotated[tuple[Mode, ...], Option("--modes", help="Modes, comma-separated: full, prefix, reuse, blend.")]
 Rules = Annotated[tuple[str, ...], Option("--rules", help="Rules, comma-separated: auto, ask, cacheblend, ...")]
 Model = Annotated[str | None, Option("--model", help="'demo', a Hugging Face id or a local path.")]
-_SHAPE = Option("--shape", help="Model of random weights: llama-200m, llama-1b, ...")
+ShapeOption = Option("--shape", help="Model of random weights: llama-200m, llama-1b, ...")
 Backend = Annotated[str, Option("--backend", help="Engine: transformers, or vllm in this process.")]
 VllmOptions = Annotated[
     Mapping[str, Any],
@@ -138,19 +137,18 @@ class PromptConfig(BenchConfig):
         return PREFIX_TOKENS + self.num_chunks * self.chunk_tokens + self.question_tokens
 
 
-def _apply_default_shape(config: TtftConfig | ThroughputConfig, default: str) -> None:
-    """Set the default shape if neither a shape nor a model is given. Raises UsageError for both."""
-    if config.shape is not None and config.model is not None:
+def choose_shape(shape: str | None, model: str | None, default: str) -> str | None:
+    """Return `shape`, or the default one if there is neither a shape nor a model. Raises UsageError for both."""
+    if shape is not None and model is not None:
         raise UsageError("give either a shape (random weights) or a model (a checkpoint), not both")
-    if config.shape is None and config.model is None:
-        object.__setattr__(config, "shape", default)
+    return default if model is None and shape is None else shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TtftConfig(PromptConfig):
     """Options of `bench ttft`. Either a `shape` (random weights) or a `model` (a checkpoint)."""
 
-    shape: Annotated[str | None, _SHAPE] = None
+    shape: Annotated[str | None, ShapeOption] = None
     model: Model = None
     modes: Modes = MODES
     rules: Rules = ("auto",)  # one blend run each
@@ -165,112 +163,11 @@ class TtftConfig(PromptConfig):
 
         With vLLM, raise UsageError for a `device` other than "cpu", because vLLM chooses the device itself.
         """
-        _apply_default_shape(self, DEFAULT_SHAPE)
+        object.__setattr__(self, "shape", choose_shape(self.shape, self.model, DEFAULT_SHAPE))
         if self.tier not in TIERS:
             raise UsageError(f"tier is {self.tier!r}; choose one of {', '.join(TIERS)}")
         if self.backend == "vllm" and self.device != "cpu":
             raise UsageError(f"device is {self.device!r}; vLLM takes the device it was built for, leave it out")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputConfig(PromptConfig):
-    """Options of `bench throughput`. Either a `shape` (random weights) or a `model` (a checkpoint)."""
-
-    shape: Annotated[
-        str | None,
-        Option("--shape", help="Model of random weights: llama-50m (default), llama-200m, llama-1b, ..."),
-    ] = None
-    model: Model = None
-    num_chunks: Chunks = 4
-    chunk_tokens: ChunkTokens = 128
-    pool: int = 24  # stored chunks that prompts draw from
-    output_tokens: int = 8
-    num_requests: Annotated[int, Option("--num-requests", min=1, help="Requests per rate and mode.")] = 16
-    rates: Annotated[
-        tuple[float, ...] | None,
-        Option("--rates", help="Requests per second, comma-separated. Default: multiples of full prefill's."),
-    ] = None
-    bound_s: Annotated[
-        float | None,
-        Option("--max-mean-ttft-s", help="Largest mean TTFT, seconds. Default: twice full prefill's when idle."),
-    ] = None
-    modes: Modes = ("full", "prefix", "blend")
-    rules: Rules = ("auto",)
-    memory_gib: float = 2.0  # of the memory tier
-
-    def resolve_options(self) -> None:
-        """Set the default shape. Raise UsageError if `num_chunks` exceeds `pool`, or a rate or bound is 0 or less."""
-        _apply_default_shape(self, "llama-50m")
-        if self.pool < self.num_chunks:
-            raise UsageError(
-                f"num_chunks is {self.num_chunks}, but only {self.pool} chunks are stored; choose {self.pool} or less"
-            )
-        if self.rates is not None and (not self.rates or min(self.rates) <= 0):
-            raise UsageError("rates must be above 0 requests per second; leave them out to have them chosen")
-        if self.bound_s is not None and self.bound_s <= 0:
-            raise UsageError(f"the bound is {self.bound_s} s; choose more than 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadConfig(PromptConfig):
-    """Options of `bench load`. The memory tier holds the chunks of one prompt.
-
-    The store holds the chunks of `store_factor` prompts or more.
-    """
-
-    shape: Annotated[str, _SHAPE] = DEFAULT_SHAPE
-    rule: Annotated[str, Option("--rule", help="Rule: auto, ask, cacheblend, ...")] = "auto"
-    slowdowns: Annotated[
-        tuple[float, ...],
-        Option("--slowdowns", help="Speeds of throttled readers, as T_load over T_recompute, comma-separated."),
-    ] = (0.5, 0.8, 1.0, 2.0)
-    store: Annotated[
-        str | None, Option("--store", metavar="DIR", help="Folder on the disk to measure. Default: one in TMPDIR.")
-    ] = None
-    store_factor: int = 10
-    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
-    repeats: Annotated[int, Option("--repeats", min=1, help="Number of prompts, each with other chunks.")] = 5
-    backend: Backend = "transformers"
-
-    def resolve_options(self) -> None:
-        """Set `ratio` to the rule's default if it is None. Raise UsageError unless all slowdowns are above 0."""
-        from ragblend.engine.fusion.rules import find_rule
-        from ragblend.lab.bench.common.shapes import find_shape
-
-        if self.ratio is None:
-            object.__setattr__(self, "ratio", find_rule(self.rule, find_shape(self.shape).num_layers).ratio)
-        if self.store is not None:
-            object.__setattr__(self, "store", str(expand_user_path(self.store, "store")))
-        if any(slowdown <= 0 for slowdown in self.slowdowns):
-            raise UsageError(f"slowdowns are {self.slowdowns}; choose more than 0")
-
-    @property
-    def blend_ratio(self) -> float:
-        """The recompute ratio: `ratio`, else the rule's default."""
-        assert self.ratio is not None  # set by `resolve_options`
-        return self.ratio
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngestConfig(BenchConfig):
-    """Options of `bench ingest`. Each round prefills `num_chunks` chunks, then ingests them once per context policy:
-    "none", and the others in `contexts`."""
-
-    schema_version: ClassVar[int] = 2
-
-    shape: Annotated[str, _SHAPE] = DEFAULT_SHAPE
-    num_chunks: Annotated[int, Option("--num-chunks", min=1, help="Chunks of each round.")] = 8
-    chunk_tokens: ChunkTokens = 512
-    repeats: Annotated[int, Option("--repeats", min=1, help="Rounds of prefill and ingestion in turns.")] = 3
-    contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Context policies: none, similar.")] = (
-        "none",
-    )
-    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
-
-    def resolve_options(self) -> None:
-        """Raise UsageError for an unknown context policy."""
-        for policy in self.contexts:
-            CONTEXT.validate("context", policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragblend.engine.report import BlendReport
-from ragblend.ingestion.sync import Progress, ignore_progress
+from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import BenchConfig, PromptConfig
 from ragblend.lab.bench.common.hardware import hardware_lines
 from ragblend.lab.plots import check_plot

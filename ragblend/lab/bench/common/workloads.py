@@ -24,7 +24,7 @@ from ragblend.engine.store.format.kv import dtype_name
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import find_device
-from ragblend.ingestion.sync import Progress
+from ragblend.ingestion.report import Progress
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS
 from ragblend.lab.bench.common.shapes import DecoderShape, find_shape
 from ragblend.prompt.render import Renderer

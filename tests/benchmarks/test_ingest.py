@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ragblend.lab.bench.common.configs import IngestConfig
-from ragblend.lab.bench.ingest import BENCHMARK, run_ingest, table_lines
+from benchmarks.ingest import BENCHMARK, IngestConfig, run_ingest, table_lines
 
 SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "repeats": 2}
 RUN_KEYS = {"mode", "chunks", "tokens", "seconds", "tokens_per_s"}

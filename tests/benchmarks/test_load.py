@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import load
+from benchmarks.load import (
+    BENCHMARK,
+    LoadCase,
+    LoadConfig,
+    LoadSample,
+    ThrottledStore,
+    make_cases,
+    summarize,
+    table_lines,
+)
 from ragblend.engine.fusion.loader import LayerEvent, Timeline
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
@@ -16,18 +27,7 @@ from ragblend.engine.store.format.kv import MemoryKV
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import RagblendError
-from ragblend.lab.bench import load
-from ragblend.lab.bench.common.configs import LoadConfig
 from ragblend.lab.bench.common.workloads import vocab_size
-from ragblend.lab.bench.load import (
-    BENCHMARK,
-    LoadCase,
-    LoadSample,
-    ThrottledStore,
-    make_cases,
-    summarize,
-    table_lines,
-)
 from tests.tier_support import assert_same, make_kv
 
 SMALL: dict[str, Any] = {

@@ -1,4 +1,9 @@
-"""`bench throughput`: requests per second at equal time to first token, under Poisson arrivals (CacheBlend, figure 14).
+"""Requests per second at equal time to first token, under Poisson arrivals (CacheBlend, figure 14).
+
+    python -m benchmarks.throughput --shape llama-200m --num-requests 64
+
+The defaults take under ten minutes on one idle CPU core. A larger shape, more or longer chunks and low rates take
+longer.
 
 Every mode gets the same prompts at the same times: one sequence of arrivals with mean gap 1, drawn once and scaled to
 each rate. Requests are sent without waiting for answers, so a mode that is too slow for a rate builds up a queue, and
@@ -14,19 +19,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
+from typer import Option
 
+from benchmarks.results import run_benchmark
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.base_engine import VllmRequest
-from ragblend.errors import RagblendError
-from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.lab.bench.common.configs import ModeAndRule, ThroughputConfig, expand_cases
+from ragblend.errors import RagblendError, UsageError
+from ragblend.ingestion.report import Progress, ignore_progress
+from ragblend.lab.bench.common.configs import (
+    Chunks,
+    ChunkTokens,
+    ModeAndRule,
+    Model,
+    Modes,
+    PromptConfig,
+    Rules,
+    choose_shape,
+    expand_cases,
+)
 from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.bench.common.workloads import make_prompts, precompute_chunks, torch_threads, vocab_size
 from ragblend.lab.bench.ttft_vllm import cache_first_chunks, open_vllm, vllm_hardware_card
-from ragblend.lab.plots import plot_throughput
+from ragblend.lab.plots import COLORS, describe_axes, figure_file, workload_title
 from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.prompt.types import Prompt
 
@@ -40,6 +59,45 @@ LOADS = (0.4, 0.7, 1.0, 1.4, 1.8, 2.2, 2.7, 3.3, 4.0)
 _STOP_FACTOR = 2.0  # a mode whose mean TTFT exceeds the bound by this factor is not measured at higher rates
 _IDLE_SAMPLES = 3
 _HEAD_START_S = 0.05  # until the sending threads are ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputConfig(PromptConfig):
+    """Options of this benchmark. Either a `shape` (random weights) or a `model` (a checkpoint)."""
+
+    shape: Annotated[
+        str | None,
+        Option("--shape", help="Model of random weights: llama-50m (default), llama-200m, llama-1b, ..."),
+    ] = None
+    model: Model = None
+    num_chunks: Chunks = 4
+    chunk_tokens: ChunkTokens = 128
+    pool: int = 24  # stored chunks that prompts draw from
+    output_tokens: int = 8
+    num_requests: Annotated[int, Option("--num-requests", min=1, help="Requests per rate and mode.")] = 16
+    rates: Annotated[
+        tuple[float, ...] | None,
+        Option("--rates", help="Requests per second, comma-separated. Default: multiples of full prefill's."),
+    ] = None
+    bound_s: Annotated[
+        float | None,
+        Option("--max-mean-ttft-s", help="Largest mean TTFT, seconds. Default: twice full prefill's when idle."),
+    ] = None
+    modes: Modes = ("full", "prefix", "blend")
+    rules: Rules = ("auto",)
+    memory_gib: float = 2.0  # of the memory tier
+
+    def resolve_options(self) -> None:
+        """Set the default shape. Raise UsageError if `num_chunks` exceeds `pool`, or a rate or bound is 0 or less."""
+        object.__setattr__(self, "shape", choose_shape(self.shape, self.model, "llama-50m"))
+        if self.pool < self.num_chunks:
+            raise UsageError(
+                f"num_chunks is {self.num_chunks}, but only {self.pool} chunks are stored; choose {self.pool} or less"
+            )
+        if self.rates is not None and (not self.rates or min(self.rates) <= 0):
+            raise UsageError("rates must be above 0 requests per second; leave them out to have them chosen")
+        if self.bound_s is not None and self.bound_s <= 0:
+            raise UsageError(f"the bound is {self.bound_s} s; choose more than 0")
 
 
 class TimedAnswer(NamedTuple):
@@ -60,7 +118,14 @@ def run_throughput(config: ThroughputConfig, on_progress: Progress = ignore_prog
     longest = config.prompt_tokens + config.output_tokens
     with (
         torch_threads(config.threads),
-        open_vllm(config, num_prompts=num_prompts, prompt_tokens=longest, memory_gib=config.memory_gib) as engine,
+        open_vllm(
+            config,
+            config.shape,
+            config.model,
+            num_prompts=num_prompts,
+            prompt_tokens=longest,
+            memory_gib=config.memory_gib,
+        ) as engine,
     ):
         words = vocab_size(engine)
         chunks, prompts = make_prompts(*config.prompt_shape, config.num_requests, words, pool=config.pool)
@@ -299,4 +364,33 @@ def _rate(capacity: Facts, name: str) -> str | None:
     return None if capacity[name] is None else f"{'>' if capacity['at_least'] else ''}{capacity[name]:.3g}"
 
 
+def plot_throughput(facts: Mapping[str, Any], path: Path) -> None:
+    """Write a plot of mean TTFT (y) over the requests served per second (x), a line per mode. The
+    y axis ends at three times the TTFT bound.
+    """
+    bound = facts["bound_s"]
+    with figure_file(path, 7.5, 4.8, f"vLLM, {workload_title(facts)}") as figure:
+        axes = figure.add_subplot()
+        for found in facts["capacities"]:
+            points = [run for run in facts["runs"] if (run["mode"], run["rule"]) == (found["mode"], found["rule"])]
+            rates, means = [run["served_rate"] for run in points], [run["ttft_mean_s"] for run in points]
+            best, blend = found["rate_at_bound"], found["mode"] == "blend"
+            label = f"blend {found['rule']}" if blend else found["mode"]
+            label += "" if best is None else f": {'>' if found['at_least'] else ''}{best:.3g}/s"
+            color = None if blend else COLORS[found["mode"]]
+            axes.plot([0.0, *rates], [found["idle_ttft_s"], *means], label=label, color=color, marker="o", ms=4)
+        axes.axhline(bound, color="black", ls=":", lw=1, label=f"bound {bound:.3g} s")
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 3 * bound)
+        describe_axes(
+            axes,
+            "requests served per second (Poisson arrivals; 0: one at a time)",
+            "mean time to first token, seconds",
+        )
+
+
 BENCHMARK = Benchmark(run_throughput, table_lines, plot_throughput)
+
+
+if __name__ == "__main__":
+    run_benchmark(ThroughputConfig, BENCHMARK)

@@ -14,14 +14,8 @@ from hypothesis.strategies import floats, integers, lists
 from scipy.stats import expon, kstest
 from typer.testing import CliRunner
 
-from ragblend.cli.app import app
-from ragblend.engine.report import BlendReport
-from ragblend.engine.vllm.base_engine import OutputDelta
-from ragblend.errors import RagblendError, UsageError
-from ragblend.lab.bench.common.configs import ThroughputConfig
-from ragblend.lab.bench.common.output import result_facts
-from ragblend.lab.bench.common.workloads import make_prompts
-from ragblend.lab.bench.throughput import (
+from benchmarks.throughput import (
+    ThroughputConfig,
     TimedAnswer,
     arrival_times,
     check_answer_modes,
@@ -29,12 +23,18 @@ from ragblend.lab.bench.throughput import (
     highest_rate,
     measure_idle_ttfts,
     measure_rates,
+    plot_throughput,
     replay_requests,
     summarize_point,
     table_lines,
 )
+from ragblend.cli.app import app
+from ragblend.engine.report import BlendReport
+from ragblend.engine.vllm.base_engine import OutputDelta
+from ragblend.errors import RagblendError, UsageError
+from ragblend.lab.bench.common.output import result_facts
+from ragblend.lab.bench.common.workloads import make_prompts
 from ragblend.lab.bench.ttft import ModeAndRule
-from ragblend.lab.plots import plot_throughput
 from ragblend.lab.tables import Facts
 from ragblend.prompt.types import Prompt
 

@@ -1,4 +1,6 @@
-"""`bench ingest`: tokens per second of ingestion into a disk store, compared with the model's prefill alone.
+"""Tokens per second of ingestion into a disk store, compared with the model's prefill alone.
+
+    python -m benchmarks.ingest --contexts none,similar --json
 
 Prefill and ingestion take turns on the same chunks. Prefill keeps no KV. Ingestion looks up the missing chunks, packs
 and prefills them, and writes files that survive a crash. It is repeated with each context policy of `contexts`. Read
@@ -9,25 +11,50 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Annotated, ClassVar
 
 import torch
+from typer import Option
 
+from benchmarks.results import run_benchmark
 from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import NUM_SIMILAR
-from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.lab.bench.common.configs import IngestConfig
+from ragblend.ingestion.report import Progress, ignore_progress
+from ragblend.lab.bench.common.configs import DEFAULT_SHAPE, BenchConfig, ChunkTokens, ShapeOption
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads
 from ragblend.lab.tables import Column, Facts, format_table
-from ragblend.options import ContextPolicy
+from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.types import Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestConfig(BenchConfig):
+    """Options of this benchmark. Each round prefills `num_chunks` chunks, then ingests them once per context policy:
+    "none", and the others in `contexts`."""
+
+    schema_version: ClassVar[int] = 2
+
+    shape: Annotated[str, ShapeOption] = DEFAULT_SHAPE
+    num_chunks: Annotated[int, Option("--num-chunks", min=1, help="Chunks of each round.")] = 8
+    chunk_tokens: ChunkTokens = 512
+    repeats: Annotated[int, Option("--repeats", min=1, help="Rounds of prefill and ingestion in turns.")] = 3
+    contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Context policies: none, similar.")] = (
+        "none",
+    )
+    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
+
+    def resolve_options(self) -> None:
+        """Raise UsageError for an unknown context policy."""
+        for policy in self.contexts:
+            CONTEXT.validate("context", policy)
 
 
 def run_ingest(config: IngestConfig, on_progress: Progress = ignore_progress) -> Facts:
@@ -149,3 +176,7 @@ def _measure_seconds(work: Callable[[], None]) -> float:
     start_s = perf_counter()
     work()
     return perf_counter() - start_s
+
+
+if __name__ == "__main__":
+    run_benchmark(IngestConfig, BENCHMARK)

@@ -1,4 +1,6 @@
-"""`bench load`: TTFT of blending from disk, compared with blending from memory (CacheBlend, section 5).
+"""TTFT of blending from disk, compared with blending from memory (CacheBlend, section 5).
+
+    python -m benchmarks.load --shape llama-200m --store /mnt/disk
 
 Prompts share no chunk, and the memory tier has space for the chunks of one prompt. The first request of a prompt
 therefore reads from the disk, and the case "memory" repeats it. The page cache is dropped before reads from the disk. A
@@ -12,9 +14,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from typer import Option
+
+from benchmarks.results import run_benchmark
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport
@@ -28,21 +35,59 @@ from ragblend.engine.tuning.loading_controller import MachineProfile, largest_hi
 from ragblend.engine.tuning.machine import drop_page_cache
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.worker_side.worker import BlendWorker, worker_of_this_process
-from ragblend.errors import RagblendError
-from ragblend.ingestion.sync import Progress, ignore_progress
-from ragblend.lab.bench.common.configs import LoadConfig
+from ragblend.errors import RagblendError, UsageError
+from ragblend.files.places import expand_user_path
+from ragblend.ingestion.report import Progress, ignore_progress
+from ragblend.lab.bench.common.configs import DEFAULT_SHAPE, Backend, PromptConfig, ShapeOption
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, median_fields, result_facts
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads, vocab_size
 from ragblend.lab.bench.ttft_vllm import open_vllm, vllm_hardware_card
-from ragblend.lab.plots import plot_load
+from ragblend.lab.plots import describe_axes, figure_file, workload_title
 from ragblend.lab.profile import ProfileConfig, measure_machine
 from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.prompt.types import Chunk, Prompt
 
 TARGET = 1.15
 """Largest TTFT of blending from a disk that loads within T_recompute, as a multiple of the TTFT from memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig(PromptConfig):
+    """Options of this benchmark. The memory tier holds the chunks of one prompt.
+
+    The store holds the chunks of `store_factor` prompts or more.
+    """
+
+    shape: Annotated[str, ShapeOption] = DEFAULT_SHAPE
+    rule: Annotated[str, Option("--rule", help="Rule: auto, ask, cacheblend, ...")] = "auto"
+    slowdowns: Annotated[
+        tuple[float, ...],
+        Option("--slowdowns", help="Speeds of throttled readers, as T_load over T_recompute, comma-separated."),
+    ] = (0.5, 0.8, 1.0, 2.0)
+    store: Annotated[
+        str | None, Option("--store", metavar="DIR", help="Folder on the disk to measure. Default: one in TMPDIR.")
+    ] = None
+    store_factor: int = 10
+    threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
+    repeats: Annotated[int, Option("--repeats", min=1, help="Number of prompts, each with other chunks.")] = 5
+    backend: Backend = "transformers"
+
+    def resolve_options(self) -> None:
+        """Set `ratio` to the rule's default if it is None. Raise UsageError unless all slowdowns are above 0."""
+        if self.ratio is None:
+            object.__setattr__(self, "ratio", find_rule(self.rule, find_shape(self.shape).num_layers).ratio)
+        if self.store is not None:
+            object.__setattr__(self, "store", str(expand_user_path(self.store, "store")))
+        if any(slowdown <= 0 for slowdown in self.slowdowns):
+            raise UsageError(f"slowdowns are {self.slowdowns}; choose more than 0")
+
+    @property
+    def blend_ratio(self) -> float:
+        """The recompute ratio: `ratio`, else the rule's default."""
+        assert self.ratio is not None  # set by `resolve_options`
+        return self.ratio
 
 
 class LoadCase(NamedTuple):
@@ -149,7 +194,7 @@ def _open_engine(config: LoadConfig, disk: DiskStore) -> Iterator[TransformersEn
         token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * find_dtype(config.dtype).itemsize
         memory_gib = 2 * config.num_chunks * config.chunk_tokens * token_bytes / GIB  # profiled from memory
         # More than one prompt, because vLLM keeps a block for itself.
-        with open_vllm(config, num_prompts=2, memory_gib=memory_gib, store=disk.root) as served:
+        with open_vllm(config, config.shape, num_prompts=2, memory_gib=memory_gib, store=disk.root) as served:
             yield served
         return
     with engine_for(config.shape, disk, find_dtype(config.dtype)) as engine:
@@ -177,7 +222,7 @@ def time_request(
     The KV is read from the memory or the disk of `tiers`, as `case.source` says. Raises RagblendError if the KV was
     read from another tier.
     """
-    memory, disk = tiers.memory_tier, tiers.disk_tier
+    memory, disk = tiers.find_tier(MemoryStore), tiers.find_tier(DiskStore)
     assert memory is not None
     assert disk is not None
     store = tiers  # the chunks in memory are those of the previous prompt
@@ -308,6 +353,58 @@ def table_lines(facts: Facts) -> list[str]:
     ]
 
 
+def plot_load(facts: Mapping[str, Any], path: Path) -> None:
+    """Write the plots of the result: when each layer is loaded and fused, and TTFT (y) over the loading time (x)."""
+    title = f"{workload_title(facts)}, {facts['runs'][0]['rule']} at {facts['config']['ratio']:.0%}"
+    with figure_file(path, 15, 5, title) as figure:
+        chosen = _timelines_to_show(facts)
+        panels = figure.subplots(1, len(chosen) + 1)
+        for axes, timeline in zip(panels, chosen, strict=False):
+            _plot_timeline(axes, timeline)
+        _plot_over_load(panels[-1], facts)
+
+
+def _timelines_to_show(facts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the slowest reader that hides and the slowest of all, at the requested ratio, with the pipeline."""
+    own = [each for each in facts["timelines"] if each["pipeline"] and each["ratio"] == facts["config"]["ratio"]]
+    own = sorted((each for each in own if each["source"] != "memory"), key=lambda each: each["load_over_recompute"])
+    hidden = [each for each in own if each["load_over_recompute"] <= 1]
+    return [*hidden[-1:], *(each for each in own[-1:] if each not in hidden)]
+
+
+def _plot_timeline(axes: Any, timeline: Mapping[str, Any]) -> None:
+    """Draw a row per layer with the times of loading and of fusing it."""
+    for name, color, offset in (("load", "#ff7f0e", -0.2), ("fuse", "#1f77b4", 0.2)):
+        starts = [start for start, _ in timeline[name]]
+        widths = [end - start for start, end in timeline[name]]
+        rows = [layer + offset for layer in range(len(starts))]
+        axes.barh(rows, widths, left=starts, height=0.4, color=color, label=name)
+    axes.invert_yaxis()
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlim(left=0)
+    title = f"{timeline['source']}, T_load = {timeline['load_over_recompute']:.2f} T_recompute"
+    describe_axes(axes, "seconds", "layer", title)
+
+
+def _plot_over_load(axes: Any, facts: Mapping[str, Any]) -> None:
+    """Draw TTFT / TTFT from memory (y) over T_load / T_recompute (x), with the pipeline and without."""
+    ratio = facts["config"]["ratio"]
+    runs = sorted(facts["runs"], key=lambda run: float(run["load_over_recompute"]))
+    lines = {
+        "pipeline on": ("o-", [run for run in runs if run["pipeline"] and run["ratio"] == ratio]),
+        "pipeline off": ("o-", [run for run in runs if not run["pipeline"]]),
+        "pipeline on, at the ratio that hides": ("^", [run for run in runs if run["ratio"] > ratio]),
+    }
+    for label, (style, points) in lines.items():
+        places, over = [run["load_over_recompute"] for run in points], [run["over_memory"] for run in points]
+        axes.plot(places, over, style, ms=5, label=label)
+    axes.axhline(facts["target"], color="black", ls=":", lw=1, label=f"{facts['target']:g}")
+    axes.axvline(1.0, color="#7f7f7f", ls="--", lw=1)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    describe_axes(axes, "T_load / T_recompute, by the controller", "TTFT / TTFT from memory")
+
+
 BENCHMARK = Benchmark(run_load, table_lines, plot_load)
 
 
@@ -316,3 +413,7 @@ def _prompts(config: LoadConfig, vocab_size: int) -> tuple[list[Chunk], list[Pro
     num_prompts = max(config.store_factor, config.repeats + 1)
     sets = [make_prompts(*config.prompt_shape, 1, vocab_size, seed) for seed in range(num_prompts)]
     return [chunk for chunks, _ in sets for chunk in chunks], [prompt for _, prompts in sets for prompt in prompts]
+
+
+if __name__ == "__main__":
+    run_benchmark(LoadConfig, BENCHMARK)
