@@ -18,7 +18,6 @@ have. Works on stores, keys and namespaces. Does not depend on servers, prompts 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
 import threading
@@ -56,7 +55,7 @@ _MAX_RECORD_BYTES = 1 << 20
 class _Write(NamedTuple):
     namespace: str
     is_copy: bool  # of an entry in the remote tier
-    applied: frozenset[str]  # files of the tombstones that were applied to the disk before
+    applied: frozenset[str]  # names of the tombstones that were applied to the disk before
 
 
 class Tombstones:
@@ -106,9 +105,10 @@ class Tombstones:
         `poll` deletes the entry if a tombstone names it and the write began before that tombstone was applied. is_copy:
         the entry was fetched from the remote tier. A tombstone then deletes it even if the write began later.
         """
-        applied = frozenset(os.listdir(self._folder) if self._folder is not None and self._folder.exists() else ())
-        if applied != self._applied_before:
-            self._applied_before = applied
+        if not is_copy and self._folder is not None:
+            applied = frozenset(path.stem for path in self._folder.glob("*.json"))
+            if applied != self._applied_before:
+                self._applied_before = applied
         self._writes[header.key] = _Write(header.namespace, is_copy, self._applied_before)
 
     def watch(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
@@ -239,7 +239,7 @@ class Tombstones:
             write = self._writes.get(key)
             if write is not None and write.is_copy:  # it may have been written later, and can be fetched again
                 self._store.delete_local(key)
-            elif write is not None and f"{name}.json" not in write.applied:
+            elif write is not None and name not in write.applied:
                 self._store.delete(key)
         assert data is not None
         self._record_applied(name, data)  # last, so that a process killed before applies the tombstone again
