@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +22,11 @@ from places import fill_disk, small_disk
 from servers import wait_until
 
 from ragblend import Prompt, ingest, load_engine
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.engine.store import eviction
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import (
     BackendUnreachableError,
@@ -35,7 +38,8 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.files.store_folder import CATALOG_FILE
-from ragblend.ingestion import registered_similar
+from ragblend.ingestion import registered_similar, server_documents
+from ragblend.ingestion.report import IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 from ragblend.server import backlog
@@ -87,8 +91,6 @@ class Server:
 
 
 def _sent(document: dict[str, Any], collection: str) -> SentDocument:
-    import json
-
     (sent,), _ = read_documents(json.dumps(document).encode(), "application/x-ndjson", collection)
     return sent
 
@@ -159,6 +161,53 @@ def test_chunks_of_a_version_come_to_those_it_has(server):
             {"id": "b", "chunks": [A], "version": "one", **more}, {"id": "b", "chunks": [B], "version": "one"}
         )
         assert server.wait(last)["num_stored"] == 1
+
+
+@pytest.mark.parametrize("from_index", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_document_that_is_too_long_for_one_request_is_sent_in_parts(tmp_path, server, from_index, monkeypatch):
+    """All of its chunks are stored, progress counts them, and a changed version replaces all of them."""
+    monkeypatch.setattr(server_documents, "_BATCH_CHARS", most := 40_000 if from_index else 1000)
+    monkeypatch.setattr(server_documents, "_DOCUMENT_CHARS", most)
+    sizes, seen = list[int](), list[tuple[str, int, int | None]]()
+
+    def send(collection: str, documents: list[dict[str, Any]], progress: Any) -> tuple[Any, list[Any]]:
+        body = json.dumps({"collection": collection, "documents": documents}, separators=(",", ":"))
+        sizes.append(len(body))
+        ingestion = server.documents.add("", read_documents(body.encode(), "", None)[0])
+        counts = server.wait(ingestion, collection=collection)
+        progress("prefill", counts["num_chunks"], counts["num_chunks"])
+        return Counter(counts), []
+
+    engine = server.engine()
+    client: Any = SimpleNamespace(
+        bytes_per_token=1, renderer=engine.renderer, name="demo", context="none", default_context="none", namespace="",
+        context_length=engine.context_length, check_not_forked=lambda: None, send_documents=send,
+        remove_documents=lambda *_: 0, store=MemoryStore(0), refuse_context_change=None,
+    )  # fmt: skip
+
+    def ingest_texts(texts: list[str]) -> IngestReport:
+        if not from_index:
+            return precompute_documents(texts, client, lambda *args: seen.append(args), ids=["long"] * len(texts))
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        (tmp_path / "docs" / "long.txt").write_text("\n\n".join(texts))
+        options: dict[str, Any] = {"embedder": "hashing", "chunk_size": 24, "progress": lambda *args: seen.append(args)}
+        return ingest(tmp_path / "docs", client, tmp_path / "index", **options)
+
+    texts = [f"Room {number}: {A}" for number in range(40)]
+    num_chunks = ingest_texts(texts).num_chunks
+    assert len(sizes) >= 3
+    assert max(sizes) < most + 200
+    done = [step[1:] for step in seen if step[0] == "prefill"]
+    assert (done[0], done[-1]) == ((0, num_chunks), (num_chunks, num_chunks))
+    assert done == sorted(done)
+    with open_registry(engine.store) as registry:
+        assert registry.count_tokenized_texts(engine.renderer.fingerprint, "") == num_chunks
+        assert len(list(engine.store.disk_tier.keys())) == num_chunks
+        ingest_texts([*texts[:20], f"Changed: {B}"])
+        wanted = {text.strip() for text in registry.texts()}
+        assert any(B in text for text in wanted)
+        assert not any("Room 39" in text for text in wanted)
+    assert len(list(engine.store.disk_tier.keys())) == len(wanted) < num_chunks
 
 
 def test_a_version_that_was_given_up_leaves_nothing(tmp_path):
