@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import CommandRunner
 from demo_texts import QUESTION, A, B, C
 from langchain_core.documents import Document as LangChainDocument
 from places import fill_disk, small_disk
@@ -24,6 +26,7 @@ from servers import wait_until
 from ragblend import Prompt, ingest, load_engine
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.sent_documents import SentDocument
+from ragblend.engine.namespaces import salted_namespace
 from ragblend.engine.store import eviction
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.memory import MemoryStore
@@ -598,3 +601,37 @@ def test_all_documents_of_the_store_are_listed_page_by_page_and_removed(server):
         assert server.documents.remove("", each["collection"], [each["id"]]) == (1, 1)
     assert server.documents.list("", None, ("", ""), 9) == {"documents": [], "next": ""}
     assert [each["id"] for each in server.documents.list("other", None, ("", ""), 9)["documents"]] == ["theirs"]
+
+
+@pytest.mark.parametrize("context", ["none", pytest.param("similar", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("damage", ["changed", pytest.param("removed", marks=pytest.mark.slow)])
+def test_a_repair_lets_the_server_store_again_what_it_lost(tmp_path, context, damage, capsys):
+    """Of every namespace, also of a cache salt; what a program has added beside it is prefilled by the command."""
+    root, run = tmp_path / "kv", CommandRunner(capsys)
+    salted = salted_namespace("acme", "s3cret")
+    vectors = {"vectors": [[1.0, 0.0], [0.6, 0.8]], "embedder": "own"}
+    with serving(root, context) as server:
+        for namespace in ("", "acme", salted):
+            sent = server.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C}, namespace=namespace)
+            server.wait(sent, namespace)
+        server.wait(server.send({"id": "v", "chunks": ["Ann dives.", "Ann swims deep."], **vectors}))
+        precompute_documents(["The old mill burnt down in May.", C], server.engine(), ids=["p", "p"])
+        keys = set(server.engine().store.disk_tier.keys())
+    for number, path in enumerate(sorted((root / "kv").rglob("*.safetensors"))):
+        if damage == "removed":
+            path.unlink()
+        elif number % 3:
+            path.write_bytes(path.read_bytes()[:-9] + b"\1" * 9)
+    code, out, _ = run("verify", "--store", str(root))
+    assert (code, "None" in out) == (4, False)
+    code, out, err = run("verify", "--repair", "--store", str(root))
+    assert (code, re.search("[67] documents of clients of a server: it stores", out) is not None) == (0, True), err
+    assert "ragblend precompute" not in out
+    with serving(root, context) as server:
+        wait_until(
+            lambda: not any(server.counts(namespace=each)["num_waiting"] for each in ("", "acme", salted)), 60, "again"
+        )
+        assert set(server.engine().store.disk_tier.keys()) == keys
+        assert [server.hits(text, each) for text in (A, B, C) for each in ("", "acme", salted)] == [1] * 9
+    report = json.loads(run("verify", "--json", "--store", str(root))[1])
+    assert (report["damaged"], report["missing"], report["num_without_kv"], report["num_sent_again"]) == (0, 0, 0, 0)

@@ -17,7 +17,7 @@ LONGER_FILES = {  # each entry needs a review
     "engine/vllm/scheduler_side/scheduler.py": 580,
     "engine/vllm/worker_side/worker.py": 520,
     "index.py": 560,
-    "operations/maintenance.py": 440,
+    "operations/maintenance.py": 460,
     "server/documents.py": 460,
 }
 LARGER_FOLDERS = {
