@@ -173,6 +173,16 @@ class SentDocumentTable(Catalog):
         with self._write() as connection:
             connection.execute(changed)
 
+    def make_pending(self, document: DocumentKey, body: dict[str, Any]) -> bool:
+        """Make a stored document pending, with the same version. Return False for one that is not stored any more.
+
+        `body`: see `SentDocument`.
+        """
+        is_stored = (_OF_DOCUMENT, _ROW.stored_version == _ROW.version, _ROW.body.is_(None))
+        changed = update(SENT_DOCUMENTS).where(*is_stored).values(body=json.dumps(body), stored_version="")
+        with self._write() as connection:
+            return bool(connection.execute(changed, document.parameters()).rowcount)
+
     def begin_removal(self, namespace: str, collection: str, ids: Sequence[str]) -> None:
         """Record that the removal of documents has begun. They are then neither pending nor stored."""
         changes = {"body": None, "stored_version": "", "reason": "its removal is unfinished; remove it again"}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -215,20 +215,28 @@ def verify(
             repair_remote(tier, settings.store, report.damaged_remote, kv_dir=settings.kv_dir)
         tier.close()
     if repair and report.has_problems:
+        from ragblend.catalog.stored_documents import open_store_documents
+        from ragblend.engine.store.disk import DiskStore
         from ragblend.engine.store.metadata import CONTEXT_FILE
         from ragblend.operations.maintenance import drop_files_that_block_opening, repair_store
+        from ragblend.operations.sent_repair import make_sent_documents_pending
 
         drop_files_that_block_opening(report, settings.store, kv_dir=settings.kv_dir)
-
+        disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir)
+        lost = {*report.damaged, *report.missing}
+        report.num_sent_again, sent = make_sent_documents_pending(disk, lost)
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")
-        with open_document_engine(settings) as engine, progress_bars() as progress:
-            try:
-                opened = open_settings_index(settings, engine)
-            except NotFoundError as error:  # what it had may just have been dropped
-                raise NotFoundError("; ".join([*report.dropped, str(error)])) from error
-            with opened:
-                report.num_repaired = repair_store(report, engine, opened, progress)
+        with open_store_documents(disk) as (registry, index):
+            has_index, has_texts = index is not None, any(registry.documents())
+        if not has_index and not has_texts:
+            raise NotFoundError("; ".join([*report.dropped, f"{settings.store} has no documents: ingest them again"]))
+        if has_index or lost - sent or report.damaged_files:
+            with ExitStack() as stack:
+                engine = stack.enter_context(open_document_engine(settings))
+                opened = stack.enter_context(open_settings_index(settings, engine)) if has_index else None
+                progress = stack.enter_context(progress_bars())
+                report.num_repaired = repair_store(report, engine, opened, progress, done=sent)
     lines = [f"{plural(report.checked, 'KV cache')} checked, {len(report.damaged)} damaged"]
     if report.orphans is not None:
         lines[0] += f", {report.orphans} without a chunk"
@@ -240,8 +248,16 @@ def verify(
         f"  {settings.store}/{place}: {arguments_to_flags(reason)}" for place, reason in report.damaged_files.items()
     ]
     lines += [f"  index: {arguments_to_flags(problem)}" for problem in report.index_problems]
-    if report.num_without_kv:
-        lines.append(f"{report.num_without_kv} indexed chunks have no KV here; prefill them: ragblend precompute")
+    if report.num_without_kv and not report.num_sent_again:
+        lines.append(
+            f"{report.num_without_kv} chunks of documents have no KV here; prefill those of folders: ragblend "
+            "precompute; send those of programs and of a server again"
+        )
+    if report.num_sent_again:
+        lines.append(
+            f"{plural(report.num_sent_again, 'document')} of clients of a server: it stores their lost KV again within "
+            "seconds, or after its next start"
+        )
     if repair:
         lines += [f"{report.num_repaired} recomputed", *report.dropped, *map(arguments_to_flags, report.unrepaired)]
     elif report.has_problems:

@@ -5,8 +5,12 @@ Depends on an engine that is the client of a server, not on how the server store
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -22,25 +26,38 @@ from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
 
+_BATCH_CHARS = 8 << 20  # most characters of the documents in one request, as JSON in ASCII
+_DOCUMENT_CHARS = 24 << 20  # of a document that is sent whole; a server accepts bodies of 32 MiB
+_NUMBER_CHARS = 11  # of one number of a vector: "-0.123456, "
+
 
 def _send(
     engine: Any,
     collection: str,
-    documents: Sequence[Mapping[str, Any]],
+    documents: Iterable[Mapping[str, Any]],
+    num_chunks: int,
     report: IngestReport,
     progress: Progress | None,
     described: Mapping[str, str],
 ) -> Mapping[str, int]:
     """Send documents to the server and add its counts and failures to `report`. Return the server's counts.
 
-    described: names of the documents for messages, by id.
+    Each request is sent when the documents of the one before are stored, so that a server never has more waiting.
+    num_chunks: of all documents. described: names of the documents for messages, by id.
     """
-    start_s = perf_counter()
-    counts, reasons = engine.send_documents(collection, documents, progress or ignore_progress)
+    start_s, on_progress = perf_counter(), progress or ignore_progress
+    counts, reasons, num_done = Counter[str](), dict[str, Mapping[str, str]](), 0
+    on_progress("prefill", 0, num_chunks)
+    for batch in _batches(documents):
+        stored, found = engine.send_documents(collection, batch, _shifted(on_progress, num_done, num_chunks))
+        counts.update(stored)
+        reasons |= {reason["id"]: reason for reason in found}
+        num_done += sum(len(document["chunks"]) for document in batch)
+        on_progress("prefill", num_done, num_chunks)
     report.num_known_kv += counts["num_known_kv"]
     report.num_new_kv += counts["num_new_kv"]
     report.new_kv_bytes += counts["new_kv_bytes"]
-    for reason in reasons:
+    for reason in reasons.values():
         failure = ReadFailure(described.get(reason["id"], reason["id"]), reason["reason"])
         is_dropped = failure.reason.startswith(NOT_IN_REMOTE)
         if reason["status"] == "stored" and not is_dropped and failure.reason != BLANK_TEXT:
@@ -50,7 +67,51 @@ def _send(
         (report.skipped if is_skipped else report.failures).append(failure)
         logger.warning("%s: %s" if is_dropped else "not prefilled: %s: %s", *failure)
     report.prefill_s += perf_counter() - start_s
-    return counts  # type: ignore[no-any-return]
+    return counts
+
+
+def _shifted(progress: Progress, num_done: int, total: int) -> Progress:
+    """Return a callback for a part of the work, before which `num_done` of `total` items were finished."""
+    return lambda stage, done, _: progress(stage, num_done + done, total)
+
+
+def _batches(documents: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield the documents in batches, each small enough for one request. Two parts of a document are in two batches."""
+    batch, num_chars = list[Mapping[str, Any]](), 0
+    for part, size in chain.from_iterable(map(_divide, documents)):
+        if batch and num_chars + size > _BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+        batch.append(part)
+        num_chars += size
+    if batch:
+        yield batch
+
+
+def _divide(document: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """Yield a document with its size, or its parts with theirs if it is too long for one request.
+
+    The parts have the same version. The first one replaces an earlier version, and the server adds the others to it.
+    """
+    texts, vectors = document["chunks"], document.get("vectors")
+    vector_chars = 0 if vectors is None else vectors.shape[1] * _NUMBER_CHARS
+    sizes = [len(json.dumps(text)) + vector_chars for text in texts]
+    other_chars = len(json.dumps({**document, "chunks": [], "vectors": []}))
+    is_divided = sum(sizes) > _DOCUMENT_CHARS
+    if is_divided and "version" not in document:
+        digest = hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
+        document = {**document, "version": digest}
+    start = 0
+    while start < len(texts):
+        end, size = start + 1, sizes[start]
+        while end < len(texts) and (not is_divided or size + sizes[end] <= _BATCH_CHARS):
+            size += sizes[end]
+            end += 1
+        part = {**document, "chunks": texts[start:end]}
+        if vectors is not None:
+            part["vectors"] = vectors[start:end].astype(float).round(6).tolist()  # half as many characters
+        yield part, size + other_chars
+        start = end
 
 
 def send_indexed_chunks(
@@ -60,16 +121,19 @@ def send_indexed_chunks(
 
     The chunks are sent with the index's vectors, so that the server finds the same similar chunks.
     """
-    vectors = index.stored_vectors(chunk.text for chunk in chunks)
     embedder = f"{index.manifest.embedder} {index.manifest.embedder_version}"
-    sent: dict[str, dict[str, Any]] = {}
+    texts_of: dict[str, list[str]] = {}
     for chunk in chunks:
-        empty = {"id": chunk.source, "chunks": [], "vectors": [], "embedder": embedder}
-        document = sent.setdefault(chunk.source, empty)
-        document["chunks"].append(chunk.text)
-        vector = np.frombuffer(vectors[text_key(chunk.text.strip())], "<f4").astype(float)
-        document["vectors"].append(vector.round(6).tolist())  # half as many characters
-    _send(engine, index.collection or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
+        texts_of.setdefault(chunk.source, []).append(chunk.text)
+
+    def documents() -> Iterator[dict[str, Any]]:
+        for source, texts in texts_of.items():
+            stored = index.stored_vectors(texts)
+            rows = [np.frombuffer(stored[text_key(text.strip())], "<f4") for text in texts]
+            yield {"id": source, "chunks": texts, "vectors": np.array(rows), "embedder": embedder}
+
+    collection = index.collection or LANGCHAIN_COLLECTION
+    _send(engine, collection, documents(), len(chunks), report, progress, {})
     return report
 
 
@@ -97,7 +161,7 @@ def send_documents(
             sent[name]["version"] = identity.version
         if identity.source:
             sent[name]["metadata"] = {"source": identity.source}
-    counts = _send(engine, collection, [*sent.values()], report, progress, described)
+    counts = _send(engine, collection, sent.values(), len(chunks), report, progress, described)
     report.num_documents = len(sent)
     report.num_chunks, report.num_tokens = counts["num_chunks"], counts["num_tokens"]
     return report

@@ -74,6 +74,7 @@ def sync_index(
     were last read by another `reader` are read again. `workers` embed while the next files are read.
     """
     run = _SyncPass(index, scan, chunker, on_progress, workers, keep_missing, reader)
+    on_progress("read", 0, None)
     for path in scan.files:
         run.read(path)
     run.flush(max_waiting_batches=0)
@@ -209,6 +210,7 @@ class _SyncPass:
         """Index a batch, then record its files. After a kill in between, the files are read again."""
         if batch.documents:
             texts = [chunk.text for _, _, chunks in batch.documents for chunk in chunks]
+            self.on_progress("embed", self._num_embedded, None)  # that of a long document takes minutes
             vectors = self.index.embed(texts, batch.wait_for_vectors())
             first = 0
             for document, version, chunks in batch.documents:

@@ -5,7 +5,7 @@ Depends on the index, the disk store and tokenizers. Only a repair loads a model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -41,6 +41,7 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.documents import pin_document
+from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.render import Renderer
@@ -62,6 +63,7 @@ class VerifyReport:
     orphans: int | None = None  # entries that no chunk needs; None without an index
     num_without_kv: int | None = None  # indexed chunks, which is no damage; None without an index
     num_repaired: int = 0  # chunks
+    num_sent_again: int = 0  # documents of clients, which the store's server stores again
     dropped: list[str] = field(default_factory=list)  # sentences: a removed file, and how to create it again
     unrepaired: list[str] = field(default_factory=list)  # sentences: a remaining problem, and what to do
 
@@ -156,19 +158,28 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
                 report.missing[key] = f"stored for {model}, but its file does not exist"
 
 
-def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progress: Progress = ignore_progress) -> int:
+def repair_store(
+    report: VerifyReport,
+    engine: Engine,
+    index: ChunkIndex | None,
+    progress: Progress = ignore_progress,
+    *,
+    done: Collection[str] = (),
+) -> int:
     """Prefill the indexed chunks without KV, and repair the damage in `report`. Files beyond repair are deleted.
 
-    Return the number of prefilled chunks. If the process is killed, the next `verify` finds the remaining damage.
+    index: None for a store of texts that frameworks have added. done: keys of entries that are repaired already. Return
+    the number of prefilled chunks. If the process is killed, the next `verify` finds the remaining damage.
     """
     disk = engine.store.find_tier(DiskStore)
     if disk is not None:
         disk.delete_temporary_files()
-    if report.index_problems:
+    if report.index_problems and index is not None:
         index.rebuild()
     if disk is not None and report.damaged_files:
         _repair_files(report, disk, engine, index)
-    chunks, lost = list(index.chunks()), {*report.damaged, *report.missing}
+    chunks = [] if index is None else list(index.chunks())
+    lost = {*report.damaged, *report.missing} - {*done}
     indexed = {chunk.text.strip() for chunk in chunks}
     with open_registry(engine.store) as registry:
         others = [Chunk(text) for text in registry.texts() if text not in indexed]
@@ -179,14 +190,20 @@ def repair_store(report: VerifyReport, engine: Engine, index: ChunkIndex, progre
             engine,
             progress,
             index=index,
-            register_texts=lambda: registry.add(indexed, DocumentKey(index.collection)),
+            register_texts=lambda: index and registry.add(indexed, DocumentKey(index.collection)),
         )
+        registry.set_variants_stored(lost, is_stored=False)
+        finder = open_registered_finder(engine, registry) if registry.count_variants() else None
+        if finder is not None:
+            variants = finder.find_missing_variants()
+            precompute_chunks(variants, engine, progress, repaired, index=finder, register_texts=lambda: None)
+            finder.record_stored_variants(variants)
         stored = registry.fingerprints_by_key()
     if repaired.num_dropped:
         report.unrepaired.append(": ".join(repaired.failures[-1]))
     if disk is None:
         return repaired.num_new_kv
-    for key in report.damaged:
+    for key in lost.intersection(report.damaged):
         disk.drop_unreadable(key)  # last, so that the next `verify` finds it after a kill
     gone = [key for key in lost if key in stored and not disk.has_file(key)]
     if gone and not disk.has_evicted:
@@ -214,10 +231,11 @@ def drop_files_that_block_opening(report: VerifyReport, store: str | Path, *, kv
         report.dropped.append(f"{CATALOG_FILE} was replaced by an empty one; {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
-def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex) -> None:
+def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex | None) -> None:
     """Write pins of indexed documents again, and remove other damaged files."""
-    for source in index.sources():
+    for source in index.sources() if index is not None else ():
         if disk.pin_location(source) in report.damaged_files:
+            assert index is not None
             pin_document(source, engine, index)
     still = {result.key for result in disk.verify_metadata(calibration_problem)}
     for place, reason in report.damaged_files.items():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import CommandRunner
 from demo_texts import QUESTION, A, B, C
 from langchain_core.documents import Document as LangChainDocument
 from places import fill_disk, small_disk
 from servers import wait_until
 
 from ragblend import Prompt, ingest, load_engine
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.sent_documents import SentDocument
+from ragblend.engine.namespaces import salted_namespace
 from ragblend.engine.store import eviction
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import (
     BackendUnreachableError,
@@ -35,7 +41,8 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.files.store_folder import CATALOG_FILE
-from ragblend.ingestion import registered_similar
+from ragblend.ingestion import registered_similar, server_documents
+from ragblend.ingestion.report import IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 from ragblend.server import backlog
@@ -87,8 +94,6 @@ class Server:
 
 
 def _sent(document: dict[str, Any], collection: str) -> SentDocument:
-    import json
-
     (sent,), _ = read_documents(json.dumps(document).encode(), "application/x-ndjson", collection)
     return sent
 
@@ -159,6 +164,53 @@ def test_chunks_of_a_version_come_to_those_it_has(server):
             {"id": "b", "chunks": [A], "version": "one", **more}, {"id": "b", "chunks": [B], "version": "one"}
         )
         assert server.wait(last)["num_stored"] == 1
+
+
+@pytest.mark.parametrize("from_index", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_document_that_is_too_long_for_one_request_is_sent_in_parts(tmp_path, server, from_index, monkeypatch):
+    """All of its chunks are stored, progress counts them, and a changed version replaces all of them."""
+    monkeypatch.setattr(server_documents, "_BATCH_CHARS", most := 40_000 if from_index else 1000)
+    monkeypatch.setattr(server_documents, "_DOCUMENT_CHARS", most)
+    sizes, seen = list[int](), list[tuple[str, int, int | None]]()
+
+    def send(collection: str, documents: list[dict[str, Any]], progress: Any) -> tuple[Any, list[Any]]:
+        body = json.dumps({"collection": collection, "documents": documents}, separators=(",", ":"))
+        sizes.append(len(body))
+        ingestion = server.documents.add("", read_documents(body.encode(), "", None)[0])
+        counts = server.wait(ingestion, collection=collection)
+        progress("prefill", counts["num_chunks"], counts["num_chunks"])
+        return Counter(counts), []
+
+    engine = server.engine()
+    client: Any = SimpleNamespace(
+        bytes_per_token=1, renderer=engine.renderer, name="demo", context="none", default_context="none", namespace="",
+        context_length=engine.context_length, check_not_forked=lambda: None, send_documents=send,
+        remove_documents=lambda *_: 0, store=MemoryStore(0), refuse_context_change=None,
+    )  # fmt: skip
+
+    def ingest_texts(texts: list[str]) -> IngestReport:
+        if not from_index:
+            return precompute_documents(texts, client, lambda *args: seen.append(args), ids=["long"] * len(texts))
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        (tmp_path / "docs" / "long.txt").write_text("\n\n".join(texts))
+        options: dict[str, Any] = {"embedder": "hashing", "chunk_size": 24, "progress": lambda *args: seen.append(args)}
+        return ingest(tmp_path / "docs", client, tmp_path / "index", **options)
+
+    texts = [f"Room {number}: {A}" for number in range(40)]
+    num_chunks = ingest_texts(texts).num_chunks
+    assert len(sizes) >= 3
+    assert max(sizes) < most + 200
+    done = [step[1:] for step in seen if step[0] == "prefill"]
+    assert (done[0], done[-1]) == ((0, num_chunks), (num_chunks, num_chunks))
+    assert done == sorted(done)
+    with open_registry(engine.store) as registry:
+        assert registry.count_tokenized_texts(engine.renderer.fingerprint, "") == num_chunks
+        assert len(list(engine.store.disk_tier.keys())) == num_chunks
+        ingest_texts([*texts[:20], f"Changed: {B}"])
+        wanted = {text.strip() for text in registry.texts()}
+        assert any(B in text for text in wanted)
+        assert not any("Room 39" in text for text in wanted)
+    assert len(list(engine.store.disk_tier.keys())) == len(wanted) < num_chunks
 
 
 def test_a_version_that_was_given_up_leaves_nothing(tmp_path):
@@ -549,3 +601,37 @@ def test_all_documents_of_the_store_are_listed_page_by_page_and_removed(server):
         assert server.documents.remove("", each["collection"], [each["id"]]) == (1, 1)
     assert server.documents.list("", None, ("", ""), 9) == {"documents": [], "next": ""}
     assert [each["id"] for each in server.documents.list("other", None, ("", ""), 9)["documents"]] == ["theirs"]
+
+
+@pytest.mark.parametrize("context", ["none", pytest.param("similar", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("damage", ["changed", pytest.param("removed", marks=pytest.mark.slow)])
+def test_a_repair_lets_the_server_store_again_what_it_lost(tmp_path, context, damage, capsys):
+    """Of every namespace, also of a cache salt; what a program has added beside it is prefilled by the command."""
+    root, run = tmp_path / "kv", CommandRunner(capsys)
+    salted = salted_namespace("acme", "s3cret")
+    vectors = {"vectors": [[1.0, 0.0], [0.6, 0.8]], "embedder": "own"}
+    with serving(root, context) as server:
+        for namespace in ("", "acme", salted):
+            sent = server.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C}, namespace=namespace)
+            server.wait(sent, namespace)
+        server.wait(server.send({"id": "v", "chunks": ["Ann dives.", "Ann swims deep."], **vectors}))
+        precompute_documents(["The old mill burnt down in May.", C], server.engine(), ids=["p", "p"])
+        keys = set(server.engine().store.disk_tier.keys())
+    for number, path in enumerate(sorted((root / "kv").rglob("*.safetensors"))):
+        if damage == "removed":
+            path.unlink()
+        elif number % 3:
+            path.write_bytes(path.read_bytes()[:-9] + b"\1" * 9)
+    code, out, _ = run("verify", "--store", str(root))
+    assert (code, "None" in out) == (4, False)
+    code, out, err = run("verify", "--repair", "--store", str(root))
+    assert (code, re.search("[67] documents of clients of a server: it stores", out) is not None) == (0, True), err
+    assert "ragblend precompute" not in out
+    with serving(root, context) as server:
+        wait_until(
+            lambda: not any(server.counts(namespace=each)["num_waiting"] for each in ("", "acme", salted)), 60, "again"
+        )
+        assert set(server.engine().store.disk_tier.keys()) == keys
+        assert [server.hits(text, each) for text in (A, B, C) for each in ("", "acme", salted)] == [1] * 9
+    report = json.loads(run("verify", "--json", "--store", str(root))[1])
+    assert (report["damaged"], report["missing"], report["num_without_kv"], report["num_sent_again"]) == (0, 0, 0, 0)

@@ -12,12 +12,12 @@ LONGER_FILES = {  # each entry needs a review
     "engine/store/disk.py": 480,
     "engine/store/remote/tier.py": 490,
     "engine/store/tiered.py": 490,
-    "engine/vllm/client.py": 675,
+    "engine/vllm/client.py": 660,
     "engine/vllm/worker_side/layers.py": 560,
     "engine/vllm/scheduler_side/scheduler.py": 580,
     "engine/vllm/worker_side/worker.py": 520,
     "index.py": 560,
-    "operations/maintenance.py": 440,
+    "operations/maintenance.py": 460,
     "server/documents.py": 460,
 }
 LARGER_FOLDERS = {

@@ -1,16 +1,18 @@
 """Tombstones: propagate deletions through the remote tier to other processes and machines, also to those that are down.
 
-    REMOTE notes/ID         a tombstone: keys, or a namespace, and the time
-    ROOT/forgotten/ID.json  the same, once its entries are deleted from this disk
+    REMOTE notes/NUMBER-RANDOM         a tombstone: keys, or a namespace
+    ROOT/forgotten/NUMBER-RANDOM.json  the same, once its entries are deleted from this disk
 
 `TieredStore.delete_everywhere` deletes entries, and then writes a tombstone to the remote tier. Every other store over
 this remote tier polls for new tombstones, every few seconds and before it stores entries. It deletes their entries from
 its memory and its disk. It applies each tombstone once, so an entry that is stored again later stays.
 
-The name of a tombstone begins with its time, so a poll lists only the names since the previous poll. Every five
-seconds, a poll lists all names. A store with a disk then writes back the tombstones that it has applied and that the
-remote tier has lost. Tombstones older than TOMBSTONE_TTL_S are deleted. Works on stores, keys and namespaces. Does not
-depend on servers, prompts or models.
+The order of tombstones is that of their numbers: each is higher than those of all tombstones in the remote tier. No
+clock is compared with another one, so a machine whose clock is wrong deletes what others delete. A poll lists only the
+names after the newest known one. Every five seconds, a poll lists all names. A store with a disk then writes back the
+tombstones that it has applied and that the remote tier has lost. The remote tier keeps the newest MAX_TOMBSTONES. A
+machine that was down while so many were written has missed some. It deletes the entries that the remote tier does not
+have. Works on stores, keys and namespaces. Does not depend on servers, prompts or models.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ log = logging.getLogger(__name__)
 
 FORGOTTEN_DIR = "forgotten"
 POLL_INTERVAL_S = 5.0
-CLOCK_SLACK_S = 10.0  # a tombstone that arrives later after its time, by a slow clock too, is seen when all are listed
 FIRST_POLL_TIMEOUT_S = 3.0  # how long the start of a server waits for the first poll
-TOMBSTONE_TTL_S = 90 * 86_400.0  # a machine that was off for longer must start with an empty disk
+MAX_TOMBSTONES = 10_000  # in the remote tier; every machine lists their names every few seconds
 MAX_KEYS = 4096  # of one tombstone
 _KIND = "forgotten"
-_NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # milliseconds since the epoch, and a random number
+_NAME = re.compile(r"\d{13}-[0-9a-f]{16}")  # the number, and a random one: two machines may choose the same number
+_LAST_NUMBER = 10**13 - 1
 _MAX_RECORD_BYTES = 1 << 20
 
 
@@ -67,7 +69,7 @@ class _DeletingStore(Protocol):
 class _Write(NamedTuple):
     namespace: str
     is_copy: bool  # of an entry in the remote tier
-    start_s: float  # seconds since the epoch
+    applied: frozenset[str]  # names of the tombstones that were applied to the disk before
 
 
 class Tombstones:
@@ -77,9 +79,10 @@ class Tombstones:
         self._store, self._remote, self._disk = store, remote, store.find_tier(DiskStore)
         self._folder = None if self._disk is None else self._disk.root / FORGOTTEN_DIR
         self._applied: set[str] | None = None  # names; None before the first poll
-        self._polled_s = 0.0  # start of the last successful poll, since the epoch
+        self._newest = ""  # name of the newest known tombstone
         self._list_all_at_s = 0.0  # on the monotonic clock; 0: at the next poll
         self._writes: dict[str, _Write] = {}  # by key: writes of this store that a tombstone may still concern
+        self._applied_before = frozenset[str]()  # shared by the writes between two tombstones
         self._skips_disk = False
         self._has_warned = False
         self._watch_ended: threading.Event | None = None  # set to end the thread that polls
@@ -93,12 +96,22 @@ class Tombstones:
         """
         listed = sorted(keys)
         for start in range(0, max(len(listed), whole_namespace is not None), MAX_KEYS):
-            name = f"{_first_name(time.time())}-{secrets.token_hex(8)}"
+            name = self._next_name()
             facts = {"keys": listed[start : start + MAX_KEYS], "namespace": whole_namespace, "name": name}
             data = encode_signed_json(facts, _KIND, self._remote.store_key)
             self._remote.values.put_metadata(name, data)
             with self._lock:
                 self._record_applied(name, data)
+
+    def _next_name(self) -> str:
+        """Return a name that sorts after those of all tombstones in the remote tier.
+
+        Its number is the time, which is above the numbers of tombstones that the remote tier has lost, or else the next
+        number. Numbers are therefore ahead of the time if the clock of one machine is.
+        """
+        names = filter(_NAME.fullmatch, self._remote.values.list_metadata(self._newest))
+        number = max(int(time.time() * 1e3), int(max(names, default=self._newest)[:13] or 0) + 1)
+        return f"{min(number, _LAST_NUMBER):013d}-{secrets.token_hex(8)}"
 
     def record_write(self, header: KVHeader, *, is_copy: bool) -> None:
         """Record that the store begins to write an entry now.
@@ -106,7 +119,11 @@ class Tombstones:
         `poll` deletes the entry if a tombstone names it and the write began before that tombstone was applied. is_copy:
         the entry was fetched from the remote tier. A tombstone then deletes it even if the write began later.
         """
-        self._writes[header.key] = _Write(header.namespace, is_copy, time.time())
+        if not is_copy and self._folder is not None:
+            applied = frozenset(path.stem for path in self._folder.glob("*.json"))
+            if applied != self._applied_before:
+                self._applied_before = applied
+        self._writes[header.key] = _Write(header.namespace, is_copy, self._applied_before)
 
     def watch(self, timeout_s: float = 0.0, *, skip_disk: bool = False) -> None:
         """Start a thread that calls `poll` at once, and then every POLL_INTERVAL_S seconds.
@@ -136,7 +153,7 @@ class Tombstones:
 
     def poll(self) -> None:
         """Apply new tombstones of other stores. Every five seconds, also write back tombstones that the remote tier has
-        lost, and delete old ones.
+        lost, and delete those before the newest MAX_TOMBSTONES.
 
         Errors of the remote tier and the disk are not raised. Several in a row are logged as one warning. There is no
         warning for an unreachable remote tier, because the next request to that tier logs one.
@@ -156,35 +173,63 @@ class Tombstones:
     def _poll(self) -> None:
         # A later deletion of one of these entries also finds what was written.
         ended = {} if self._store.is_writing else dict(self._writes)
-        polled_s, lists_all = time.time(), time.monotonic() >= self._list_all_at_s
-        after = "" if lists_all else _first_name(self._polled_s - CLOCK_SLACK_S)
-        names = {name for name in self._remote.values.list_metadata(after) if _NAME.fullmatch(name)}
-        oldest = _first_name(polled_s - TOMBSTONE_TTL_S)
+        lists_all = time.monotonic() >= self._list_all_at_s
+        listed = self._remote.values.list_metadata("" if lists_all else self._newest)
+        names = {name for name in listed if _NAME.fullmatch(name)}
         if self._applied is None:  # a store without a disk has no entry from before
             paths = None if self._folder is None else self._folder.glob("*.json")
             self._applied = names.copy() if paths is None else {p.stem for p in paths if _NAME.fullmatch(p.stem)}
+        if lists_all and max(self._applied, default="") < (oldest := _oldest_kept(names)):
+            self._delete_what_the_tier_lacks(oldest)
         for name in sorted(names - self._applied):
-            if name > oldest:
-                try:
-                    self._apply(name)
-                except ValueError as error:
-                    log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.values.url, error)
-                    self._applied.add(name)
+            try:
+                self._apply(name)
+            except ValueError as error:
+                log.warning("the tombstone %s of %s is ignored: %s", name, self._remote.values.url, error)
+                self._applied.add(name)
         if lists_all:
-            self._restore_and_expire(names, self._applied, oldest)
+            self._restore_and_expire(names, self._applied)
             self._list_all_at_s = time.monotonic() + POLL_INTERVAL_S
-        self._polled_s = polled_s
+        self._newest = max((self._newest, *names))
         for key, write in ended.items():
             if self._writes.get(key) == write:
                 del self._writes[key]
 
-    def _restore_and_expire(self, names: set[str], applied: set[str], oldest: str) -> None:
-        """Write back applied tombstones that are not in `names`, all of the remote tier, and delete those before
-        `oldest`."""
+    def _delete_what_the_tier_lacks(self, oldest: str) -> None:
+        """Delete the local entries that are not in the remote tier, because tombstones before `oldest` are gone."""
+        stored = {key for key, _ in self._remote.values.sizes()}
+        tiers = self._local_tiers(self._skips_disk)
+        keys = {key for tier in tiers for key in tier.keys()} - stored - {*self._writes}  # noqa: SIM118 (no dict)
+        self._delete_from(keys, tiers)
+        log.warning(
+            "tombstones before %s are not in %s any more, and this machine has not seen all of them: %d KV caches that "
+            "the remote tier does not have were deleted; ingest missing documents again",
+            oldest,
+            self._remote.values.url,
+            len(keys),
+        )
+
+    def _local_tiers(self, is_disk_done: bool) -> list[KVStore]:
+        """Return the tiers of this machine; without the disk if another process deletes, or has deleted, there."""
+        tiers = [tier for tier in self._store.tiers if not tier.is_remote]
+        return [tier for tier in tiers if tier.find_tier(DiskStore) is None] if is_disk_done else tiers
+
+    def _delete_from(self, keys: Collection[str], tiers: Sequence[KVStore]) -> None:
+        for key in keys:
+            self._remote.drop_result(key)
+            self._store.delete_from(key, tiers)
+        if self._disk is not None and self._disk in tiers and self._disk.on_delete is not None:
+            self._disk.on_delete(keys)
+
+    def _restore_and_expire(self, names: set[str], applied: set[str]) -> None:
+        """Write back applied tombstones that are not in `names`, all of the remote tier. Delete those before the newest
+        MAX_TOMBSTONES."""
+        oldest = _oldest_kept(names | applied)
         for name in [name for name in names | applied if name < oldest or name not in names]:
             path = self._path(name)
             if name < oldest:
-                self._remote.values.delete_metadata(name)
+                if name in names:
+                    self._remote.values.delete_metadata(name)
                 applied.discard(name)
                 if path is not None:
                     try_remove_file(path)
@@ -194,29 +239,22 @@ class Tombstones:
     def _apply(self, name: str) -> None:
         data = self._remote.values.get_metadata(name)
         keys, namespace = _parse_tombstone(name, data, self._remote)
-        applied_s, tiers = time.time(), [tier for tier in self._store.tiers if not tier.is_remote]
+        # Another process may have applied it to the disk, which may contain new entries of these keys since.
         is_applied = (path := self._path(name)) is not None and path.exists()
-        if path is not None and is_applied:
-            applied_s = path.stat().st_mtime
-        if is_applied or self._skips_disk:
-            # Another process applies it to the disk, which may contain new entries of these keys since.
-            tiers = [tier for tier in tiers if tier.find_tier(DiskStore) is None]
+        tiers = self._local_tiers(is_applied or self._skips_disk)
         if namespace is not None:
             headers = (header for tier in tiers for header in tier.headers())
             keys.update(header.key for header in headers if equals_ignoring_salt(header.namespace, namespace))
             keys.update(
                 key for key, write in [*self._writes.items()] if equals_ignoring_salt(write.namespace, namespace)
             )
+        self._delete_from(keys, tiers)
         for key in keys:
-            self._remote.drop_result(key)
-            self._store.delete_from(key, tiers)
             write = self._writes.get(key)
             if write is not None and write.is_copy:  # it may have been written later, and can be fetched again
                 self._store.delete_local(key)
-            elif write is not None and write.start_s <= applied_s:
+            elif write is not None and name not in write.applied:
                 self._store.delete(key)
-        if self._disk is not None and self._disk in tiers and self._disk.on_delete is not None:
-            self._disk.on_delete(keys)
         assert data is not None
         self._record_applied(name, data)  # last, so that a process killed before applies the tombstone again
 
@@ -244,10 +282,9 @@ def _poll_repeatedly(reference: weakref.ref[Tombstones], ended: threading.Event,
             return
 
 
-def _first_name(time_s: float) -> str:
-    """Return the milliseconds since the epoch as a text, after which the names of later tombstones sort. time_s: the
-    time in seconds since the epoch."""
-    return f"{int(time_s * 1e3):013d}"
+def _oldest_kept(names: Collection[str]) -> str:
+    """Return the first of the newest MAX_TOMBSTONES names; "" if there are fewer, so that none before was deleted."""
+    return sorted(names)[-MAX_TOMBSTONES] if len(names) >= MAX_TOMBSTONES else ""
 
 
 def _parse_tombstone(name: str, data: bytes | None, remote: RemoteStore) -> tuple[set[str], str | None]:

@@ -68,7 +68,6 @@ RETRY_STATUS = frozenset({408, 429, 502, 503, 504})
 CHUNK_COLLECTION = "langchain"
 """Collection of chunks that are stored without a document. `precompute_documents` uses it for texts without ids."""
 _FIRST_PAUSE_S = 0.5  # before the first retry; doubled with every retry
-_BATCH_CHARS = 8 << 20  # most characters of the documents in one request, as JSON in ASCII
 _POLL_S = 0.2  # between two requests for the progress of an ingestion
 _LOST_S = 30.0  # an ingestion that every replica reports as unknown for so long has failed
 
@@ -522,10 +521,10 @@ class VllmClient(EngineBase):
         documents: Sequence[Mapping[str, Any]],
         progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None,
     ) -> tuple[Counter[str], list[dict[str, str]]]:
-        """Send documents to `POST /v1/ragblend/documents`, and wait until the server has stored them.
+        """Send documents in one request to `POST /v1/ragblend/documents`, and wait until the server has stored them.
 
         Return the server's counts (`DocumentCounts`), and a DocumentReason for each document that has a reason.
-        `progress` is called with "prefill", the number of prefilled chunks, and the number of all chunks. Raises
+        `progress` is called with "prefill", the number of stored chunks, and the number of all chunks. Raises
         RagblendError for a server without ragblend, and for a failed request.
         """
         if not self.blends:
@@ -533,28 +532,26 @@ class VllmClient(EngineBase):
                 f"the server at {self.connection.url} is a vLLM without ragblend and stores no KV; "
                 "start it with: ragblend serve MODEL --store DIR"
             )
-        total, reasons = Counter[str](), list[dict[str, str]]()
-        bodies = [{"collection": collection, "documents": batch} for batch in _batches(documents)]
-        waiting = [self.connection.request_json("POST", self._documents_path(), body)["ingestion"] for body in bodies]
+        body = {"collection": collection, "documents": documents}
+        ingestion = self.connection.request_json("POST", self._documents_path(), body)["ingestion"]
+        path = self._documents_path(collection=collection, ingestion=ingestion)
+        num_chunks = sum(len(document["chunks"]) for document in documents)
         seen_s = time.monotonic()
-        while waiting:
-            path = self._documents_path(collection=collection, ingestion=waiting[0])
+        while True:
             summary = self.connection.request_json("GET", path)
             if counts := summary["collections"].get(collection):  # none if another replica answered
                 seen_s = time.monotonic()
-                progress("prefill", summary["batch"]["num_done"], summary["batch"]["num_chunks"])
                 if not counts["num_waiting"]:
-                    del waiting[0]
-                    total.update(counts)
-                    reasons += summary["reasons"]
-                    continue
+                    return Counter(counts), summary["reasons"]
+                num_stored, batch = counts["num_chunks"], summary["batch"]  # the batch counts variants of chunks
+                share = min(1.0, (num_chunks - num_stored) / (batch["num_chunks"] or 1))
+                progress("prefill", num_stored + int(batch["num_done"] * share), num_chunks)
             elif time.monotonic() - seen_s > _LOST_S:
                 raise BackendUnreachableError(
                     f"{self.connection.url} no longer reports documents that it accepted, because they were sent again "
                     "or removed, or another server answers; send them again"
                 )
             time.sleep(_POLL_S)
-        return total, reasons
 
     def remove_documents(self, collection: str, ids: Sequence[str]) -> int:
         """Delete documents from the server. Return the number of deleted entries."""
@@ -619,21 +616,6 @@ def _openai_message(message: Message) -> dict[str, Any]:
     if message.role == "tool":
         sent["tool_call_id"] = message.call_id
     return sent
-
-
-def _batches(documents: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield the documents in batches, each small enough for one request."""
-    batch: list[Mapping[str, Any]] = []
-    num_chars = 0
-    for document in documents:
-        size = len(json.dumps(document))
-        if batch and num_chars + size > _BATCH_CHARS:
-            yield batch
-            batch, num_chars = [], 0
-        batch.append(document)
-        num_chars += size
-    if batch:
-        yield batch
 
 
 def sse_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

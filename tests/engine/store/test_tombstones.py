@@ -4,15 +4,17 @@ down."""
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import TcpProxy, running_redis, wait_until
+from servers import TcpProxy, point_s3_at, running_redis, wait_until
 from tier_support import DictValues, make_kv
 
 from ragblend.engine.store import tombstones
@@ -31,9 +33,15 @@ def server(tmp_path):
 
 
 @pytest.fixture(params=["redis", "folder"])
-def remotes(request, tmp_path):
+def remotes(request, tmp_path, monkeypatch):
     """Opens the one remote tier as another machine would."""
     url = request.getfixturevalue("server").url if request.param == "redis" else f"file://{tmp_path}/far"
+    if request.param == "s3":
+        point_s3_at(request.getfixturevalue("s3_port"), monkeypatch)
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket=tmp_path.name.replace("_", "-"))
+        url = f"s3://{tmp_path.name.replace('_', '-')}/kv"
     opened: list[RemoteStore] = []
 
     def open_one() -> RemoteStore:
@@ -99,6 +107,23 @@ def test_what_is_stored_again_after_a_deletion_stays(remotes, tmp_path):
         store.apply_deletions()
         assert on_disk(store) == {*keys_of(0)}
     assert {*remotes().keys()} == {*keys_of(0)}
+
+
+@pytest.mark.parametrize("days", [100, -100])
+def test_what_one_process_stores_after_another_applied_a_deletion_to_the_disk_stays(remotes, tmp_path, days):
+    """Whatever time the file system gives to files."""
+    one, applying, storing = (machine(tmp_path / name, remotes()) for name in ("one", "two", "two"))
+    storing.put(KVS[0])
+    assert storing.flush(10)
+    one.delete_everywhere(keys_of(0))
+    applying.apply_deletions()
+    for path in (tmp_path / "two" / "forgotten").iterdir():
+        os.utime(path, (time.time() + days * 86_400,) * 2)
+    storing.put(KVS[2])
+    storing.put(KVS[0])
+    assert storing.flush(10)
+    storing.apply_deletions()
+    assert on_disk(storing) == {*remotes().keys()} == {*keys_of(0, 2)}
 
 
 def test_two_processes_over_one_disk_both_clear_their_memory(remotes, tmp_path):
@@ -204,16 +229,62 @@ def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(ser
     remote.close(timeout_s=1)
 
 
-def test_old_tombstones_go_here_and_there(remotes, tmp_path, monkeypatch):
-    remote = remotes()
-    store, folder = machine(tmp_path / "one", remote), tmp_path / "one" / "forgotten"
-    machine(tmp_path / "two", remotes()).delete_everywhere(keys_of(0))
-    store.apply_deletions()
-    assert len(remote.values.list_metadata()) == len(list(folder.iterdir())) == 1
-    monkeypatch.setattr(tombstones, "TOMBSTONE_TTL_S", -1.0)
-    store = machine(tmp_path / "one", remote)  # the first poll lists all
-    store.apply_deletions()
-    assert (remote.values.list_metadata(), list(folder.iterdir())) == ([], [])
+@pytest.mark.parametrize("remotes", ["redis", "folder", "s3"], indirect=True)
+@pytest.mark.parametrize("days", [100, -100])
+@pytest.mark.parametrize("who", ["publisher", "holder"])
+def test_deletion_does_not_depend_on_the_clocks_of_machines(remotes, tmp_path, monkeypatch, who, days):
+    """A deletion reaches every disk, and a machine that was down, whichever clock is wrong; also the next deletions."""
+    skew_s = {"publisher": 0.0, "holder": 0.0} | {who: days * 86_400.0}
+    monkeypatch.setattr(tombstones, "time", clock := SimpleNamespace(monotonic=time.monotonic))
+
+    def at(name: str) -> TieredStore:
+        clock.time = lambda: time.time() + skew_s.get(name, 0.0)
+        return stores[name]
+
+    stores = {name: machine(tmp_path / name, remotes()) for name in ("publisher", "holder", "down", "third")}
+    for name in stores:
+        for kv in KVS[:3]:
+            at(name).put(kv)
+        assert stores[name].flush(10)
+    for name in ("publisher", "holder", "third"):
+        at(name).apply_deletions()
+    for number, publisher in enumerate(("publisher", "third", "holder")):
+        at(publisher).delete_everywhere(keys_of(number))
+        for name in ("publisher", "holder", "third"):
+            at(name).apply_deletions()
+            assert on_disk(stores[name]) == {*keys_of(*range(number + 1, 3))}, name
+    stores["down"] = machine(tmp_path / "down", remotes())
+    at("down").apply_deletions()
+    assert on_disk(stores["down"]) == set()
+
+
+def test_a_machine_that_missed_tombstones_deletes_what_the_remote_tier_lacks(remotes, tmp_path, monkeypatch, caplog):
+    """The remote tier and the disks keep only the newest ones."""
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 2)
+    one, down = (machine(tmp_path / name, remotes()) for name in ("one", "down"))
+    for store in (one, down):
+        for kv in KVS:
+            store.put(kv)
+        assert store.flush(10)
+        store.apply_deletions()
+    for number in (0, 1):
+        one.delete_everywhere(keys_of(number))
+    one._tombstones[0]._list_all_at_s = 0.0
+    one.apply_deletions()
+    assert [on_disk(machine(tmp_path / "down", remotes()))] == [{*keys_of(*range(6))}]
+    for number in (2, 3):
+        one.delete_everywhere(keys_of(number))
+    one._tombstones[0]._list_all_at_s = 0.0
+    one.apply_deletions()
+    assert len(remotes().values.list_metadata()) == len(list((tmp_path / "one" / "forgotten").iterdir())) == 2
+    again = machine(tmp_path / "down", remotes())
+    again.apply_deletions()
+    assert on_disk(again) == on_disk(one) == {*keys_of(4, 5)}
+    assert "4 KV caches that the remote tier does not have were deleted" in caplog.text
+    again.put(KVS[0])
+    assert again.flush(10)
+    again.apply_deletions()
+    assert on_disk(again) == {*keys_of(0, 4, 5)}
 
 
 def test_a_poll_lists_the_tombstones_since_the_one_before_and_every_few_seconds_all(remotes, tmp_path, monkeypatch):
@@ -222,9 +293,10 @@ def test_a_poll_lists_the_tombstones_since_the_one_before_and_every_few_seconds_
     store, other = machine(tmp_path / "one", remote), machine(tmp_path / "two", remotes())
     list_metadata = remote.values.list_metadata
 
-    def delete_by_a_clock_that_is_behind(number: int) -> None:
+    def delete_with_an_earlier_name(number: int) -> None:
+        """Another machine had chosen the name before, and its tombstone arrives late."""
         with monkeypatch.context() as patch:
-            patch.setattr(tombstones, "_first_name", lambda time_s: f"{int((time_s - 3600) * 1e3):013d}")
+            patch.setattr(other._tombstones[0], "_next_name", lambda: f"{number:013d}-{'a' * 16}")
             other.delete_everywhere(keys_of(number))
 
     def list_and_count(after: str = "") -> list[str]:
@@ -234,7 +306,7 @@ def test_a_poll_lists_the_tombstones_since_the_one_before_and_every_few_seconds_
 
     monkeypatch.setattr(remote.values, "list_metadata", list_and_count)
     for number in (0, 1):
-        delete_by_a_clock_that_is_behind(number)
+        delete_with_an_earlier_name(number)
     for kv in KVS:
         store.put(kv)
     assert store.flush(10)
@@ -243,9 +315,9 @@ def test_a_poll_lists_the_tombstones_since_the_one_before_and_every_few_seconds_
     other.delete_everywhere(keys_of(2))
     store.apply_deletions()
     assert (listed, on_disk(store)) == ([2, 0, 1], {*keys_of(3, 4, 5)})
-    delete_by_a_clock_that_is_behind(3)
+    delete_with_an_earlier_name(3)
     store.apply_deletions()
-    assert (listed[-1], on_disk(store)) == (1, {*keys_of(3, 4, 5)})
+    assert (listed[-1], on_disk(store)) == (0, {*keys_of(3, 4, 5)})
     later_s = time.monotonic() + tombstones.POLL_INTERVAL_S
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
     store.apply_deletions()
