@@ -5,12 +5,11 @@ Depends on an engine that is the client of a server, not on how the server store
 
 from __future__ import annotations
 
+import base64
 import logging
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
-
-import numpy as np
 
 from ragblend.catalog.schema import text_key
 from ragblend.corpus.folder_scan import ReadFailure
@@ -73,8 +72,7 @@ def send_indexed_chunks(
         empty = {"id": chunk.source, "chunks": [], "vectors": [], "embedder": embedder}
         document = sent.setdefault(chunk.source, empty)
         document["chunks"].append(chunk.text)
-        vector = np.frombuffer(vectors[text_key(chunk.text.strip())], "<f4").astype(float)
-        document["vectors"].append(vector.round(6).tolist())  # half as many characters
+        document["vectors"].append(base64.b64encode(vectors[text_key(chunk.text.strip())]).decode())
     _send(engine, index.collection or LANGCHAIN_COLLECTION, [*sent.values()], report, progress, {})
     return report
 

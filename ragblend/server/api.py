@@ -37,8 +37,9 @@ from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
 from ragblend.server.admin import add_store_routes
 from ragblend.server.api_keys import ApiKeys
-from ragblend.server.auth_gate import App, Receive, Scope, Send, current_grant, install_gate, wrap_app
+from ragblend.server.auth_gate import current_grant, install_gate, wrap_app
 from ragblend.server.document_metrics import DocumentMetrics
+from ragblend.server.limits import App, BodyLimits, Receive, Scope, Send
 from ragblend.server.readiness import Readiness, add_readiness_route
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class RoutesMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._limits = BodyLimits()
         self._keys: ApiKeys | None = None
         self._equipped = False
         self._readiness: Readiness | None = None
@@ -73,7 +75,8 @@ class RoutesMiddleware:
                 self._readiness = install_routes(scope["app"])
             except Exception:  # vLLM still serves; to clients it is a vLLM without ragblend
                 log.exception("this server has no routes under /v1/ragblend, and its streams have no reports")
-        app = self._app if self._keys is None else wrap_app(self._app, self._keys)
+        limits = self._limits
+        app = limits.wrap(self._app) if self._keys is None else wrap_app(self._app, self._keys, limits)
         try:
             if self._readiness is None:
                 await app(scope, receive, send)

@@ -47,7 +47,7 @@ from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.ingestion.report import NOT_IN_REMOTE, IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server.backlog import Backlog
+from ragblend.server.limits import Backlog
 from ragblend.server.sent_chunks import SentVectors, split_document, stored_keys
 
 log = logging.getLogger(__name__)

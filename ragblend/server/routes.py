@@ -13,6 +13,7 @@ is part of the namespace, as in prompts: a field of the JSON body, or the header
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
@@ -31,10 +32,9 @@ from ragblend.errors import (
 )
 from ragblend.server.api_keys import DOCUMENTS_PATH, ForbiddenError
 from ragblend.server.auth_gate import current_grant
-from ragblend.server.backlog import RETRY_AFTER_S
 from ragblend.server.documents import DocumentIngester
+from ragblend.server.limits import RETRY_AFTER_S
 from ragblend.server.requests import (
-    MAX_BODY_BYTES,
     MAX_LISTED,
     AcceptedDocuments,
     DeletionInput,
@@ -86,12 +86,10 @@ def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
 
 def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter:
     """Return a FastAPI router with the routes of `documents`."""
+    parsing = threading.Lock()  # one body at a time, because its values take more memory than its bytes
 
     async def respond_to_body(request: Request, answer: Callable[[bytes], dict[str, Any]], status: int) -> Response:
-        body = await _read_body(request)
-        if body is None:
-            message = f"the body has more than {MAX_BODY_BYTES} bytes; send the documents in several requests"
-            return JSONResponse({"error": {"message": message, "code": 413}}, 413, {"connection": "close"})
+        body = await request.body()
         return await respond(lambda: answer(body), status)
 
     async def add(
@@ -105,7 +103,8 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         content_type = request.headers.get("content-type", "")
 
         def answer(body: bytes) -> dict[str, Any]:
-            sent, salt = read_documents(body, content_type, collection)
+            with parsing:
+                sent, salt = read_documents(body, content_type, collection)
             where = _namespace(namespace, cache_salt, salt)
             return {"ingestion": documents.add(where, sent), "num_documents": len(sent)}
 
@@ -174,19 +173,6 @@ def _namespace(named: str, *cache_salts: str | None) -> str:
     if len(salts) > 1:
         raise UsageError(f"cache_salt and the header {SALT_HEADER} differ; send one of them")
     return salted_namespace(named, next(iter(salts), None))
-
-
-async def _read_body(request: Request) -> bytes | None:
-    """Return the body; None as soon as it is too large."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        return None
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return bytes(body)
 
 
 def _body_of(model: type[DocumentsInput | DeletionInput]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ragblend.operations.serve import build_server_command
 from ragblend.redaction import redact_url
 from ragblend.server.api_keys import ApiKeys, ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
 from ragblend.server.auth_gate import guard_engine, wrap_app
+from ragblend.server.limits import BodyLimits
 
 KEY, OTHER = "sk-acme-0123", "sk-globex-0123"
 FACTS = {"namespace": "acme", "rights": ["ask", "ingest"]}
@@ -161,7 +162,7 @@ def asked(keys: ApiKeys, engine: Engine, key: str, path: str, body: Any, method:
         call()
 
     scope = {"type": "http", "method": method, "path": path, "headers": bearer(key)}
-    asyncio.run(wrap_app(app, keys)(scope, receive, send))
+    asyncio.run(wrap_app(app, keys, BodyLimits())(scope, receive, send))
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from demo_texts import QUESTION, A, B, C
+from hostile_bodies import encoded
 from langchain_core.documents import Document as LangChainDocument
 from places import fill_disk, small_disk
 from servers import wait_until
@@ -38,7 +39,7 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.ingestion import registered_similar
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server import backlog
+from ragblend.server import limits
 from ragblend.server.admin import clear_namespace
 from ragblend.server.documents import BUDGET_TOO_SMALL, DocumentIngester
 from ragblend.server.front_end import FrontEndEngine
@@ -153,7 +154,7 @@ def test_chunks_of_a_version_come_to_those_it_has(server):
     server.wait(last)
     assert server.counts(first)["num_waiting"] == 0
     assert [server.engine().is_stored(text) for text in (A, B, C)] == [False, True, True]
-    vectors = {"vectors": [[1.0, 2.0]], "embedder": "mine"}
+    vectors = {"vectors": [encoded(1.0, 2.0)], "embedder": "mine"}
     for more in ({}, vectors, vectors, {}):
         last = server.send(
             {"id": "b", "chunks": [A], "version": "one", **more}, {"id": "b", "chunks": [B], "version": "one"}
@@ -315,7 +316,8 @@ def test_vectors_that_are_sent_say_which_chunks_are_alike(tmp_path):
     with serving(tmp_path / "kv", "similar") as server:
         vectors = {A: [1.0, 0.0], B: [0.0, 1.0], C: [0.1, 0.9], "Keller sells knives in Wesstad.": [0.9, 0.1]}
         sent = [
-            {"id": text, "chunks": [text], "vectors": [vector], "embedder": "mine"} for text, vector in vectors.items()
+            {"id": text, "chunks": [text], "vectors": [encoded(*vector)], "embedder": "mine"}
+            for text, vector in vectors.items()
         ]
         server.wait(server.send(*sent))
         engine = server.engine()
@@ -339,6 +341,7 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
+from hostile_bodies import encoded
 from langchain_core.documents import Document as LangChainDocument
 from demo_texts import A
 from test_served_documents import Server
@@ -435,14 +438,14 @@ def test_namespaces_take_turns(tmp_path, documents, monkeypatch):
 
 @pytest.mark.parametrize(("most", "value"), [("MAX_WAITING", 5), ("MAX_WAITING_CHARS", 1000)])
 def test_a_namespace_with_too_many_waiting_documents_sends_more_later(tmp_path, most, value, monkeypatch):
-    monkeypatch.setattr(backlog, most, value)
+    monkeypatch.setattr(limits, most, value)
     server = Server(tmp_path / "kv")
     sent = [{"id": f"{number}", "chunks": [f"{number}. {A * 4}"]} for number in range(8)]
     server.send(*sent, namespace="acme")  # one request is never too large
     with pytest.raises(BacklogFullError, match=r"8 documents of this namespace, of .* Send more in 10 seconds"):
         server.send({"id": "more", "chunks": [A]}, namespace="acme")
     server.send({"id": "a", "chunks": [A]}, namespace="globex")
-    monkeypatch.setattr(backlog, "RETRY_AFTER_S", 0)
+    monkeypatch.setattr(limits, "RETRY_AFTER_S", 0)
     server.documents.start()
     wait_until(lambda: not server.counts(namespace="acme")["num_waiting"], 60, "all are stored")
     server.send({"id": "more", "chunks": [A]}, namespace="acme")
