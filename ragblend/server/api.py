@@ -36,7 +36,7 @@ from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
 from ragblend.server.admin import add_store_routes
-from ragblend.server.api_keys import ApiKeys
+from ragblend.server.api_keys import KeysFile
 from ragblend.server.auth_gate import current_grant, install_gate, wrap_app
 from ragblend.server.document_metrics import DocumentMetrics
 from ragblend.server.limits import App, BodyLimits, Receive, Scope, Send
@@ -57,7 +57,7 @@ class RoutesMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._limits = BodyLimits()
-        self._keys: ApiKeys | None = None
+        self._keys: KeysFile | None = None
         self._equipped = False
         self._readiness: Readiness | None = None
 
@@ -76,7 +76,7 @@ class RoutesMiddleware:
             except Exception:  # vLLM still serves; to clients it is a vLLM without ragblend
                 log.exception("this server has no routes under /v1/ragblend, and its streams have no reports")
         limits = self._limits
-        app = limits.wrap(self._app) if self._keys is None else wrap_app(self._app, self._keys, limits)
+        app = limits.wrap(self._app) if self._keys is None else wrap_app(self._app, self._keys.current(), limits)
         try:
             if self._readiness is None:
                 await app(scope, receive, send)

@@ -3,33 +3,40 @@
 vLLM has many routes that end in its engine, and several ways to put `kv_transfer_params` into a request. All of them
 call the engine's `generate`. The namespace is therefore checked in `generate`, with the key of the request that the
 current task serves. Some responses begin before that call, so `kv_transfer_params` at the top level of a body are also
-checked before vLLM reads the body. Depends on ASGI and vLLM's engine client; `api_keys` defines the rights.
+checked before vLLM reads the body. The log of changes of documents names the key. Depends on ASGI and vLLM's engine
+client; `api_keys` defines the rights.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import MutableMapping
+import logging
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.engine.vllm.plugin import AUDIT_LOGGER
 from ragblend.server.api_keys import (
     DOCUMENTS_PATH,
     ApiKeys,
     AuthContext,
     ForbiddenError,
     Grant,
+    KeysFile,
     bind_namespace,
     current_auth,
-    read_keys,
 )
 from ragblend.server.limits import App, BodyLimits, Receive, Scope, Send, replaying
 
+audit_log = logging.getLogger(AUDIT_LOGGER)
 
-def install_gate(app: Any) -> ApiKeys | None:
-    """Add checks of API keys to the engine of vLLM's application `app`, and return the keys.
+_LOGGED_IDS = 100  # in one line
+
+
+def install_gate(app: Any) -> KeysFile | None:
+    """Add checks of API keys to the engine of vLLM's application `app`, and return the file of the keys.
 
     The connector's configuration names the file of the keys. Without a file, return None and change nothing.
     """
@@ -37,7 +44,7 @@ def install_gate(app: Any) -> ApiKeys | None:
     path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
     if not path:
         return None
-    keys = read_keys(path)
+    keys = KeysFile(path)
     guard_engine(app.state.engine_client)
     return keys
 
@@ -46,6 +53,29 @@ def current_grant() -> Grant | None:
     """Return the rights of the current request's key; None for a server without keys."""
     found = current_auth.get()
     return found.grant if found is not None else None
+
+
+def log_change(
+    action: Literal["add", "replace", "delete", "clear"],
+    namespace: str,
+    collection: str,
+    ids: Sequence[str],
+    **counts: int,
+) -> None:
+    """Log a change of documents as one line of JSON per _LOGGED_IDS documents, with the name of the request's key.
+
+    Nothing is logged for no `ids`, unless the `action` is "clear".
+    """
+    grant = current_grant()
+    for start in range(0, max(len(ids), action == "clear"), _LOGGED_IDS):
+        change: dict[str, object] = {
+            "action": action,
+            "namespace": namespace,
+            "key": None if grant is None else grant.name,
+        }
+        if action != "clear":
+            change |= {"collection": collection, "ids": ids[start : start + _LOGGED_IDS]}
+        audit_log.info("%s", json.dumps({"audit": "documents", **change, **counts}))
 
 
 def wrap_app(app: App, keys: ApiKeys, limits: BodyLimits) -> App:

@@ -47,6 +47,7 @@ from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.ingestion.report import NOT_IN_REMOTE, IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
+from ragblend.server.auth_gate import log_change
 from ragblend.server.limits import Backlog
 from ragblend.server.sent_chunks import SentVectors, split_document, stored_keys
 
@@ -132,8 +133,11 @@ class DocumentIngester:
         Raises BacklogFullError if too many documents of the namespace wait (see `Backlog`).
         """
         self._backlog.add(namespace, documents)
-        ingestion = self._table.add(namespace, documents)
+        ingestion, replaced = self._table.add(namespace, documents)
         self._wake.set()
+        new = {each.id for each in documents}.difference(replaced)
+        log_change("add", namespace, documents[0].collection, sorted(new))
+        log_change("replace", namespace, documents[0].collection, sorted({*replaced}))
         return ingestion
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str] | None) -> tuple[int, int]:
@@ -156,6 +160,7 @@ class DocumentIngester:
                     batch = chosen[start : start + _REMOVAL_BATCH]
                     remove = partial(self._remove_batch, namespace, collection, batch)
                     num_removed += delete_with_reserve(self._root, remove)
+                    log_change("delete", namespace, collection, [each.key.id for each in batch])
                 return len(chosen), num_removed
         finally:
             with self._lock:

@@ -11,7 +11,7 @@ from ragblend.files.store_folder import CATALOG_FILE, FORMER_SERVER_FILE
 
 
 def send(table: SentDocumentTable, *ids: str, namespace: str = "", text: str = "text") -> str:
-    return table.add(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])
+    return table.add(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])[0]
 
 
 def test_what_an_earlier_server_was_sent_is_read_in_once(tmp_path, caplog):

@@ -25,7 +25,16 @@ from ragblend.engine.vllm.params import MAX_RUNS, TENANT_KEY, parse_params
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, StoreFullError, UsageError
 from ragblend.operations.serve import build_server_command
 from ragblend.redaction import redact_url
-from ragblend.server.api_keys import ApiKeys, ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
+from ragblend.server import api_keys
+from ragblend.server.api_keys import (
+    ApiKeys,
+    ForbiddenError,
+    Grant,
+    KeysFile,
+    bind_namespace,
+    parse_keys,
+    read_keys,
+)
 from ragblend.server.auth_gate import guard_engine, wrap_app
 from ragblend.server.limits import BodyLimits
 
@@ -78,6 +87,8 @@ def test_a_keys_file_that_others_may_read_is_refused(tmp_path):
         {"keys": {KEY: {"namespace": "acme"}}},
         {"keys": {KEY: {**FACTS, "rights": []}}},
         {"keys": {KEY: {**FACTS, "rights": ["all"]}}},
+        {"keys": {KEY: {**FACTS, "name": 3}}},
+        {"keys": {KEY: {**FACTS, "name": "n" * 201}}},
         {"keys": {KEY: {**FACTS, "namespace": 3}}},
         {"keys": {KEY: {**FACTS, "namespace": "a#salt:b"}}},
         {"keys": {KEY: FACTS}, "open": "/health"},
@@ -89,6 +100,32 @@ def test_a_keys_file_that_says_something_else_is_refused_and_quotes_no_key(tmp_p
     with pytest.raises(UsageError, match="neither TOML nor JSON" if values is text else None) as error:
         read_keys(keys_file(tmp_path, text))
     assert KEY not in str(error.value)
+
+
+def test_a_changed_keys_file_is_read_within_seconds_and_a_wrong_one_changes_nothing(tmp_path, monkeypatch, caplog):
+    def has(key: str) -> bool:
+        return keys.current().grant_of(bearer(key)) is not None
+
+    path = keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}))
+    keys = KeysFile(path)
+    (tmp_path / "next").mkdir()
+    keys_file(tmp_path / "next", json.dumps({"keys": {OTHER: FACTS}})).rename(path)  # as mounted secrets change
+    assert has(KEY)
+    now_s = api_keys.time.monotonic()
+    monkeypatch.setattr(api_keys.time, "monotonic", lambda: now_s + 3)
+    assert (has(KEY), has(OTHER)) == (False, True)
+    monkeypatch.setattr(api_keys, "_LOOK_S", 0.0)
+    for change in (
+        lambda: path.write_text("half of a"),
+        lambda: keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}), 0o644),
+        path.unlink,
+    ):
+        change()
+        assert (has(KEY), has(OTHER)) == (False, True)
+        assert "the API keys stay as they were" in caplog.messages[-1]
+        assert KEY not in caplog.text
+    keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}))
+    assert (has(KEY), has(OTHER)) == (True, False)
 
 
 @given(

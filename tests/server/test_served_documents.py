@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -88,8 +89,6 @@ class Server:
 
 
 def _sent(document: dict[str, Any], collection: str) -> SentDocument:
-    import json
-
     (sent,), _ = read_documents(json.dumps(document).encode(), "application/x-ndjson", collection)
     return sent
 
@@ -552,3 +551,19 @@ def test_all_documents_of_the_store_are_listed_page_by_page_and_removed(server):
         assert server.documents.remove("", each["collection"], [each["id"]]) == (1, 1)
     assert server.documents.list("", None, ("", ""), 9) == {"documents": [], "next": ""}
     assert [each["id"] for each in server.documents.list("other", None, ("", ""), 9)["documents"]] == ["theirs"]
+
+
+def test_each_change_of_documents_is_in_the_audit_log(server, caplog):
+    caplog.set_level("INFO", "ragblend.audit")
+    for texts in ({"a": A, "b": B}, {"a": C, "c": C}):
+        server.send(*({"id": name, "chunks": [text]} for name, text in texts.items()), namespace="acme")
+    server.documents.remove("acme", "kb", ["a", "unknown"])
+    clear_namespace(server.engine("acme").store, {"namespace": "acme"})
+    logged = [json.loads(each.getMessage()) for each in caplog.records if each.name == "ragblend.audit"]
+    assert [(each["action"], each["namespace"], each.get("ids")) for each in logged] == [
+        ("add", "acme", ["a", "b"]),
+        ("add", "acme", ["c"]),
+        ("replace", "acme", ["a"]),
+        ("delete", "acme", ["a"]),
+        ("clear", "acme", None),
+    ]

@@ -18,6 +18,8 @@ from typing import Any
 
 from ragblend.redaction import printable
 
+AUDIT_LOGGER = "ragblend.audit"
+"""Name of the logger of changes of documents. Each of its records is passed on, whole."""
 _WINDOW_S, _MOST = 60.0, 5
 
 # At most one, because a worker process has one model. The reference is weak, so that the model is freed with its
@@ -157,8 +159,9 @@ class BlendWorkerExtension:
 class _VllmLogHandler(logging.Handler):
     """Handler that passes records to vLLM's logger, with the handlers that it has at that time.
 
-    Messages are made `printable`. Of the records that one statement logs within `_WINDOW_S`, only the first `_MOST` are
-    passed on, because a full disk or a client can cause a record for each document or request.
+    Messages are made `printable`, except those of AUDIT_LOGGER, which are JSON. Of the records that one statement logs
+    within `_WINDOW_S`, only the first `_MOST` are passed on, because a full disk or a client can cause a record for
+    each document or request.
     """
 
     def __init__(self) -> None:
@@ -169,6 +172,9 @@ class _VllmLogHandler(logging.Handler):
         vllm_logger = logging.getLogger("vllm")
         # With handlers, the root logger receives the record itself.
         if logging.getLogger().handlers or not vllm_logger.isEnabledFor(record.levelno):
+            return
+        if record.name == AUDIT_LOGGER:
+            vllm_logger.handle(record)
             return
         statement = record.pathname, record.lineno
         start_s, count = self._windows.get(statement, (record.created, 0))
