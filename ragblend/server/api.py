@@ -5,6 +5,7 @@
                                API keys the "namespace" of the request's key
     ...  /v1/ragblend/documents see `routes`
     ...  /v1/ragblend/store    see `admin`
+    POST /v1/ragblend/lookup   see `lookup`
     GET  /ragblend/ready       see `readiness`
 
 vLLM loads the middleware through `--middleware`, and calls it before everything else, including its own check of API
@@ -31,6 +32,8 @@ from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.engine.vllm.scheduler_side.lookup import ChunkLookup
+from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
@@ -95,6 +98,7 @@ def install_routes(app: Any) -> Readiness:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
+    from ragblend.server.lookup import add_lookup_route
     from ragblend.server.routes import make_request_handler
 
     served = ServerResources(app.state.vllm_config)
@@ -108,6 +112,9 @@ def install_routes(app: Any) -> Readiness:
     respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     add_store_routes(app, served.store, respond)
+    keys_in_memory = partial(_call_all_workers, app.state.engine_client, "ragblend_keys_in_memory")
+    most_tokens = app.state.vllm_config.model_config.max_model_len
+    add_lookup_route(app, served.store, lambda: served.chunk_lookup, keys_in_memory, respond, most_tokens)
     end_ingestion = []
     try:
         end_ingestion.append(add_document_routes(app, served, respond).close)
@@ -196,6 +203,14 @@ class ServerResources:
         path = find_model(self._model.model, options=options)
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
+
+    @cached_property
+    def chunk_lookup(self) -> ChunkLookup:
+        """Return the lookup of the chunks in prompts, as vLLM's scheduler has it in its own process."""
+        disk = self.store.disk_tier
+        assert disk is not None
+        matcher = PromptMatcher(disk, self.renderer)
+        return ChunkLookup(disk, self.config, self._fingerprint, self._checkpoint.num_layers, matcher)
 
     def make_engine(self, client: Any, loop: asyncio.AbstractEventLoop, namespace: str) -> FrontEndEngine:
         """Return an engine that ingests documents of a namespace with vLLM's `client`, which runs on `loop`."""

@@ -106,10 +106,14 @@ def test_a_changed_keys_file_is_read_within_seconds_and_a_wrong_one_changes_noth
     def has(key: str) -> bool:
         return keys.current().grant_of(bearer(key)) is not None
 
-    path = keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}))
+    for folder, key in (("v1", KEY), ("v2", OTHER)):
+        (tmp_path / folder).mkdir()
+        keys_file(tmp_path / folder, json.dumps({"keys": {key: FACTS}}))
+    for name, target in (("data", "v1"), ("next", "v2"), ("keys", "data/keys")):  # as Kubernetes mounts secrets
+        (tmp_path / name).symlink_to(target)
+    path = tmp_path / "keys"
     keys = KeysFile(path)
-    (tmp_path / "next").mkdir()
-    keys_file(tmp_path / "next", json.dumps({"keys": {OTHER: FACTS}})).rename(path)  # as mounted secrets change
+    (tmp_path / "next").rename(tmp_path / "data")
     assert has(KEY)
     now_s = api_keys.time.monotonic()
     monkeypatch.setattr(api_keys.time, "monotonic", lambda: now_s + 3)

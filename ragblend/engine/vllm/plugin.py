@@ -150,10 +150,20 @@ class BlendWorkerExtension:
 
     def ragblend_report(self, request_id: str) -> dict[str, Any] | None:
         """Return the report on a request whose context this worker filled, as JSON values; None for other requests."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+        connector = _connector()
         return connector.report_for(request_id) if hasattr(connector, "report_for") else None
+
+    def ragblend_keys_in_memory(self, keys: list[str]) -> list[str]:
+        """Return those of `keys` whose entry is in this worker's memory tier."""
+        connector = _connector()
+        return list(connector.keys_in_memory(keys)) if hasattr(connector, "keys_in_memory") else []
+
+
+def _connector() -> Any:
+    """Return the connector of this worker process; None without one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 class _VllmLogHandler(logging.Handler):
