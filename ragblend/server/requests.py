@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationEr
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.corpus.embedders import FloatArray
 from ragblend.errors import UsageError
+from ragblend.ingestion.documents import DocumentDetails
 
 MAX_LISTED = 1000  # documents in a page
 _MAX_REASONS = 3  # most problems in the error for one body
@@ -177,25 +178,6 @@ class DocumentReason(BaseModel):
     reason: str
 
 
-class ListedDocument(BaseModel):
-    """A document in a page. `kv_bytes`: size of its KV on the server's disk; documents with equal chunks share KV.
-
-    `state`: whether all of its chunks have KV there, some or none; "pending" and "failed" are those of a document that
-    was sent. `source`: the file or address that it came from; "" if unknown. `text`: the beginning of a chunk of a
-    document whose id is a digest, because it has no name; else "".
-    """
-
-    collection: str
-    id: str
-    namespace: str
-    source: str
-    num_chunks: int
-    kv_bytes: int
-    state: Literal["stored", "partial", "without_kv", "pending", "failed"]
-    reason: str
-    text: str
-
-
 class IngestionSummary(BaseModel):
     """Documents of a namespace, by collection. `reasons`: see DocumentReason, of at most 1,000 documents.
 
@@ -207,7 +189,7 @@ class IngestionSummary(BaseModel):
     collections: dict[str, DocumentCounts]
     reasons: list[DocumentReason]
     batch: dict[Literal["num_done", "num_chunks"], int]
-    documents: list[ListedDocument]
+    documents: list[DocumentDetails]
     next: str
 
 

@@ -43,9 +43,7 @@ class FakeReplica:
 
 def ask(*fakes: FakeReplica, method: str = "POST", url: str = "/v1/completions", body: Any = PROMPT) -> httpx.Response:
     async def call() -> httpx.Response:
-        replicas = [
-            by_chunks.Replica(f"http://{each.name}", transport=httpx.ASGITransport(each.app)) for each in fakes
-        ]
+        replicas = [by_chunks.Replica(f"http://{each.name}", transport=httpx.ASGITransport(each.app)) for each in fakes]
         transport = httpx.ASGITransport(by_chunks.router(replicas))
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             answer = await client.request(method, url, json=body, headers={"authorization": "Bearer k"})
