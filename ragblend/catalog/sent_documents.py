@@ -86,18 +86,20 @@ def lease_name(namespace: str, collection: str, document_id: str) -> str:
 class SentDocumentTable(Catalog):
     """The documents that were sent to the servers of one catalogue. Safe between threads and processes."""
 
-    def add(self, namespace: str, documents: Iterable[SentDocument]) -> str:
+    def add(self, namespace: str, documents: Iterable[SentDocument]) -> tuple[str, list[str]]:
         """Record, in one transaction, documents to be stored. Each replaces the document with the same id, if any.
 
-        Return a unique id for this ingestion.
+        Return a unique id for this ingestion, and the ids of the documents that were there before.
         """
-        ingestion = uuid4().hex  # unique among all replicas
+        ingestion, replaced = uuid4().hex, list[str]()  # unique among all replicas
         with self._write() as connection:
             for document in documents:
                 name, body = DocumentKey(document.collection, document.id, namespace), document.body
                 query = select(_ROW.version, _ROW.stored_version, _ROW.body).where(_OF_DOCUMENT)
-                older = connection.execute(query, name.parameters()).first() or ("", "", None)
-                version, stored_version, waiting = older
+                older = connection.execute(query, name.parameters()).first()
+                version, stored_version, waiting = older or ("", "", None)
+                if older is not None:
+                    replaced.append(document.id)
                 if "adds" in body:
                     if version == document.version and waiting is not None:
                         body = _joined(json.loads(waiting), body)
@@ -110,7 +112,7 @@ class SentDocumentTable(Catalog):
                     "body": json.dumps(body),
                 }
                 connection.execute(insert(SENT_DOCUMENTS), row)
-        return ingestion
+        return ingestion, replaced
 
     def next_waiting(
         self, limit: int, max_chars: int, taken: Collection[str] = (), *, after: str = "", but: str | None = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -161,7 +161,7 @@ def documents(settings: Settings, json_: JsonOption = False) -> None:
         disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
         with open_store_documents(disk) as (registry, index):
             found = describe_documents(list_documents(registry, index), disk, registry, index)
-        listed = [each._asdict() for each in found.documents]
+        listed = [asdict(each) for each in found.documents]
         others = set(disk.keys()) - found.entries
         unowned = [key for key in others if (header := disk.header(key)) is not None and header.prefix_ids]
     text = "\n".join(_document_lines(listed))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
@@ -249,11 +250,12 @@ def refresh_pins(sources: Sequence[str], engine: DocumentEngine, index: ChunkInd
             pin_document(source, engine, index)
 
 
-class DocumentDetails(NamedTuple):
-    """A stored document, as `ragblend documents` lists it.
+@dataclass(frozen=True)
+class DocumentDetails:
+    """A stored document, as `ragblend documents` and `GET /v1/ragblend/documents` list it.
 
-    - num_chunks: number of its chunks. kv_bytes: bytes of their KV on this machine's disk, for all models; documents
-      with equal chunks share KV.
+    - source: file or address that it came from; "" if unknown. num_chunks: number of its chunks. kv_bytes: bytes of
+      their KV on this machine's disk, for all models; documents with equal chunks share KV.
     - state: "stored" if KV of every chunk is on the disk, "partial" for some chunks, "without_kv" for none. "pending"
       or "failed" for a document that a client has sent to a server, with the `reason`.
     - text: the beginning of a chunk of a document whose id is a digest, because it has no name; "" for others.
@@ -265,7 +267,7 @@ class DocumentDetails(NamedTuple):
     source: str
     num_chunks: int
     kv_bytes: int
-    state: str
+    state: Literal["stored", "partial", "without_kv", "pending", "failed"]
     reason: str
     text: str
 
@@ -299,6 +301,6 @@ def describe_documents(
         state = each.status if each.status in ("pending", "failed") else state
         kv_bytes = sum({entry: nbytes for sizes in found for entry, nbytes in sizes.items()}.values())
         text = registry.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(document_id) else ""
-        details = (each.source, each.num_chunks, kv_bytes, state, each.reason, text)
+        details: Any = (each.source, each.num_chunks, kv_bytes, state, each.reason, text)
         listing.documents.append(DocumentDetails(collection, document_id, namespace, *details))
     return listing

@@ -5,6 +5,7 @@ Depends on an engine that is the client of a server, not on how the server store
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
@@ -13,8 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any
-
-import numpy as np
 
 from ragblend.catalog.schema import text_key
 from ragblend.corpus.folder_scan import ReadFailure
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _BATCH_CHARS = 8 << 20  # most characters of the documents in one request, as JSON in ASCII
 _DOCUMENT_CHARS = 24 << 20  # of a document that is sent whole; a server accepts bodies of 32 MiB
-_NUMBER_CHARS = 11  # of one number of a vector: "-0.123456, "
 
 
 def _send(
@@ -93,9 +91,10 @@ def _divide(document: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], in
 
     The parts have the same version. The first one replaces an earlier version, and the server adds the others to it.
     """
-    texts, vectors = document["chunks"], document.get("vectors")
-    vector_chars = 0 if vectors is None else vectors.shape[1] * _NUMBER_CHARS
-    sizes = [len(json.dumps(text)) + vector_chars for text in texts]
+    texts, vectors = document["chunks"], document.get("vectors", [])
+    sizes = [len(json.dumps(text)) for text in texts]
+    if vectors:
+        sizes = [size + len(vector) for size, vector in zip(sizes, vectors, strict=True)]
     other_chars = len(json.dumps({**document, "chunks": [], "vectors": []}))
     is_divided = sum(sizes) > _DOCUMENT_CHARS
     if is_divided and "version" not in document:
@@ -108,8 +107,8 @@ def _divide(document: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], in
             size += sizes[end]
             end += 1
         part = {**document, "chunks": texts[start:end]}
-        if vectors is not None:
-            part["vectors"] = vectors[start:end].astype(float).round(6).tolist()  # half as many characters
+        if vectors:
+            part["vectors"] = vectors[start:end]
         yield part, size + other_chars
         start = end
 
@@ -129,8 +128,8 @@ def send_indexed_chunks(
     def documents() -> Iterator[dict[str, Any]]:
         for source, texts in texts_of.items():
             stored = index.stored_vectors(texts)
-            rows = [np.frombuffer(stored[text_key(text.strip())], "<f4") for text in texts]
-            yield {"id": source, "chunks": texts, "vectors": np.array(rows), "embedder": embedder}
+            vectors = [base64.b64encode(stored[text_key(text.strip())]).decode() for text in texts]
+            yield {"id": source, "chunks": texts, "vectors": vectors, "embedder": embedder}
 
     collection = index.collection or LANGCHAIN_COLLECTION
     _send(engine, collection, documents(), len(chunks), report, progress, {})

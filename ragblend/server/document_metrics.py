@@ -4,6 +4,8 @@
     vllm:ragblend_documents{status, store_namespace}          stored, pending and failed documents
     vllm:ragblend_pending_bytes{store_namespace}              size of the pending documents
     vllm:ragblend_oldest_pending_seconds{store_namespace}     age of the oldest of them
+    vllm:ragblend_pending_documents_limit                   most pending documents of a namespace
+    vllm:ragblend_pending_bytes_limit                       most of their characters
 
 A thread reads them from the catalogue, also while no client asks. Replicas with one catalogue report the same counts.
 Depends on the catalogue and on Prometheus' client, which vLLM brings.
@@ -20,6 +22,7 @@ from pathlib import Path
 from ragblend.catalog.database import resolve_catalog
 from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.errors import RagblendError
+from ragblend.server.limits import MAX_WAITING, MAX_WAITING_CHARS
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,12 @@ class DocumentMetrics:
         self._documents = gauge("documents", "Documents that servers were sent", "status", "store_namespace")
         self._bytes = gauge("pending_bytes", "Size of the documents that wait to be stored", "store_namespace")
         self._age_s = gauge("oldest_pending_seconds", "Age of the oldest document that waits", "store_namespace")
+        self._limits = [
+            gauge("pending_documents_limit", "Most documents of a namespace that may wait; beyond it, clients get 429"),
+            gauge("pending_bytes_limit", "Most characters of them"),
+        ]
+        for limit, most in zip(self._limits, (MAX_WAITING, MAX_WAITING_CHARS), strict=True):
+            limit.set(most)
 
     def start(self) -> None:
         """Start the thread that updates the gauges every few seconds."""

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -49,7 +50,8 @@ from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.ingestion.report import NOT_IN_REMOTE, IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server.backlog import Backlog
+from ragblend.server.auth_gate import log_change
+from ragblend.server.limits import Backlog
 from ragblend.server.sent_chunks import SentVectors, split_document, stored_keys
 
 log = logging.getLogger(__name__)
@@ -134,8 +136,11 @@ class DocumentIngester:
         Raises BacklogFullError if too many documents of the namespace wait (see `Backlog`).
         """
         self._backlog.add(namespace, documents)
-        ingestion = self._table.add(namespace, documents)
+        ingestion, replaced = self._table.add(namespace, documents)
         self._wake.set()
+        new = {each.id for each in documents}.difference(replaced)
+        log_change("add", namespace, documents[0].collection, sorted(new))
+        log_change("replace", namespace, documents[0].collection, sorted({*replaced}))
         return ingestion
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str] | None) -> tuple[int, int]:
@@ -158,6 +163,7 @@ class DocumentIngester:
                     batch = chosen[start : start + _REMOVAL_BATCH]
                     remove = partial(self._remove_batch, namespace, collection, batch)
                     num_removed += delete_with_reserve(self._root, remove)
+                    log_change("delete", namespace, collection, [each.key.id for each in batch])
                 return len(chosen), num_removed
         finally:
             with self._lock:
@@ -201,7 +207,7 @@ class DocumentIngester:
             found = list_documents(registry, index, namespace, collection, after=after, limit=limit + 1)
             listing = describe_documents(found[:limit], engine.store.find_tier(DiskStore), registry, index)
         cursor = json.dumps(found[limit - 1].key[:2]) if len(found) > limit else ""
-        return {"documents": [each._asdict() for each in listing.documents], "next": cursor}
+        return {"documents": [asdict(each) for each in listing.documents], "next": cursor}
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any]:
         """Return the `requests.DocumentStatus` of a document. Raises NotFoundError without such a document."""

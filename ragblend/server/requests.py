@@ -5,18 +5,21 @@ Parsing is strict: the error for a field that is unknown or has another type nam
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError, model_validator
+import numpy as np
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from ragblend.catalog.sent_documents import SentDocument
+from ragblend.corpus.embedders import FloatArray
 from ragblend.errors import UsageError
+from ragblend.ingestion.documents import DocumentDetails
 
-MAX_BODY_BYTES = 32 << 20  # while a body is parsed, the front end sends no tokens
 MAX_LISTED = 1000  # documents in a page
 _MAX_REASONS = 3  # most problems in the error for one body
 _DIGEST_CHARS = 32
@@ -26,6 +29,24 @@ Name = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1
 Collection = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^@\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
 Text = Annotated[str, Field(max_length=16 << 20)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+MAX_DIM = 1 << 16
+
+
+def decode_vector(encoded: str) -> FloatArray:
+    """Return the numbers of a vector that a request contains: float32, little-endian, in base64. Raises ValueError."""
+    data = base64.b64decode(encoded, validate=True)
+    if not data or len(data) % 4 or len(data) > 4 * MAX_DIM:
+        raise ValueError(f"a vector has {len(data)} bytes; it must be 1 to {MAX_DIM} numbers of 4 bytes in base64")
+    return np.frombuffer(data, "<f4")
+
+
+def _check_vector(encoded: str) -> str:
+    if not np.isfinite(decode_vector(encoded)).all():
+        raise ValueError("a vector contains NaN or infinity")
+    return encoded
+
+
+Vector = Annotated[str, Field(max_length=6 * MAX_DIM), AfterValidator(_check_vector)]
 _SALT = Field(None, description="vLLM's `cache_salt`: prompts with the same salt find the documents, and no others do.")
 
 
@@ -46,9 +67,10 @@ class DocumentInput(BaseModel, strict=True, extra="forbid"):
         "another one replaces them. Default: a digest of the texts, so that an unchanged document is not stored again.",
     )
     metadata: dict[str, Any] = Field(default_factory=dict, description="Returned unchanged with the document.")
-    vectors: list[Annotated[list[FiniteFloat], Field(min_length=1, max_length=1 << 16)]] | None = Field(
+    vectors: Annotated[list[Vector], Field(max_length=100_000)] | None = Field(
         None,
-        description="One embedding vector per chunk, to find similar chunks. Default: the server computes them.",
+        description="One embedding vector per chunk, to find similar chunks: float32, little-endian, in base64, as "
+        'OpenAI\'s embeddings with `"encoding_format": "base64"`. Default: the server computes them.',
     )
     embedder: Name | None = Field(
         None, description="Name of the embedder of `vectors`. Only vectors of the same embedder are compared."
@@ -80,7 +102,8 @@ class DocumentInput(BaseModel, strict=True, extra="forbid"):
         texts = json.dumps([self.text, self.chunks, self.chunk_size])
         digest = hashlib.blake2b(texts.encode(), digest_size=_DIGEST_CHARS // 2).hexdigest()
         if self.vectors is not None:
-            body["embedder"] = f"{self.embedder}, {len(self.vectors[0])}"  # only vectors of one length can be compared
+            dim = len(decode_vector(self.vectors[0]))  # only vectors of one length can be compared
+            body["embedder"] = f"{self.embedder}, {dim}"
         if self.version is not None:
             body["adds"] = True
         return SentDocument(collection, self.id or digest, self.version or digest, body, self.metadata)
@@ -155,25 +178,6 @@ class DocumentReason(BaseModel):
     reason: str
 
 
-class ListedDocument(BaseModel):
-    """A document in a page. `kv_bytes`: size of its KV on the server's disk; documents with equal chunks share KV.
-
-    `state`: whether all of its chunks have KV there, some or none; "pending" and "failed" are those of a document that
-    was sent. `source`: the file or address that it came from; "" if unknown. `text`: the beginning of a chunk of a
-    document whose id is a digest, because it has no name; else "".
-    """
-
-    collection: str
-    id: str
-    namespace: str
-    source: str
-    num_chunks: int
-    kv_bytes: int
-    state: Literal["stored", "partial", "without_kv", "pending", "failed"]
-    reason: str
-    text: str
-
-
 class IngestionSummary(BaseModel):
     """Documents of a namespace, by collection. `reasons`: see DocumentReason, of at most 1,000 documents.
 
@@ -185,7 +189,7 @@ class IngestionSummary(BaseModel):
     collections: dict[str, DocumentCounts]
     reasons: list[DocumentReason]
     batch: dict[Literal["num_done", "num_chunks"], int]
-    documents: list[ListedDocument]
+    documents: list[DocumentDetails]
     next: str
 
 

@@ -13,7 +13,9 @@ is part of the namespace, as in prompts: a field of the JSON body, or the header
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable
+from inspect import iscoroutinefunction
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -31,10 +33,9 @@ from ragblend.errors import (
 )
 from ragblend.server.api_keys import DOCUMENTS_PATH, ForbiddenError
 from ragblend.server.auth_gate import current_grant
-from ragblend.server.backlog import RETRY_AFTER_S
 from ragblend.server.documents import DocumentIngester
+from ragblend.server.limits import RETRY_AFTER_S
 from ragblend.server.requests import (
-    MAX_BODY_BYTES,
     MAX_LISTED,
     AcceptedDocuments,
     DeletionInput,
@@ -54,7 +55,8 @@ SALT_HEADER = "X-Cache-Salt"
 """Header with vLLM's `cache_salt`, for requests without a JSON body. An address would be in access logs."""
 Salt = Annotated[str | None, Header(alias=SALT_HEADER, description="vLLM's `cache_salt`.")]
 Respond = Callable[..., Awaitable[Response]]
-"""Calls a function in a thread, and returns its result with a status (200), or its error, as a response."""
+"""Calls a function in a thread, or a coroutine function, and returns its result with a status (200), or its error, as a
+response."""
 _STATUS = {
     ForbiddenError: 403,
     NotFoundError: 404,
@@ -66,14 +68,15 @@ _STATUS = {
 
 
 def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
-    """Return a function that runs the work of a request in a thread, and makes a response of its result or error.
+    """Return a function that runs the work of a request, and makes a response of its result or error.
 
-    `describe` returns an error's message for clients.
+    It runs a function in a thread, and awaits a coroutine function. `describe` returns an error's message for clients.
     """
 
-    async def respond(answer: Callable[[], dict[str, Any]], status: int = 200) -> Response:
+    async def respond(answer: Callable[[], Any], status: int = 200) -> Response:
         try:
-            return JSONResponse(await run_in_threadpool(answer), status)
+            found = await (answer() if iscoroutinefunction(answer) else run_in_threadpool(answer))
+            return JSONResponse(found, status)
         except (RagblendError, OSError) as error:
             status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
             if status in (500, 507):
@@ -86,12 +89,10 @@ def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
 
 def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter:
     """Return a FastAPI router with the routes of `documents`."""
+    parsing = threading.Lock()  # one body at a time, because its values take more memory than its bytes
 
     async def respond_to_body(request: Request, answer: Callable[[bytes], dict[str, Any]], status: int) -> Response:
-        body = await _read_body(request)
-        if body is None:
-            message = f"the body has more than {MAX_BODY_BYTES} bytes; send the documents in several requests"
-            return JSONResponse({"error": {"message": message, "code": 413}}, 413, {"connection": "close"})
+        body = await request.body()
         return await respond(lambda: answer(body), status)
 
     async def add(
@@ -105,8 +106,9 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         content_type = request.headers.get("content-type", "")
 
         def answer(body: bytes) -> dict[str, Any]:
-            sent, salt = read_documents(body, content_type, collection)
-            where = _namespace(namespace, cache_salt, salt)
+            with parsing:
+                sent, salt = read_documents(body, content_type, collection)
+            where = request_namespace(namespace, cache_salt, salt)
             return {"ingestion": documents.add(where, sent), "num_documents": len(sent)}
 
         return await respond_to_body(request, answer, 202)
@@ -125,7 +127,7 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         """
 
         def answer() -> dict[str, Any]:
-            own = _namespace(namespace, cache_salt)
+            own = request_namespace(namespace, cache_salt)
             summary = documents.summary(own, collection, ingestion)
             listed: dict[str, Any] = {"documents": [], "next": ""}
             return {**summary, **(documents.list(own, collection, read_cursor(after), limit) if limit else listed)}
@@ -136,14 +138,14 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         document_id: str, collection: str = "default", namespace: str = "", cache_salt: Salt = None
     ) -> Response:
         """Return the status of one document."""
-        return await respond(lambda: documents.get(_namespace(namespace, cache_salt), collection, document_id))
+        return await respond(lambda: documents.get(request_namespace(namespace, cache_salt), collection, document_id))
 
     async def remove(request: Request, namespace: str = "", cache_salt: Salt = None) -> Response:
         """Remove documents, and delete the KV that no other document of the namespace needs."""
 
         def answer(body: bytes) -> dict[str, Any]:
             given = read_deletion(body)
-            where = _namespace(namespace, cache_salt, given.cache_salt)
+            where = request_namespace(namespace, cache_salt, given.cache_salt)
             removed = documents.remove(where, given.collection, given.ids)
             return dict(zip(("num_documents", "num_kv"), removed, strict=True))
 
@@ -160,7 +162,7 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
     return router
 
 
-def _namespace(named: str, *cache_salts: str | None) -> str:
+def request_namespace(named: str, *cache_salts: str | None) -> str:
     """Return the API key's namespace, without keys `named`, with the request's cache salt if it has one.
 
     Raises ForbiddenError if the two namespaces differ, and UsageError for two salts.
@@ -174,19 +176,6 @@ def _namespace(named: str, *cache_salts: str | None) -> str:
     if len(salts) > 1:
         raise UsageError(f"cache_salt and the header {SALT_HEADER} differ; send one of them")
     return salted_namespace(named, next(iter(salts), None))
-
-
-async def _read_body(request: Request) -> bytes | None:
-    """Return the body; None as soon as it is too large."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        return None
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return bytes(body)
 
 
 def _body_of(model: type[DocumentsInput | DeletionInput]) -> dict[str, Any]:

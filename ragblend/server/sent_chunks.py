@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from ragblend.catalog.sent_documents import WaitingDocument
 from ragblend.catalog.vectors import normalize_rows
 from ragblend.chunker import split
@@ -17,6 +15,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
 from ragblend.prompt.types import Chunk
+from ragblend.server.requests import decode_vector
 
 _QUESTION_TOKENS = 64  # least tokens of the context length that a chunk leaves free
 
@@ -47,10 +46,10 @@ def stored_keys(chunks: Iterable[Chunk], engine: Engine) -> set[str]:
 class SentVectors:
     """Embedder that returns the vectors that were sent with the texts."""
 
-    def __init__(self, name: str, vectors: Mapping[str, Sequence[float]]) -> None:
+    def __init__(self, name: str, vectors: Mapping[str, str]) -> None:
         self.name = f"sent {name}"
         self._vectors = vectors
-        self.dim = len(next(iter(vectors.values())))
+        self.dim = len(decode_vector(next(iter(vectors.values()))))
 
     @classmethod
     def of(cls, rows: Sequence[WaitingDocument]) -> SentVectors | None:
@@ -64,4 +63,4 @@ class SentVectors:
 
     def embed(self, texts: Sequence[str], /) -> FloatArray:
         """Return the vectors of `texts` as unit rows [n, dim] float32."""
-        return normalize_rows(np.array([self._vectors[text.strip()] for text in texts], np.float32))
+        return normalize_rows([decode_vector(self._vectors[text.strip()]) for text in texts])

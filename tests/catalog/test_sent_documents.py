@@ -5,7 +5,7 @@ from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
 
 
 def send(table: SentDocumentTable, *ids: str, namespace: str = "", text: str = "text") -> str:
-    return table.add(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])
+    return table.add(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])[0]
 
 
 def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place):

@@ -14,6 +14,7 @@ from ragblend.errors import BackendUnreachableError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.server import document_metrics
 from ragblend.server.document_metrics import DocumentMetrics
+from ragblend.server.limits import MAX_WAITING, MAX_WAITING_CHARS
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def make(tmp_path):
 
     yield build
     for each in made:
-        for gauge in (each._unreachable, each._documents, each._bytes, each._age_s):
+        for gauge in (each._unreachable, each._documents, each._bytes, each._age_s, *each._limits):
             REGISTRY.unregister(gauge)
 
 
@@ -51,6 +52,7 @@ def shown(name: str, **labels: str) -> float | None:
 def test_documents_are_counted_by_namespace(make, seconds, tmp_path):
     metrics, table = make(by_namespace=True), SentDocumentTable(tmp_path / CATALOG_FILE)
     metrics.update()
+    assert (shown("pending_documents_limit"), shown("pending_bytes_limit")) == (MAX_WAITING, MAX_WAITING_CHARS)
     table.add("acme", sent("a", "b", "c"))
     table.add("globex", sent("a"))
     metrics.update()

@@ -127,6 +127,24 @@ def test_documents_are_stored_and_any_client_finds_them(served):
         assert set(own.match(Prompt([], f"{B}\n\n{C}\n\n{QUESTION}")).runs) != set()
 
 
+def test_a_router_learns_how_many_tokens_each_tier_has(served):
+    def lookup(key: str = ACME, **body: Any) -> Any:
+        return served.call("POST", "/v1/ragblend/lookup", {"model": "demo", **body}, key).json()
+
+    counts = served.wait(served.send({"id": "a", "chunks": [A, B]}))
+    text = {"prompt": f"<s><doc> {A} <doc> {B}<q> {QUESTION}<a>", "add_special_tokens": False}
+    served.hits(A)
+    found = lookup(**text)
+    assert found["num_chunks"] == 2
+    assert found["tokens"] == {"memory": counts["num_tokens"], "disk": counts["num_tokens"], "remote": 0}
+    ids = served.call("POST", "/tokenize", {"model": "demo", **text}).json()["tokens"]
+    assert lookup(prompt=ids) == found
+    assert lookup(messages=[{"role": "user", "content": f"{A}\n\n{QUESTION}"}])["num_chunks"] == 1
+    for other in (lookup(GLOBEX, **text), lookup(**text, cache_salt="s")):
+        assert (other["num_tokens"], other["num_chunks"]) == (len(ids), 0)
+    assert lookup(GLOBEX, **text, kv_transfer_params={"ragblend": {"namespace": "acme"}})["error"]["code"] == 403
+
+
 def test_lines_long_texts_and_what_has_not_changed(served):
     lines = b"\n".join(
         json.dumps({"id": f"{n}", "text": f"{n}. {A} {B}" * 12, "chunk_size": 64}).encode() for n in range(4)

@@ -12,7 +12,6 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hostile_bodies import HOSTILE, JSON, LINES, Hostile
 
-from ragblend.server import routes
 from ragblend.server.documents import DocumentIngester
 from ragblend.server.routes import documents_router, make_request_handler
 
@@ -71,15 +70,6 @@ def test_a_hostile_request_gets_a_reason(site, name):
 def test_there_are_many_and_no_two_are_the_same():
     assert len({(case.method, case.query, case.content_type, case.body) for case in CASES.values()}) == len(CASES)
     assert len(CASES) >= 370
-
-
-@pytest.mark.parametrize("is_declared", [True, False], ids=["declared", "in pieces"])
-def test_a_body_beyond_the_limit_is_refused_before_it_is_read(site, is_declared, monkeypatch):
-    monkeypatch.setattr(routes, "MAX_BODY_BYTES", 1000)
-    pieces: Any = b" " * 1001 if is_declared else iter([b" " * 600] * 2)
-    answer = site.http.post(PATH, content=pieces)
-    assert answer.status_code == 413
-    assert "more than 1000 bytes" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

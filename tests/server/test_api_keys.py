@@ -25,8 +25,18 @@ from ragblend.engine.vllm.params import MAX_RUNS, TENANT_KEY, parse_params
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, StoreFullError, UsageError
 from ragblend.operations.serve import build_server_command
 from ragblend.redaction import redact_url
-from ragblend.server.api_keys import ApiKeys, ForbiddenError, Grant, bind_namespace, parse_keys, read_keys
+from ragblend.server import api_keys
+from ragblend.server.api_keys import (
+    ApiKeys,
+    ForbiddenError,
+    Grant,
+    KeysFile,
+    bind_namespace,
+    parse_keys,
+    read_keys,
+)
 from ragblend.server.auth_gate import guard_engine, wrap_app
+from ragblend.server.limits import BodyLimits
 
 KEY, OTHER = "sk-acme-0123", "sk-globex-0123"
 FACTS = {"namespace": "acme", "rights": ["ask", "ingest"]}
@@ -77,6 +87,8 @@ def test_a_keys_file_that_others_may_read_is_refused(tmp_path):
         {"keys": {KEY: {"namespace": "acme"}}},
         {"keys": {KEY: {**FACTS, "rights": []}}},
         {"keys": {KEY: {**FACTS, "rights": ["all"]}}},
+        {"keys": {KEY: {**FACTS, "name": 3}}},
+        {"keys": {KEY: {**FACTS, "name": "n" * 201}}},
         {"keys": {KEY: {**FACTS, "namespace": 3}}},
         {"keys": {KEY: {**FACTS, "namespace": "a#salt:b"}}},
         {"keys": {KEY: FACTS}, "open": "/health"},
@@ -88,6 +100,36 @@ def test_a_keys_file_that_says_something_else_is_refused_and_quotes_no_key(tmp_p
     with pytest.raises(UsageError, match="neither TOML nor JSON" if values is text else None) as error:
         read_keys(keys_file(tmp_path, text))
     assert KEY not in str(error.value)
+
+
+def test_a_changed_keys_file_is_read_within_seconds_and_a_wrong_one_changes_nothing(tmp_path, monkeypatch, caplog):
+    def has(key: str) -> bool:
+        return keys.current().grant_of(bearer(key)) is not None
+
+    for folder, key in (("v1", KEY), ("v2", OTHER)):
+        (tmp_path / folder).mkdir()
+        keys_file(tmp_path / folder, json.dumps({"keys": {key: FACTS}}))
+    for name, target in (("data", "v1"), ("next", "v2"), ("keys", "data/keys")):  # as Kubernetes mounts secrets
+        (tmp_path / name).symlink_to(target)
+    path = tmp_path / "keys"
+    keys = KeysFile(path)
+    (tmp_path / "next").rename(tmp_path / "data")
+    assert has(KEY)
+    now_s = api_keys.time.monotonic()
+    monkeypatch.setattr(api_keys.time, "monotonic", lambda: now_s + 3)
+    assert (has(KEY), has(OTHER)) == (False, True)
+    monkeypatch.setattr(api_keys, "_LOOK_S", 0.0)
+    for change in (
+        lambda: path.write_text("half of a"),
+        lambda: keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}), 0o644),
+        path.unlink,
+    ):
+        change()
+        assert (has(KEY), has(OTHER)) == (False, True)
+        assert "the API keys stay as they were" in caplog.messages[-1]
+        assert KEY not in caplog.text
+    keys_file(tmp_path, json.dumps({"keys": {KEY: FACTS}}))
+    assert (has(KEY), has(OTHER)) == (True, False)
 
 
 @given(
@@ -161,7 +203,7 @@ def asked(keys: ApiKeys, engine: Engine, key: str, path: str, body: Any, method:
         call()
 
     scope = {"type": "http", "method": method, "path": path, "headers": bearer(key)}
-    asyncio.run(wrap_app(app, keys)(scope, receive, send))
+    asyncio.run(wrap_app(app, keys, BodyLimits())(scope, receive, send))
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from typing import Any
 
@@ -14,6 +15,8 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import parse_params
 from ragblend.errors import UsageError
 from ragblend.server.api import RoutesMiddleware
+from ragblend.server.api_keys import AuthContext, Grant, current_auth
+from ragblend.server.auth_gate import log_change
 
 FORGED = "\x1b[31m\nERROR forged\r\u202e\ud800"
 HUGE = "x" * (1 << 20)
@@ -78,3 +81,22 @@ def test_a_client_that_closes_an_upload_costs_one_line(caplog):
     scope = {"type": "http", "method": "POST", "path": "/v1/ragblend/documents", "headers": []}
     asyncio.run(routes(scope, receive, lambda message: pytest.fail("answered")))
     assert [record.exc_info for record in caplog.records if record.name.startswith("ragblend")] == [None]
+
+
+def test_the_audit_log_has_every_change_whole_with_the_name_of_the_key(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "vllm")
+    logged = vllm_log(monkeypatch)
+    current_auth.set(AuthContext(Grant("acme", frozenset({"ingest"}), "the crawler")))
+    for _ in range(9):  # beyond what other lines may have in a minute
+        log_change("add", "acme", "kb", [f"{FORGED}{number:08}" * 10 for number in range(150)])
+    log_change("replace", "acme", "kb", [])
+    current_auth.set(None)
+    log_change("clear", "acme", "", (), num_kv=3)
+    changes = [json.loads(line) for line in logged]
+    assert all(line.isprintable() for line in logged)
+    assert [len(each["ids"]) for each in changes[:-1]] == [100, 50] * 9
+    assert changes[0]["ids"][0] == f"{FORGED}00000000" * 10
+    assert {**changes[0], "ids": []} == {
+        "audit": "documents", "action": "add", "namespace": "acme", "key": "the crawler", "collection": "kb", "ids": [],
+    }  # fmt: skip
+    assert changes[-1] == {"audit": "documents", "action": "clear", "namespace": "acme", "key": None, "num_kv": 3}

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from commands import CommandRunner
 from demo_texts import QUESTION, A, B, C
+from hostile_bodies import encoded
 from langchain_core.documents import Document as LangChainDocument
 from places import fill_disk, small_disk
 from servers import wait_until
@@ -45,7 +46,7 @@ from ragblend.ingestion import registered_similar, server_documents
 from ragblend.ingestion.report import IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
-from ragblend.server import backlog
+from ragblend.server import limits
 from ragblend.server.admin import clear_namespace
 from ragblend.server.documents import BUDGET_TOO_SMALL, DocumentIngester
 from ragblend.server.front_end import FrontEndEngine
@@ -158,7 +159,7 @@ def test_chunks_of_a_version_come_to_those_it_has(server):
     server.wait(last)
     assert server.counts(first)["num_waiting"] == 0
     assert [server.engine().is_stored(text) for text in (A, B, C)] == [False, True, True]
-    vectors = {"vectors": [[1.0, 2.0]], "embedder": "mine"}
+    vectors = {"vectors": [encoded(1.0, 2.0)], "embedder": "mine"}
     for more in ({}, vectors, vectors, {}):
         last = server.send(
             {"id": "b", "chunks": [A], "version": "one", **more}, {"id": "b", "chunks": [B], "version": "one"}
@@ -205,12 +206,12 @@ def test_a_document_that_is_too_long_for_one_request_is_sent_in_parts(tmp_path, 
     assert done == sorted(done)
     with open_registry(engine.store) as registry:
         assert registry.count_tokenized_texts(engine.renderer.fingerprint, "") == num_chunks
-        assert len(list(engine.store.disk_tier.keys())) == num_chunks
+        assert len(list(engine.store.find_tier(DiskStore).keys())) == num_chunks
         ingest_texts([*texts[:20], f"Changed: {B}"])
         wanted = {text.strip() for text in registry.texts()}
         assert any(B in text for text in wanted)
         assert not any("Room 39" in text for text in wanted)
-    assert len(list(engine.store.disk_tier.keys())) == len(wanted) < num_chunks
+    assert len(list(engine.store.find_tier(DiskStore).keys())) == len(wanted) < num_chunks
 
 
 def test_a_version_that_was_given_up_leaves_nothing(tmp_path):
@@ -367,7 +368,8 @@ def test_vectors_that_are_sent_say_which_chunks_are_alike(tmp_path):
     with serving(tmp_path / "kv", "similar") as server:
         vectors = {A: [1.0, 0.0], B: [0.0, 1.0], C: [0.1, 0.9], "Keller sells knives in Wesstad.": [0.9, 0.1]}
         sent = [
-            {"id": text, "chunks": [text], "vectors": [vector], "embedder": "mine"} for text, vector in vectors.items()
+            {"id": text, "chunks": [text], "vectors": [encoded(*vector)], "embedder": "mine"}
+            for text, vector in vectors.items()
         ]
         server.wait(server.send(*sent))
         engine = server.engine()
@@ -391,6 +393,7 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
+from hostile_bodies import encoded
 from langchain_core.documents import Document as LangChainDocument
 from demo_texts import A
 from test_served_documents import Server
@@ -487,14 +490,14 @@ def test_namespaces_take_turns(tmp_path, documents, monkeypatch):
 
 @pytest.mark.parametrize(("most", "value"), [("MAX_WAITING", 5), ("MAX_WAITING_CHARS", 1000)])
 def test_a_namespace_with_too_many_waiting_documents_sends_more_later(tmp_path, most, value, monkeypatch):
-    monkeypatch.setattr(backlog, most, value)
+    monkeypatch.setattr(limits, most, value)
     server = Server(tmp_path / "kv")
     sent = [{"id": f"{number}", "chunks": [f"{number}. {A * 4}"]} for number in range(8)]
     server.send(*sent, namespace="acme")  # one request is never too large
     with pytest.raises(BacklogFullError, match=r"8 documents of this namespace, of .* Send more in 10 seconds"):
         server.send({"id": "more", "chunks": [A]}, namespace="acme")
     server.send({"id": "a", "chunks": [A]}, namespace="globex")
-    monkeypatch.setattr(backlog, "RETRY_AFTER_S", 0)
+    monkeypatch.setattr(limits, "RETRY_AFTER_S", 0)
     server.documents.start()
     wait_until(lambda: not server.counts(namespace="acme")["num_waiting"], 60, "all are stored")
     server.send({"id": "more", "chunks": [A]}, namespace="acme")
@@ -609,14 +612,14 @@ def test_a_repair_lets_the_server_store_again_what_it_lost(tmp_path, context, da
     """Of every namespace, also of a cache salt; what a program has added beside it is prefilled by the command."""
     root, run = tmp_path / "kv", CommandRunner(capsys)
     salted = salted_namespace("acme", "s3cret")
-    vectors = {"vectors": [[1.0, 0.0], [0.6, 0.8]], "embedder": "own"}
+    vectors = {"vectors": [encoded(1.0, 0.0), encoded(0.6, 0.8)], "embedder": "own"}
     with serving(root, context) as server:
         for namespace in ("", "acme", salted):
             sent = server.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C}, namespace=namespace)
             server.wait(sent, namespace)
         server.wait(server.send({"id": "v", "chunks": ["Ann dives.", "Ann swims deep."], **vectors}))
         precompute_documents(["The old mill burnt down in May.", C], server.engine(), ids=["p", "p"])
-        keys = set(server.engine().store.disk_tier.keys())
+        keys = set(server.engine().store.find_tier(DiskStore).keys())
     for number, path in enumerate(sorted((root / "kv").rglob("*.safetensors"))):
         if damage == "removed":
             path.unlink()
@@ -631,7 +634,23 @@ def test_a_repair_lets_the_server_store_again_what_it_lost(tmp_path, context, da
         wait_until(
             lambda: not any(server.counts(namespace=each)["num_waiting"] for each in ("", "acme", salted)), 60, "again"
         )
-        assert set(server.engine().store.disk_tier.keys()) == keys
+        assert set(server.engine().store.find_tier(DiskStore).keys()) == keys
         assert [server.hits(text, each) for text in (A, B, C) for each in ("", "acme", salted)] == [1] * 9
     report = json.loads(run("verify", "--json", "--store", str(root))[1])
     assert (report["damaged"], report["missing"], report["num_without_kv"], report["num_sent_again"]) == (0, 0, 0, 0)
+
+
+def test_each_change_of_documents_is_in_the_audit_log(server, caplog):
+    caplog.set_level("INFO", "ragblend.audit")
+    for texts in ({"a": A, "b": B}, {"a": C, "c": C}):
+        server.send(*({"id": name, "chunks": [text]} for name, text in texts.items()), namespace="acme")
+    server.documents.remove("acme", "kb", ["a", "unknown"])
+    clear_namespace(server.engine("acme").store, {"namespace": "acme"})
+    logged = [json.loads(each.getMessage()) for each in caplog.records if each.name == "ragblend.audit"]
+    assert [(each["action"], each["namespace"], each.get("ids")) for each in logged] == [
+        ("add", "acme", ["a", "b"]),
+        ("add", "acme", ["c"]),
+        ("replace", "acme", ["a"]),
+        ("delete", "acme", ["a"]),
+        ("clear", "acme", None),
+    ]

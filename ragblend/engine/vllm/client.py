@@ -561,7 +561,7 @@ class VllmClient(EngineBase):
         return int(self.connection.request_json("DELETE", self._documents_path(), body)["num_kv"])
 
     def list_documents(self) -> Iterator[dict[str, Any]]:
-        """Yield the documents of the server's store, as `server.requests.ListedDocument`, by collection and id."""
+        """Yield the documents of the server's store, with the fields of `DocumentDetails`, by collection and id."""
         after = ""
         while self.blends:
             page = self.connection.request_json("GET", self._documents_path(limit="500", after=after))

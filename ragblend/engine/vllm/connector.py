@@ -244,6 +244,11 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 return report_to_json(report)
         return None
 
+    def keys_in_memory(self, keys: Sequence[str]) -> list[str]:
+        """Return those of `keys` whose entry is in this worker's memory tier."""
+        memory = self._store.find_tier(MemoryStore)
+        return [] if memory is None else list(filter(memory.contains, keys))
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the message of this step to the scheduler; None if nothing has changed."""
         reports, self._reports = self._reports, {}

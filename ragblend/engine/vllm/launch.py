@@ -191,7 +191,8 @@ def transfer_config(
     if mode != "blend":
         extra["mode"] = GenerationOptions(mode).mode
     if keys is not None:
-        extra["keys"] = str(expand_user_path(keys, "--api-keys-file").resolve())
+        # Not resolved: the server reads it again, and Kubernetes changes a secret by changing a link.
+        extra["keys"] = str(expand_user_path(keys, "--api-keys-file").absolute())
     if context is not None:
         extra["context"] = CONTEXT.validate("context", context)
     if rule is not None:

@@ -18,6 +18,8 @@ from typing import Any
 
 from ragblend.redaction import printable
 
+AUDIT_LOGGER = "ragblend.audit"
+"""Name of the logger of changes of documents. Each of its records is passed on, whole."""
 _WINDOW_S, _MOST = 60.0, 5
 
 # At most one, because a worker process has one model. The reference is weak, so that the model is freed with its
@@ -148,17 +150,28 @@ class BlendWorkerExtension:
 
     def ragblend_report(self, request_id: str) -> dict[str, Any] | None:
         """Return the report on a request whose context this worker filled, as JSON values; None for other requests."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+        connector = _connector()
         return connector.report_for(request_id) if hasattr(connector, "report_for") else None
+
+    def ragblend_keys_in_memory(self, keys: list[str]) -> list[str]:
+        """Return those of `keys` whose entry is in this worker's memory tier."""
+        connector = _connector()
+        return list(connector.keys_in_memory(keys)) if hasattr(connector, "keys_in_memory") else []
+
+
+def _connector() -> Any:
+    """Return the connector of this worker process; None without one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 class _VllmLogHandler(logging.Handler):
     """Handler that passes records to vLLM's logger, with the handlers that it has at that time.
 
-    Messages are made `printable`. Of the records that one statement logs within `_WINDOW_S`, only the first `_MOST` are
-    passed on, because a full disk or a client can cause a record for each document or request.
+    Messages are made `printable`, except those of AUDIT_LOGGER, which are JSON. Of the records that one statement logs
+    within `_WINDOW_S`, only the first `_MOST` are passed on, because a full disk or a client can cause a record for
+    each document or request.
     """
 
     def __init__(self) -> None:
@@ -169,6 +182,9 @@ class _VllmLogHandler(logging.Handler):
         vllm_logger = logging.getLogger("vllm")
         # With handlers, the root logger receives the record itself.
         if logging.getLogger().handlers or not vllm_logger.isEnabledFor(record.levelno):
+            return
+        if record.name == AUDIT_LOGGER:
+            vllm_logger.handle(record)
             return
         statement = record.pathname, record.lineno
         start_s, count = self._windows.get(statement, (record.created, 0))

@@ -80,6 +80,11 @@ class ChunkLookup:
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 
+    def candidate_keys(self, ids: Sequence[int], namespace: str) -> list[tuple[ChunkRun, list[str]]]:
+        """Return the prompt's runs, each with the keys under which its chunk may be stored in any tier, best first."""
+        found = self._candidates(ids, self._match(ids, namespace), namespace)
+        return [(run, [key for key, _ in keys]) for run, keys in found]
+
     def close(self) -> None:
         """Cancel the lookups that have not begun, and close the matcher."""
         self._pool.shutdown(wait=False, cancel_futures=True)
