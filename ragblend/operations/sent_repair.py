@@ -7,10 +7,9 @@ Depends on the catalogue, not on engines.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Collection
 from typing import Any
-
-import numpy as np
 
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, open_registry
 from ragblend.catalog.sent_documents import SentDocumentTable
@@ -63,6 +62,6 @@ def _as_body(texts: list[str], vectors: dict[str, dict[str, bytes]]) -> dict[str
     body: dict[str, Any] = {"chunks": texts, "adds": True}
     for embedder, vector_of in vectors.items():
         if all(text in vector_of for text in texts):
-            rows = [np.frombuffer(vector_of[text], "<f4").astype(float).tolist() for text in texts]
-            return {**body, "embedder": embedder, "vectors": rows}
+            vectors_sent = [base64.b64encode(vector_of[text]).decode() for text in texts]
+            return {**body, "embedder": embedder, "vectors": vectors_sent}
     return body
