@@ -53,6 +53,8 @@ class KVStore(ABC):
 
     is_remote = False
     """True for a tier on another machine. A request reads all its entries there with one `fetch_from_remote`."""
+    has_remote_tiers = False
+    """True for a store of several tiers, one of which is remote."""
     catalog: str | None = None
     """The catalogue's URL. None: the URL in the user's settings, or else a file in the store's folder."""
     kv_dtype: KvDtype = "auto"

@@ -64,6 +64,7 @@ class TieredStore(KVStore):
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         super().__init__()
         self._tiers = tiers
+        self.has_remote_tiers = any(tier.is_remote or tier.has_remote_tiers for tier in tiers)
         self.kv_dtype = TierOptions(kv_dtype=kv_dtype).kv_dtype
         self.catalog = catalog or next((tier.catalog for tier in tiers if tier.catalog is not None), None)
         self.num_deletes = 0  # also of entries that the store does not have; grows before an entry is deleted

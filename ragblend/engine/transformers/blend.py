@@ -28,7 +28,6 @@ from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
-from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
@@ -81,7 +80,7 @@ class BlendingEngine(LocalEngine):
         A request waits for remote tiers only here, on its caller's thread, while the loop computes for other requests.
         """
         store_get: StoreGet = self.store.get
-        if self.store.find_tiers(RemoteStore) and request.mode != "full":
+        if self.store.has_remote_tiers and request.mode != "full":
             keys = [key for run in request.prompt.runs for key, _ in self._keys(request, run)]
             store_get = partial(self.store.get_local, fetched=self.store.fetch_from_remote(keys))
         return partial(self._prefill, request, store_get)

@@ -42,7 +42,6 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.format.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.transformers.model import is_quantised
@@ -80,7 +79,7 @@ class TransformersEngine(BlendingEngine):
         **options: Any,
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
-        self.context_length = layers.context_length
+        self.context_length, self.max_num_seqs = layers.context_length, self.loop.max_num_seqs
         store.watch_deletions()
         if (memory := store.find_tier(MemoryStore)) is not None:
             memory.page_locked = layers.device.type == "cuda"
@@ -100,11 +99,6 @@ class TransformersEngine(BlendingEngine):
     def bytes_per_token(self) -> int:
         """Number of bytes of stored KV per token of a long chunk, in all layers together."""
         return self.shape.bytes_per_token(self.store.kv_dtype)
-
-    @property
-    def max_num_seqs(self) -> int:
-        """The largest number of answers that are decoded together."""
-        return self.loop.max_num_seqs
 
     # -- ingestion
 
@@ -194,7 +188,7 @@ class TransformersEngine(BlendingEngine):
     ) -> list[BaseException | None]:
         """Start `streams` and wait until all have ended. Return the error of each; None if it ended without one."""
         try:
-            if self.store.find_tiers(RemoteStore):
+            if self.store.has_remote_tiers:
                 # Fetched KV stays in memory until the prompt's prefill, so only a few prompts are fetched ahead.
                 for stream in streams:
                     self.loop.wait_for_capacity()
