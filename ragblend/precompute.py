@@ -397,6 +397,7 @@ def precompute_documents(
             delete_unrecorded_variants(engine, registry, finder.find_missing_variants())
 
     prefill = prefill or (workers.prefill if workers is not None else prefill_here)
+    texts_before = {name: registry.texts_of(name) for name in texts_of}
     with show_progress(progress) as shown:
         report = precompute_chunks(wanted, engine, shown, register_texts=register_texts, index=finder, prefill=prefill)
     for failure in report.failures:  # of the remote tier
@@ -408,6 +409,8 @@ def precompute_documents(
         finder.record_stored_variants(wanted)
     replaced = find_replaced_documents(identities, texts_of, registry)
     report.num_removed_kv, problem = delete_texts_except(replaced, engine, registry)
+    changed = [texts != registry.texts_of(name) for name, texts in texts_before.items() if texts]
+    report.num_updated, report.num_unchanged = sum(changed), len(changed) - sum(changed)
     facts_of = dict.fromkeys(replaced, DocumentFacts()) | facts_of
     # Set last, so that after a killed call the same call replaces the document again.
     registry.set_facts({name: facts for name, facts in facts_of.items() if facts != registry.facts_of(name)})

@@ -124,9 +124,9 @@ def _table(name: str, *columns: Column[Any] | UniqueConstraint, key: str = "") -
     return Table(name, METADATA, *columns, sqlite_autoincrement=is_numbered, sqlite_with_rowid=not key)
 
 
-def _partial_index(name: str, column: Column[Any], where: ColumnElement[bool]) -> Index:
+def _partial_index(name: str, *columns: Column[Any], where: ColumnElement[bool]) -> Index:
     """Create an index of the rows that meet the condition `where`."""
-    return Index(name, column, sqlite_where=where, postgresql_where=where)
+    return Index(name, *columns, sqlite_where=where, postgresql_where=where)
 
 
 META = Table("catalog_meta", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
@@ -164,7 +164,7 @@ VARIANTS = _table(
 )
 """Requested similar variants of chunks that frameworks added, with the vectors that find their similar chunks."""
 Index("variants_by_key", VARIANTS.c.key)
-_partial_index("missing_variants", VARIANTS.c.embedder, VARIANTS.c.is_stored == text("0"))
+_partial_index("missing_variants", VARIANTS.c.embedder, where=VARIANTS.c.is_stored == text("0"))
 TOKEN_IDS = _table(
     "token_ids",
     _number(),
@@ -197,7 +197,12 @@ SENT_DOCUMENTS = _table(
     UniqueConstraint("namespace", "collection", "id"),
 )
 """The documents that clients sent to a server."""
-_partial_index("sent_documents_waiting", SENT_DOCUMENTS.c.number, SENT_DOCUMENTS.c.body.is_not(None))
+_partial_index(
+    "sent_documents_waiting",
+    SENT_DOCUMENTS.c.namespace,
+    SENT_DOCUMENTS.c.number,
+    where=SENT_DOCUMENTS.c.body.is_not(None),
+)
 
 SHARED_METADATA = MetaData()
 """Additional tables of a catalogue that several servers share."""

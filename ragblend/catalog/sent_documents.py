@@ -127,13 +127,15 @@ class SentDocumentTable(Catalog):
         waiting = select(_ROW.namespace, _ROW.collection, _ROW.id).where(_ROW.body.is_not(None))
         if but is not None:
             waiting = waiting.where(_ROW.namespace != but)
-        waiting = waiting.order_by(_ROW.namespace <= after, _ROW.namespace, _ROW.number)
+        waiting = waiting.order_by(_ROW.namespace, _ROW.number).limit(1 + len(taken))
         columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.version, _ROW.body)
         found: list[WaitingDocument] = []
         with self._transaction("DEFERRED") as connection:
-            first = connection.execute(waiting.limit(1 + len(taken))).all()
-            owner = next((row for row in first if lease_name(*row) not in taken), None)
-            if owner is None:
+            for is_due in (_ROW.namespace > after, _ROW.namespace <= after):  # each reads a few rows of the index
+                first = connection.execute(waiting.where(is_due)).all()
+                if owner := next((row for row in first if lease_name(*row) not in taken), None):
+                    break
+            else:
                 return []
             is_next = (_ROW.body.is_not(None), _ROW.namespace == owner.namespace, _ROW.collection == owner.collection)
             query = select(*columns).where(*is_next).order_by(_ROW.number).limit(limit + len(taken))

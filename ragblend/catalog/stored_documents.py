@@ -32,6 +32,7 @@ from ragblend.catalog.schema import (
 )
 from ragblend.catalog.sent_documents import STATUS
 from ragblend.files.store_folder import CATALOG_FILE
+from ragblend.prompt.token_index import WINDOW
 
 
 class StoredDocument(NamedTuple):
@@ -60,6 +61,7 @@ class StoredDocument(NamedTuple):
         )
 
 
+_ID_BYTES = 4  # of one token id
 _KEY_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
 _OF_NAMES = equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields)
 _ADDED_KEYS = select(DOCUMENT_TEXTS.c.key).where(_OF_NAMES)
@@ -214,6 +216,15 @@ def find_entries(registry: ChunkRegistry, keys: Sequence[bytes], namespace: str)
         for row in registry._rows(_ENTRIES_OF_IDS, values=some, b_namespace=namespace):
             entries.setdefault(row.ids_hash, []).append(row.entry)
     return [(key, [entry for each in hashes.get(key, ()) for entry in entries.get(each, ())]) for key in keys]
+
+
+def find_short_texts(registry: ChunkRegistry, keys: Sequence[bytes], namespace: str) -> set[bytes]:
+    """Return those of the text keys whose token ids, by a tokenizer of the namespace, are too few for prompts to reuse
+    the text."""
+    is_short = func.length(TOKEN_IDS.c.ids) < WINDOW * _ID_BYTES
+    query = _IDS_OF_TEXTS.with_only_columns(TOKEN_IDS.c.key).where(is_short)
+    batches = split_into_batches(keys)
+    return {row.key for some in batches for row in registry._rows(query, values=some, b_namespace=namespace)}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
 from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id, text_key
 from ragblend.catalog.sent_documents import SentDocumentTable
-from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_text_keys
+from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_short_texts, find_text_keys
 from ragblend.corpus.folder_scan import match_sources, resolve_source, source_path
 from ragblend.engine.api import DocumentEngine, RemoteEngine
 from ragblend.engine.store.disk import DiskStore
@@ -26,6 +26,7 @@ from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import all_variants, chunk_variants
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except, find_pending_sources
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
+from ragblend.prompt.token_index import WINDOW
 from ragblend.prompt.types import Chunk
 
 _MAX_LISTED = 5  # documents in a message
@@ -258,6 +259,7 @@ class DocumentDetails:
       their KV on this machine's disk, for all models; documents with equal chunks share KV.
     - state: "stored" if KV of every chunk is on the disk, "partial" for some chunks, "without_kv" for none. "pending"
       or "failed" for a document that a client has sent to a server, with the `reason`.
+    - reason: why it failed, what did not reach the remote tier, or that it has chunks too short for prompts to reuse.
     - text: the beginning of a chunk of a document whose id is a digest, because it has no name; "" for others.
     """
 
@@ -288,7 +290,9 @@ def describe_documents(
     for each, keys in given:
         wanted.setdefault(each.key.namespace, set()).update(keys)
     sizes_of: dict[tuple[str, bytes], dict[str, int]] = {}
+    short: dict[str, set[bytes]] = {}
     for namespace, keys in wanted.items():
+        short[namespace] = find_short_texts(registry, list(keys), namespace)
         for key, entries in find_entries(registry, list(keys), namespace):
             sizes = {entry: disk.file_bytes(entry) for entry in entries} if disk is not None else {}
             sizes_of[namespace, key] = {entry: nbytes for entry, nbytes in sizes.items() if nbytes}
@@ -301,6 +305,9 @@ def describe_documents(
         state = each.status if each.status in ("pending", "failed") else state
         kv_bytes = sum({entry: nbytes for sizes in found for entry, nbytes in sizes.items()}.values())
         text = registry.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(document_id) else ""
-        details: Any = (each.source, each.num_chunks, kv_bytes, state, each.reason, text)
+        reason = each.reason
+        if not reason and (num_short := len(short[namespace] & keys)):
+            reason = f"{num_short} of {len(keys)} chunks have fewer than {WINDOW} tokens; prompts do not reuse them"
+        details: Any = (each.source, each.num_chunks, kv_bytes, state, reason, text)
         listing.documents.append(DocumentDetails(collection, document_id, namespace, *details))
     return listing

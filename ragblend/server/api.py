@@ -311,7 +311,7 @@ def join_reports(params: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
 def add_reports_of_all_prompts(serving: Any) -> None:
     """Have complete responses of `serving`, vLLM's handler of completions, report on each of several prompts.
 
-    vLLM itself sends the `kv_transfer_params` of the first prompt alone.
+    vLLM itself sends the `kv_transfer_params` of the first prompt and the `usage.cached_tokens` of the last one alone.
     """
     original = serving.request_output_to_completion_response
 
@@ -319,6 +319,8 @@ def add_reports_of_all_prompts(serving: Any) -> None:
         response = original(outputs, *args, **kwargs)
         if len(outputs) > 1:
             response.kv_transfer_params = join_reports([each.kv_transfer_params for each in outputs]) or None
+            if (details := response.usage.prompt_tokens_details) is not None:
+                details.cached_tokens = sum(each.num_cached_tokens or 0 for each in outputs)
         return response
 
     serving.request_output_to_completion_response = with_reports

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,7 @@ class DocumentIngester:
         *,
         catalog: str | None = None,
     ) -> None:
-        place = resolve_catalog(root, catalog)
-        self._table = SentDocumentTable(place)
-        self._leases = Leases(str(place)) if self._table.is_shared else None
+        self._place = resolve_catalog(root, catalog)
         self._held, self._renew_at_s = set[str](), 0.0
         self._root, self._lock_path = root, root / LOCK_FILE
         self._make_engine, self._describe = make_engine, describe
@@ -110,9 +108,24 @@ class DocumentIngester:
         self._has_warned_of_budget = False
         self._progress = ("", 0, 0)  # namespace whose chunks are being prefilled, number done, total number
         self._turn, self._turn_at_s = "", 0.0  # namespace of the last turn, and time of the next one of others
-        self._backlog = Backlog(self._table)
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ragblend-documents", daemon=True)
+        try:
+            _ = self._backlog
+        except BackendUnreachableError as error:  # each use tries again
+            log.warning("documents are neither accepted nor stored until the catalogue answers: %s", error)
+
+    @cached_property
+    def _table(self) -> SentDocumentTable:
+        return SentDocumentTable(self._place)
+
+    @cached_property
+    def _leases(self) -> Leases | None:
+        return Leases(str(self._place)) if self._table.is_shared else None
+
+    @cached_property
+    def _backlog(self) -> Backlog:
+        return Backlog(self._table)
 
     def start(self) -> None:
         """Start the thread that stores waiting documents."""

@@ -41,3 +41,23 @@ def test_a_removed_document_is_neither_waiting_nor_in_the_file(kept_place, tmp_p
         assert table.remove("", "notes", ["1", "2", "unknown"]) == 2
         assert table.status_counts("", None, None) == {}
         assert not any(b"a secret" in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_the_next_documents_are_found_without_reading_all_that_wait(tmp_path):
+    """A server asks for each batch; a hundred thousand may wait."""
+    with SentDocumentTable(tmp_path / "catalog.sqlite") as table:
+        for namespace in "abc":
+            documents = [SentDocument("kb", str(number), "v", {"chunks": ["A."]}, {}) for number in range(3000)]
+            table.add(namespace, documents)
+        num_steps = 0
+
+        def count() -> int:
+            nonlocal num_steps
+            num_steps += 100
+            return 0
+
+        with table._locked() as connection:
+            connection.connection.driver_connection.set_progress_handler(count, 100)
+        for after, namespace in (("", "a"), ("a", "b"), ("c", "a")):
+            assert {each.namespace for each in table.next_waiting(4, 1000, after=after)} == {namespace}
+        assert num_steps < 3000

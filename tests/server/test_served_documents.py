@@ -46,6 +46,7 @@ from ragblend.ingestion import registered_similar, server_documents
 from ragblend.ingestion.report import IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
+from ragblend.server import documents as served_documents
 from ragblend.server import limits
 from ragblend.server.admin import clear_namespace
 from ragblend.server.documents import BUDGET_TOO_SMALL, DocumentIngester
@@ -653,4 +654,40 @@ def test_each_change_of_documents_is_in_the_audit_log(server, caplog):
         ("replace", "acme", ["a"]),
         ("delete", "acme", ["a"]),
         ("clear", "acme", None),
+    ]
+
+
+def test_a_server_that_starts_without_its_catalogue_accepts_documents_when_it_is_back(tmp_path, monkeypatch):
+    made, is_down = served_documents.SentDocumentTable, True
+
+    def connect(place: Any) -> Any:
+        if is_down:
+            raise BackendUnreachableError("the catalogue does not answer")
+        return made(place)
+
+    monkeypatch.setattr(served_documents, "SentDocumentTable", connect)
+    monkeypatch.setattr(served_documents, "_RETRY_S", 0.01)
+    with serving(tmp_path / "kv") as server:
+        for use in (lambda: server.send({"id": "a", "text": A}), server.counts):
+            with pytest.raises(BackendUnreachableError):
+                use()
+        is_down = False
+        assert server.wait(server.send({"id": "a", "text": A}))["num_stored"] == 1
+
+
+def test_changed_documents_are_counted_and_chunks_too_short_to_find_are_listed(server):
+    engine = server.engine()
+    first = precompute_documents([A, B, "So."], engine, ids=["a", "b", "so"])
+    again = precompute_documents([C, B, A, "So."], engine, ids=["a", "b", "a", "so"])
+    assert [(each.num_updated, each.num_unchanged) for each in (first, again)] == [(0, 0), (1, 2)]
+    server.wait(server.send({"id": "so", "chunks": ["So."]}))
+    reasons = {each["id"]: each["reason"] for each in server.documents.list("", None, ("", ""), 10)["documents"]}
+    short = "1 of 1 chunks have fewer than 8 tokens; prompts do not reuse them"
+    listed = server.documents.list("", "kb", ("", ""), 10)["documents"]
+    assert (reasons["a"], reasons["b"]) == ("", "")
+    assert [each["reason"] for each in listed] == [short]
+    assert [each["reason"] for each in server.documents.list("", "langchain", ("", ""), 10)["documents"]] == [
+        "",
+        "",
+        short,
     ]

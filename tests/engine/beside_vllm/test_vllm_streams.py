@@ -71,7 +71,7 @@ def test_a_stream_has_one_report(last, is_chat):
 )
 def test_each_prompt_of_a_request_has_its_report(reports, expected):
     outputs = [
-        SimpleNamespace(request_id=f"r-{number}", kv_transfer_params=each and {"ragblend": each})
+        SimpleNamespace(request_id=f"r-{number}", kv_transfer_params=each and {"ragblend": each}, num_cached_tokens=5)
         for number, each in enumerate(reports)
     ]
 
@@ -91,13 +91,16 @@ def test_each_prompt_of_a_request_has_its_report(reports, expected):
         stream_generator=stream,
         engine_client=SimpleNamespace(collective_rpc=call_workers),
         request_output_to_completion_response=lambda batch, request: SimpleNamespace(
-            kv_transfer_params=batch[0].kv_transfer_params  # as vLLM's
+            kv_transfer_params=batch[0].kv_transfer_params,  # as vLLM's
+            usage=SimpleNamespace(prompt_tokens_details=SimpleNamespace(cached_tokens=batch[-1].num_cached_tokens)),
         ),
     )
     add_reports_to_streams(serving, "stream_generator", 1)
     add_reports_of_all_prompts(serving)
     request = SimpleNamespace(kv_transfer_params={"ragblend": {}})
-    assert serving.request_output_to_completion_response(outputs, request).kv_transfer_params == expected
+    response = serving.request_output_to_completion_response(outputs, request)
+    assert response.kv_transfer_params == expected
+    assert response.usage.prompt_tokens_details.cached_tokens == 5 * len(outputs)
 
     async def collected() -> list[str]:
         return [each async for each in serving.stream_generator(request, None, results(), "r")]

@@ -442,7 +442,8 @@ class RemoteStore(KVStore):
             log.info("%s", reason)
             return
         look = f"ragblend doctor --remote {url_in_command(self.values.url)}"
-        log.warning("%s; answers go on without it, and prefill what only it has. Look what is wrong: %s", reason, look)
+        problem = reason.partition("; check it: ")[0]
+        log.warning("%s; answers go on without it, and prefill what only it has; check it: %s", problem, look)
 
     def _forget(self, key: str, started_s: float) -> bool:
         """Remove a fetch from the list, so that the next `get` fetches again; return True if it was listed."""
