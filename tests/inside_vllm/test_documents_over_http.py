@@ -137,7 +137,8 @@ def test_a_router_learns_how_many_tokens_each_tier_has(served):
     found = lookup(**text)
     assert found["num_chunks"] == 2
     assert found["tokens"] == {"memory": counts["num_tokens"], "disk": counts["num_tokens"], "remote": 0}
-    ids = served.call("POST", "/tokenize", {"model": "demo", **text}).json()["tokens"]
+    as_json = {"Content-Type": "application/json"}
+    ids = served.call("POST", "/tokenize", {"model": "demo", **text}, headers=as_json).json()["tokens"]
     assert lookup(prompt=ids) == found
     assert lookup(messages=[{"role": "user", "content": f"{A}\n\n{QUESTION}"}])["num_chunks"] == 1
     for other in (lookup(GLOBEX, **text), lookup(**text, cache_salt="s")):
