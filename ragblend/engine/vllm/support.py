@@ -15,7 +15,7 @@ from ragblend.engine.fusion.attention import rope_type_problem
 from ragblend.engine.store.format.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.checkpoints import model_fingerprint as checkpoint_fingerprint
-from ragblend.engine.transformers.families import WINDOWED, rope_parameters
+from ragblend.engine.transformers.positions import WINDOWED, rope_parameters
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions

@@ -12,8 +12,9 @@ import transformers
 from tiny_models import FAMILIES, WINDOWED, make_model, make_multimodal_gemma3, make_multimodal_gemma4
 
 from ragblend.engine.fusion.self_check import TOLERANCE, self_check
-from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
+from ragblend.engine.transformers.families import reject_unsupported_model
 from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.transformers.positions import layer_windows
 from ragblend.engine.vllm.support import ARCHITECTURES
 from ragblend.errors import UnsupportedModelError
 
@@ -69,9 +70,6 @@ BUILT_WITH: dict[str, dict[str, Any]] = {
     "Mellum 2": PER_TYPE | EXPERTS | {"num_experts": 4},
     "Laguna": PER_TYPE | EXPERTS | {"num_experts": 4, "num_attention_heads_per_layer": [4, 2] * 3},
     "CWM": PER_TYPE,
-    "Cohere 2": PER_TYPE,
-    "OLMo 3": PER_TYPE,
-    "EXAONE 4": PER_TYPE,
 }  # fmt: skip
 THAT_SEE = {
     "Gemma3ForConditionalGeneration": make_multimodal_gemma3,
