@@ -70,6 +70,8 @@ class Reference:
                 self.dim**-0.5 * (1 + 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1))) ** 2
             )
         self.kind = config.model_type
+        self.scale = getattr(config, "attention_multiplier", self.scale)  # Granite, as the other multipliers
+        self.residual = getattr(config, "residual_multiplier", 1.0)
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.depth
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
@@ -81,7 +83,7 @@ class Reference:
 
     def embed(self, ids: list[int]) -> Tensor:
         """Return the hidden states of the tokens before layer 0."""
-        hidden = self.decoder.embed_tokens(torch.tensor(ids))
+        hidden = self.decoder.embed_tokens(torch.tensor(ids)) * getattr(self.config, "embedding_multiplier", 1.0)
         return self.decoder.norm(hidden) if self.kind == "nanochat" else hidden
 
     def project(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,13 +109,14 @@ class Reference:
             projected = attention.qkv_proj(normed).split([count * self.dim for count in heads], -1)
         else:
             projected = (attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed))
-        if self.kind in ("olmo2", "olmo3"):  # one norm over all heads
+        is_joint = self.kind in ("olmo2", "olmo3", "olmoe")  # one norm over all heads
+        if is_joint:
             projected = (attention.q_norm(projected[0]), attention.k_norm(projected[1]), projected[2])
         q, k, v = (states.reshape(len(hidden), -1, self.dim) for states in projected)
         if self.kind == "hunyuan_v1_dense":
             length = [(each.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt() for each in (q, k)]
             return q / length[0], k / length[1], v
-        if hasattr(attention, "q_norm") and self.kind not in ("olmo2", "olmo3"):
+        if hasattr(attention, "q_norm") and not is_joint:
             q, k = attention.q_norm(q), attention.k_norm(k)
         return q, k, v
 
@@ -193,9 +196,10 @@ class Reference:
         if self.kind == "glm4":
             hidden = hidden + block.post_self_attn_layernorm(attended)
             return hidden + block.post_mlp_layernorm(block.mlp(block.post_attention_layernorm(hidden)))
-        hidden = hidden + attended
-        output = block.mlp(block.post_attention_layernorm(hidden)[None])  # experts need a batch dimension
-        return hidden + (output[0][0] if isinstance(output, tuple) else output[0])
+        hidden = hidden + self.residual * attended
+        moe = getattr(block, "block_sparse_moe", None) or block.mlp  # Granite MoE has its own name
+        output = moe(block.post_attention_layernorm(hidden)[None])  # experts need a batch dimension
+        return hidden + self.residual * (output[0][0] if isinstance(output, tuple) else output[0])
 
     def finish_gemma4(self, layer: int, hidden: Tensor, ids: list[int], positions: list[int]) -> Tensor:
         """Run the MLP and the experts, and add the per-layer input, which depends only on the token itself."""
@@ -220,6 +224,7 @@ class Reference:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [vocabulary] of the last row of `hidden` [T, hidden size]."""
         logits = self.head(self.decoder.norm(hidden))[-1] * getattr(self.config, "logit_scale", 1)
+        logits = logits / getattr(self.config, "logits_scaling", 1)
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

@@ -359,7 +359,8 @@ class TransformersLayers:
     def _layouts(self) -> tuple[RotaryLayout, ...]:
         """How each layer rotates its keys: the layout whose result is nearest to what the layer itself computes.
 
-        The self-check rejects a model with a layer that rotates in none of these ways.
+        Found once, by the first call, which the self-check at load makes. The self-check rejects a model with a layer
+        that rotates in none of these ways.
         """
         return tuple(self._find_layout(layer) for layer in range(self.num_layers))
 

@@ -58,6 +58,8 @@ def test_other_versions_are_refused_with_the_range(found):
 def test_what_is_supported_is_not_refused():
     assert unsupported_reasons(config()) == []
     assert unsupported_reasons(config(cache_dtype="bfloat16")) == []
+    # The check at start decides about architectures, with the model itself.
+    assert unsupported_reasons(config({"architectures": ["SomeNewForCausalLM"]})) == []
     assert unsupported_reasons(config(speculative_config=SimpleNamespace(method="ngram"))) == []
     assert unsupported_reasons(config({"sliding_window": 4096, "use_sliding_window": False})) == []
     assert unsupported_reasons(config(model={"is_moe": True})) == []
@@ -72,8 +74,6 @@ def test_what_is_supported_is_not_refused():
 @pytest.mark.parametrize(
     ("refused", "reason"),
     [
-        (config({"architectures": ["MambaForCausalLM"]}), "MambaForCausalLM"),
-        (config({"architectures": None}), "unknown"),
         (config({"sliding_window": 512}), "512 tokens only.*--disable-sliding-window"),
         (config({**MIXED, "layer_types": ["sliding_attention"] * 2}), "512 tokens only.*--disable-sliding-window"),
         (config({"layer_types": ["full_attention", "chunked_attention"]}), "chunked_attention"),
