@@ -163,6 +163,14 @@ def _unsupported_model_reasons(model: Any) -> list[str]:
     return reasons
 
 
+def untested_architecture_note(config: Any) -> str:
+    """Return a note that vLLM was not tested with a model of this `config`; "" if it was."""
+    names = list(getattr(config, "architectures", None) or ())
+    if any(name in TESTED_ARCHITECTURES for name in names):
+        return ""
+    return f"is a {', '.join(names) or 'model of unknown class'}, which was not tested in vLLM (docs/models.md)"
+
+
 def _layers_seen(config: Any) -> tuple[bool, bool]:
     """Return True if some layers have a sliding window, and True if some layers have none.
 
