@@ -2,8 +2,11 @@
 
 It does not use ragblend. It loops over query tokens, and calls the projections, norms, rotary module and MLP of a
 stock transformers model. It is deliberately simple and slow. Supported are Llama, Mistral, Phi-3 with full rotation,
-Qwen2 and Qwen3, also with sliding windows, Gemma 2, 3 and 4, and gpt-oss, and with latents instead of keys and values
-DeepSeek V2, V3 and GLM-4 MoE Lite.
+Qwen2 and Qwen3, also with sliding windows, Gemma 2, 3 and 4, gpt-oss, SmolLM3, Cohere and Cohere 2, GLM-4, OLMo 2 and
+3, EXAONE 4, NanoChat and HunYuan, and with latents instead of keys and values DeepSeek V2, V3 and GLM-4 MoE Lite.
+
+HunYuan divides a key by its length and multiplies it by a weight after RoPE. Here the division comes first, so that k
+is the same for all positions; RoPE does not change the length.
 
 For latents, k is the part of the keys that all heads share, and v is the latent after its norm. Both have one head.
 Deviations and drift correction use k and v. Attention uses the keys and values that `heads` computes from them.
@@ -66,14 +69,28 @@ class Reference:
             self.scale = (
                 self.dim**-0.5 * (1 + 0.1 * rope.get("mscale_all_dim", 0) * math.log(rope.get("factor", 1))) ** 2
             )
+        self.kind = config.model_type
+        self.scale = getattr(config, "attention_multiplier", self.scale)  # Granite, as the other multipliers
+        self.residual = getattr(config, "residual_multiplier", 1.0)
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.depth
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        self.without_rope = {  # layers
+            "smollm3": lambda layer: not config.no_rope_layers[layer],
+            "cohere2": lambda layer: self.windows[layer] is None,
+            "exaone4": lambda layer: window is not None and self.windows[layer] is None,
+        }.get(self.kind, lambda layer: False)
+
+    def embed(self, ids: list[int]) -> Tensor:
+        """Return the hidden states of the tokens before layer 0."""
+        hidden = self.decoder.embed_tokens(torch.tensor(ids)) * getattr(self.config, "embedding_multiplier", 1.0)
+        return self.decoder.norm(hidden) if self.kind == "nanochat" else hidden
 
     def project(self, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v before RoPE, [T, heads, D] each."""
         block = self.decoder.layers[layer]
-        attention, normed = block.self_attn, block.input_layernorm(hidden)
+        attention = block.self_attn
+        normed = hidden if self.kind in ("olmo2", "olmo3", "exaone4") else block.input_layernorm(hidden)
         if self.is_latent:
             lora = self.config.q_lora_rank is not None
             q = (
@@ -92,8 +109,14 @@ class Reference:
             projected = attention.qkv_proj(normed).split([count * self.dim for count in heads], -1)
         else:
             projected = (attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed))
+        is_joint = self.kind in ("olmo2", "olmo3", "olmoe")  # one norm over all heads
+        if is_joint:
+            projected = (attention.q_norm(projected[0]), attention.k_norm(projected[1]), projected[2])
         q, k, v = (states.reshape(len(hidden), -1, self.dim) for states in projected)
-        if hasattr(attention, "q_norm"):
+        if self.kind == "hunyuan_v1_dense":
+            length = [(each.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt() for each in (q, k)]
+            return q / length[0], k / length[1], v
+        if hasattr(attention, "q_norm") and not is_joint:
             q, k = attention.q_norm(q), attention.k_norm(k)
         return q, k, v
 
@@ -107,8 +130,13 @@ class Reference:
         v = v / (v.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt()
         return attention.q_norm(q), attention.k_norm(k), v
 
-    def rope(self, layer: int, states: Tensor, positions: list[int]) -> Tensor:
-        """Return the states [T, heads, D] rotated to `positions`, by the model's rotary module and function."""
+    def rope(self, layer: int, states: Tensor, positions: list[int], norm: str = "key_layernorm") -> Tensor:
+        """Return the states [T, heads, D] rotated to `positions`, by the model's rotary module and function.
+
+        norm: HunYuan's, whose weight follows.
+        """
+        if self.without_rope(layer):
+            return states
         if self.is_latent:
             return self.rope_latent(states, positions)
         by_type = "full_attention" in self.config.rope_parameters  # Gemma 3 has two RoPE bases
@@ -118,7 +146,10 @@ class Reference:
         if self.is_gemma4:
             return turn(states[None], cos, sin, unsqueeze_dim=2)[0]
         turned, _ = turn(states.transpose(0, 1)[None], states.transpose(0, 1)[None], cos, sin)
-        return turned[0].transpose(0, 1)
+        turned = turned[0].transpose(0, 1)
+        if self.kind == "hunyuan_v1_dense":
+            turned = turned * getattr(self.decoder.layers[layer].self_attn, norm).weight
+        return turned
 
     def rope_latent(self, states: Tensor, positions: list[int]) -> Tensor:
         """Return the states with rotated last dimensions. Rotated pairs in the result are half the width apart."""
@@ -157,9 +188,18 @@ class Reference:
         if hasattr(block, "pre_feedforward_layernorm"):  # Gemma 2 and 3 also normalise outputs of blocks
             hidden = hidden + block.post_attention_layernorm(attended)
             return hidden + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(hidden)))
-        hidden = hidden + attended
-        output = block.mlp(block.post_attention_layernorm(hidden)[None])  # experts need a batch dimension
-        return hidden + (output[0][0] if isinstance(output, tuple) else output[0])
+        if self.kind in ("cohere", "cohere2"):  # attention and MLP side by side
+            return hidden + attended + block.mlp(block.input_layernorm(hidden))
+        if self.kind in ("olmo2", "olmo3", "exaone4"):
+            hidden = hidden + block.post_attention_layernorm(attended)
+            return hidden + block.post_feedforward_layernorm(block.mlp(hidden))
+        if self.kind == "glm4":
+            hidden = hidden + block.post_self_attn_layernorm(attended)
+            return hidden + block.post_mlp_layernorm(block.mlp(block.post_attention_layernorm(hidden)))
+        hidden = hidden + self.residual * attended
+        moe = getattr(block, "block_sparse_moe", None) or block.mlp  # Granite MoE has its own name
+        output = moe(block.post_attention_layernorm(hidden)[None])  # experts need a batch dimension
+        return hidden + self.residual * (output[0][0] if isinstance(output, tuple) else output[0])
 
     def finish_gemma4(self, layer: int, hidden: Tensor, ids: list[int], positions: list[int]) -> Tensor:
         """Run the MLP and the experts, and add the per-layer input, which depends only on the token itself."""
@@ -183,7 +223,8 @@ class Reference:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [vocabulary] of the last row of `hidden` [T, hidden size]."""
-        logits = self.head(self.decoder.norm(hidden))[-1]
+        logits = self.head(self.decoder.norm(hidden))[-1] * getattr(self.config, "logit_scale", 1)
+        logits = logits / getattr(self.config, "logits_scaling", 1)
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -196,11 +237,11 @@ class Reference:
 
     def compute_alone(self, behind: list[int], ids: list[int]) -> Computed:
         positions = list(range(len(behind) + len(ids)))
-        hidden, kept = self.decoder.embed_tokens(torch.tensor(behind + ids)), []
+        hidden, kept = self.embed(behind + ids), []
         for layer in range(self.num_layers):
             q, k, v = self.project(layer, hidden)
             kept.append((k[len(behind) :], v[len(behind) :]))
-            q, k = self.rope(layer, q, positions), self.rope(layer, k, positions)
+            q, k = self.rope(layer, q, positions, "query_layernorm"), self.rope(layer, k, positions)
             hidden = self.finish(layer, hidden, q, behind + ids, positions, k, v)
         return kept
 
@@ -211,11 +252,11 @@ class Reference:
 
         Return the attention probabilities [Q, heads, T] of the `queries` per layer.
         """
-        hidden, seen = self.decoder.embed_tokens(torch.tensor(ids)[fresh]), []
+        hidden, seen = self.embed([ids[place] for place in fresh]), []
         for layer in range(depth + 1):
             layer_keys, layer_values = keys[layer].clone(), values[layer].clone()
             q, k, v = self.project(layer, hidden)
-            q = self.rope(layer, q, fresh)
+            q = self.rope(layer, q, fresh, "query_layernorm")
             layer_keys[fresh], layer_values[fresh] = self.rope(layer, k, fresh), v
             rows = [q[fresh.index(position)] for position in queries]
             met, _ = self.heads(layer, layer_keys, layer_values)
@@ -274,7 +315,7 @@ class Reference:
         """
         ids = [token for span in spans for token in span.ids]
         num_stored = sum(len(span.ids) for span in spans if span.stored)
-        first = self.decoder.embed_tokens(torch.tensor(ids[:1]))
+        first = self.embed(ids[:1])
         likes = [self.project(layer, first)[1:] for layer in range(self.num_layers)]
         keys, values, before_rope = (
             [torch.zeros(len(ids), *like[which].shape[1:]) for like in likes] for which in (0, 1, 0)
@@ -319,7 +360,7 @@ class Reference:
             )
         candidates = candidates if recomputed is None else set(recomputed)
         running = sorted(candidates | computed)
-        hidden = self.decoder.embed_tokens(torch.tensor(ids)[running])
+        hidden = self.embed([ids[place] for place in running])
         for layer in range(self.num_layers):
             q, k, v = self.project(layer, hidden)
             if carry and layer and candidates and kept:
@@ -328,7 +369,7 @@ class Reference:
                 moved = carry * predict_change(k[rows] - before_rope[layer][there])
                 keys[layer][kept] = self.rope(layer, before_rope[layer][kept] + moved, kept)
                 values[layer][kept] += carry * predict_change(v[rows] - values[layer][there])
-            q, k = self.rope(layer, q, running), self.rope(layer, k, running)
+            q, k = self.rope(layer, q, running, "query_layernorm"), self.rope(layer, k, running)
             if layer in shares and shares[layer] < 1 and recomputed is None:
                 fresh, stored = (v, values[layer]) if deviation == "v" else (k, keys[layer])
                 drift = {
@@ -348,7 +389,7 @@ class Reference:
             kinds = self.config.layer_types
             source = max(index for index in range(self.num_layers) if kinds[index] == kinds[layer])
             q, _, _ = self.project(layer, hidden)
-            q = self.rope(layer, q, running)
+            q = self.rope(layer, q, running, "query_layernorm")
             hidden = self.finish(layer, hidden, q, ids, running, keys[source], values[source])
         logits = self.logits(hidden)
         return Blended(logits, sorted(candidates), keys, values)

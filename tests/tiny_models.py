@@ -7,8 +7,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from transformers.models.cohere import CohereForCausalLM
+from transformers.models.cohere2 import Cohere2ForCausalLM
 from transformers.models.deepseek_v2 import DeepseekV2ForCausalLM
 from transformers.models.deepseek_v3 import DeepseekV3ForCausalLM
+from transformers.models.exaone4 import Exaone4ForCausalLM
 from transformers.models.gemma import GemmaForCausalLM
 from transformers.models.gemma2 import Gemma2ForCausalLM
 from transformers.models.gemma3 import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration
@@ -18,17 +21,24 @@ from transformers.models.gemma4 import (
     Gemma4ForConditionalGeneration,
     Gemma4VisionConfig,
 )
+from transformers.models.glm import GlmForCausalLM
+from transformers.models.glm4 import Glm4ForCausalLM
 from transformers.models.glm4_moe_lite import Glm4MoeLiteForCausalLM
 from transformers.models.gpt_oss import GptOssForCausalLM
 from transformers.models.granite import GraniteForCausalLM
+from transformers.models.hunyuan_v1_dense import HunYuanDenseV1ForCausalLM
 from transformers.models.llama import LlamaForCausalLM
 from transformers.models.mistral import MistralForCausalLM
+from transformers.models.nanochat import NanoChatForCausalLM
 from transformers.models.olmo import OlmoForCausalLM
+from transformers.models.olmo2 import Olmo2ForCausalLM
+from transformers.models.olmo3 import Olmo3ForCausalLM
 from transformers.models.phi3 import Phi3ForCausalLM
 from transformers.models.qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3ForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 from transformers.models.siglip import SiglipVisionConfig
+from transformers.models.smollm3 import SmolLM3ForCausalLM
 
 VOCABULARY = 300
 CHATML = "{% for m in messages %}<|im|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}<|im|>assistant\n"
@@ -65,6 +75,17 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 0.5},
     ),
 }
+
+ROTATIONS: dict[str, tuple[type, dict[str, Any]]] = {  # families that rotate keys otherwise, or norm otherwise
+    "smollm3": (SmolLM3ForCausalLM, {"no_rope_layers": [1, 0, 1, 1, 0, 1]}),
+    "cohere": (CohereForCausalLM, {"use_qk_norm": True, "logit_scale": 0.7}),
+    "glm": (GlmForCausalLM, {"rope_parameters": _PARTIAL}),
+    "glm4": (Glm4ForCausalLM, {"rope_parameters": _PARTIAL}),
+    "olmo2": (Olmo2ForCausalLM, {}),
+    "nanochat": (NanoChatForCausalLM, {"final_logit_softcapping": 3.0}),
+    "hunyuan": (HunYuanDenseV1ForCausalLM, {}),
+}
+FAMILIES |= ROTATIONS
 
 _LATENT_SIZES = {  # widths differ, so that a confusion of two of them raises an error
     "num_key_value_heads": 4,
@@ -108,7 +129,7 @@ LATENT: dict[str, tuple[type, dict[str, Any]]] = {
 }
 FAMILIES |= LATENT
 
-_GEMMA4_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+_EVERY_THIRD_IS_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 WINDOWED: dict[str, tuple[type, dict[str, Any]]] = {
     # The windows have half the length of the tests' prompts, and the soft caps change the scores.
     "gemma2": (
@@ -128,7 +149,7 @@ WINDOWED: dict[str, tuple[type, dict[str, Any]]] = {
             "sliding_window": 57,
             "num_hidden_layers": 8,
             "num_kv_shared_layers": 2,
-            "layer_types": [*_GEMMA4_TYPES, "sliding_attention", "full_attention"],
+            "layer_types": [*_EVERY_THIRD_IS_GLOBAL, "sliding_attention", "full_attention"],
             "global_head_dim": 32,
             "hidden_size_per_layer_input": 12,
             "vocab_size_per_layer_input": VOCABULARY,
@@ -140,7 +161,7 @@ WINDOWED: dict[str, tuple[type, dict[str, Any]]] = {
         Gemma4ForCausalLM,
         {
             "sliding_window": 58,
-            "layer_types": _GEMMA4_TYPES,
+            "layer_types": _EVERY_THIRD_IS_GLOBAL,
             "global_head_dim": 24,
             "num_global_key_value_heads": 1,
             "hidden_size_per_layer_input": 0,
@@ -157,6 +178,20 @@ WINDOWED: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2_window": (Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 54, "max_window_layers": 3}),
     "qwen3_window": (Qwen3ForCausalLM, {"use_sliding_window": True, "sliding_window": 55, "max_window_layers": 0}),
     "phi3_window": (Phi3ForCausalLM, {"sliding_window": 56}),
+    # Their layers without a window have no RoPE.
+    "cohere2": (Cohere2ForCausalLM, {"sliding_window": 49, "layer_types": _EVERY_THIRD_IS_GLOBAL, "logit_scale": 0.7}),
+    "exaone4": (Exaone4ForCausalLM, {"sliding_window": 48, "layer_types": _EVERY_THIRD_IS_GLOBAL}),
+    "olmo3": (
+        Olmo3ForCausalLM,
+        {
+            "sliding_window": 47,
+            "layer_types": _EVERY_THIRD_IS_GLOBAL,
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
 }
 FAMILIES |= WINDOWED
 

@@ -141,16 +141,20 @@ def _check_plugin(optional: bool) -> DiagnosticResult:
 
 
 def _check_architecture(settings: Settings, optional: bool) -> DiagnosticResult:
-    from ragblend.engine.vllm.launch import unsupported_model_reasons
+    from ragblend.engine.vllm.launch import unsupported_model_reasons, untested_model_note
 
     name, fix = "vllm model", "use backend 'transformers', or serve it without the connector (vLLM as it is)"
     if settings.model is None:
         return DiagnosticResult(name, False, "no model is named", "choose one: --model", optional=True)
     try:
         reasons = unsupported_model_reasons(settings.model, settings.model_options)
+        note = untested_model_note(settings.model, settings.model_options)
     except (RagblendError, OSError, ValueError) as error:
         return DiagnosticResult(name, False, str(error), "choose another --model, or --model demo", optional)
-    return DiagnosticResult(name, not reasons, "; ".join(reasons) or f"{settings.model} can be blended", fix, optional)
+    served = (
+        f"{settings.model} {note}; the exactness check at start decides" if note else f"{settings.model} can be blended"
+    )
+    return DiagnosticResult(name, not reasons, "; ".join(reasons) or served, fix, optional)
 
 
 def _check_writable(settings: Settings, optional: bool) -> DiagnosticResult:

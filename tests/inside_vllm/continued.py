@@ -61,12 +61,12 @@ class Continued(Reference):
         """[vocabulary] before token `step` of `answer`."""
         while len(self._logits) <= step:
             position = len(self._ids) + len(self._logits) - 1
-            hidden = self.decoder.embed_tokens(torch.tensor([answer[len(self._logits) - 1]]))
+            hidden = self.embed([answer[len(self._logits) - 1]])
             for layer in range(self.num_layers):
                 q, k, v = self.project(layer, hidden)
                 keys = self._now.keys[layer] = torch.cat((self._now.keys[layer], self.rope(layer, k, [position])))
                 values = self._now.values[layer] = torch.cat((self._now.values[layer], v))
-                queries, ids = self.rope(layer, q, [position]), self._ids + answer
+                queries, ids = self.rope(layer, q, [position], "query_layernorm"), self._ids + answer
                 hidden = self.finish(layer, hidden, queries, ids, [position], keys, values)
             self._logits.append(self.logits(hidden))
         return self._logits[step].log_softmax(-1)

@@ -28,19 +28,64 @@ FIXED_FREQUENCY = ("default", "linear", "llama3", "yarn", "longrope", "proportio
 """RoPE types whose frequencies do not depend on the prompt's length (longrope: up to its original length)."""
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class RotaryLayout(NamedTuple):
+    """How a layer rotates its keys by the angles of the model's rotary module."""
+
+    adjacent: bool = False  # True: dimensions 2i and 2i + 1 are rotated together; False: i and i + R/2
+    direction: int = 1  # -1: the other way round; 0: the layer has no RoPE
+
+    def arrange(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tables for `rotate`, given a rotary module's [T, R], which contain each angle twice.
+
+        Modules return the two copies of an angle adjacent to each other, or R/2 apart. Waits for the device.
+        """
+        if self == LLAMA_LAYOUT:
+            return cos, sin
+        if not self.direction:
+            return cos[:, :0], sin[:, :0]  # partial rotary of no dimension
+        halves = [each.chunk(2, dim=-1) for each in (cos, sin)]
+        are_apart = all(torch.equal(*pair) for pair in halves)
+        cos, sin = (pair[0] for pair in halves) if are_apart else (cos[:, 0::2], sin[:, 0::2])
+        sin = sin * self.direction
+        if self.adjacent:
+            return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+LLAMA_LAYOUT = RotaryLayout()
+ROTARY_LAYOUTS = (
+    LLAMA_LAYOUT,
+    RotaryLayout(adjacent=True),
+    RotaryLayout(direction=0),
+    RotaryLayout(direction=-1),
+    RotaryLayout(adjacent=True, direction=-1),
+)
+"""The layouts that are tried for each layer of a model."""
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     """Return `states` [..., T, D] rotated by tables `cos`, `sin` [T, R], R <= D; same dtype, rotation in float32.
 
-    Half layout (as Llama and its relatives): dimension i is paired with i + R/2. Only the first R dimensions are
-    rotated (partial rotary). Rotating by p and then by q equals rotating by p + q, if the tables contain no attention
-    scaling. Equals transformers' `apply_rotary_pos_emb`.
+    Dimension i is paired with i + R/2, as in Llama, or if `adjacent`, 2i with 2i + 1, as in Cohere. Only the first R
+    dimensions are rotated (partial rotary). Rotating by p and then by q equals rotating by p + q, if the tables contain
+    no attention scaling. Equals transformers' `apply_rotary_pos_emb`.
     """
     rotary_dim = cos.shape[-1]
     turned, kept = states[..., :rotary_dim], states[..., rotary_dim:]
+    if not rotary_dim:
+        return kept
     turned = turned.float()
-    first, second = turned.chunk(2, dim=-1)
-    turned = (turned * cos).add_(torch.cat((-second, first), dim=-1).mul_(sin)).to(states.dtype)
+    first, second = (turned[..., each] for each in _paired(rotary_dim, adjacent))
+    partners = (-second, first)
+    partner = torch.stack(partners, dim=-1).flatten(-2) if adjacent else torch.cat(partners, dim=-1)
+    turned = (turned * cos).add_(partner.mul_(sin)).to(states.dtype)
     return torch.cat((turned, kept), dim=-1) if kept.shape[-1] else turned
+
+
+def _paired(rotary_dim: int, adjacent: bool) -> tuple[slice, slice]:
+    """Return the first and the second dimension of each pair that is rotated together."""
+    half = rotary_dim // 2
+    return (slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)) if adjacent else (slice(half), slice(half, rotary_dim))
 
 
 def inverse_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,16 +94,16 @@ def inverse_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos / scaling, -sin / scaling
 
 
-def add_rotated(states: Tensor, change: Tensor, cos: Tensor, sin: Tensor) -> None:
+def add_rotated(states: Tensor, change: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> None:
     """Add `change` [H, T, D] float32, rotated by `cos`, `sin` [T, R], to the rotated `states` [H, T, D], in place."""
     rotary_dim = cos.shape[-1]
     if states.dtype != change.dtype:
-        states += rotate(change, cos, sin).to(states.dtype)
+        states += rotate(change, cos, sin, adjacent).to(states.dtype)
         return
-    half = rotary_dim // 2
+    first, second = _paired(rotary_dim, adjacent)
     states[..., :rotary_dim].addcmul_(change[..., :rotary_dim], cos)
-    states[..., :half].addcmul_(change[..., half:rotary_dim], sin[:, :half], value=-1)
-    states[..., half:rotary_dim].addcmul_(change[..., :half], sin[:, half:])
+    states[..., first].addcmul_(change[..., second], sin[:, first], value=-1)
+    states[..., second].addcmul_(change[..., first], sin[:, second])
     if rotary_dim < states.shape[-1]:
         states[..., rotary_dim:] += change[..., rotary_dim:]
 

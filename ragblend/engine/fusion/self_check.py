@@ -96,8 +96,9 @@ def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quan
         if not deviation <= allowed[gate]:  # NaN fails too
             raise UnsupportedModelError(
                 f"{name} fails the exactness check of {gate}: relative error {deviation:.2g}, allowed "
-                f"{allowed[gate]:.2g}. "
-                "Fusing does not reproduce its layers; use another model"
+                f"{allowed[gate]:.2g}. Its stored KV, placed and recomputed, is not what its own forward pass "
+                "computes, so answers would be wrong. Use a model of the table in docs/models.md, or run this one "
+                "without ragblend"
             )
 
 

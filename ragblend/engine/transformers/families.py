@@ -10,23 +10,20 @@ Depends on the attributes of transformers' modules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ragblend.engine.fusion.attention import max_placeable_tokens
 from ragblend.engine.store.format.kv import LayerKV
+from ragblend.engine.transformers.positions import WINDOWED, context_length
 from ragblend.errors import UnsupportedModelError
 
 _FIX_HINT = (
     "ragblend fuses decoders whose layers are all attention with RoPE, over everything or a sliding window: Llama, "
     "Mistral, Qwen2, Qwen3, Phi-3, Gemma 1 to 4, gpt-oss, DeepSeek V2 and V3 and their relatives"
 )
-
-WINDOWED = "sliding_attention"
-"""transformers' name for a layer with an attention window."""
 
 _RECURRENT = frozenset({"linear_attention", "hybrid", "mamba", "conv", "recurrent"})
 
@@ -48,6 +45,8 @@ class AttentionFamily:
         self.num_kv_heads: int = config.num_key_value_heads
         self.embedding_multiplier: float = getattr(config, "embedding_multiplier", 1.0) or 1.0  # Granite
         self.logits_scaling: float = getattr(config, "logits_scaling", 1.0) or 1.0  # Granite
+        self.logits_scaling /= getattr(config, "logit_scale", 1.0) or 1.0  # Cohere
+        self.norms_embeddings: bool = config.model_type == "nanochat"  # by the norm that follows the last layer
         self.logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2
 
     @classmethod
@@ -96,6 +95,10 @@ class AttentionFamily:
         """Return the keys and values [heads, T, D] that `attention` computes with. The keys in `stored` are rotated."""
         return stored
 
+    def rotated_key_weight(self, attention: Any) -> Tensor | None:
+        """Return the weight [D] by which the layer multiplies keys after RoPE; None if it does not."""
+        return None
+
 
 class PackedQKVProjection(AttentionFamily):
     """Queries, keys and values from one matrix (Phi-3)."""
@@ -123,18 +126,41 @@ class PackedQKVProjection(AttentionFamily):
 
 
 class JointHeadNorm(AttentionFamily):
-    """One norm over the keys of all heads (OLMoE)."""
+    """One norm over the keys of all heads (OLMoE, OLMo 2)."""
 
     @classmethod
     def fits(cls, attention: Any) -> bool:
         """Return True if the norm is as wide as all heads together."""
         weight = getattr(getattr(attention, "k_norm", None), "weight", None)  # a norm may have none (NanoChat)
-        width, projection = 0 if weight is None else weight.numel(), getattr(attention, "k_proj", None)
+        # Cohere's weight is [heads, head size], for a norm of each head.
+        width, projection = 0 if weight is None else weight.shape[-1], getattr(attention, "k_proj", None)
         return bool(width) and width == getattr(projection, "out_features", 0) != getattr(attention, "head_dim", 0)
 
     def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
         """Return the keys [R, H, D], normed before they are split into heads."""
         return self.split_heads(attention.k_norm(output))
+
+
+class NormAfterRope(AttentionFamily):
+    """Keys that are normed after RoPE (HunYuan).
+
+    RoPE keeps the length of a key, so dividing by it may come first. Only the norm's weight must come after RoPE.
+    """
+
+    @classmethod
+    def fits(cls, attention: Any) -> bool:
+        """Return True if the attention has the norm `key_layernorm`."""
+        return hasattr(attention, "key_layernorm") and super().fits(attention)
+
+    def keys_from_module_output(self, attention: Any, output: Tensor) -> Tensor:
+        """Return the keys [R, H, D], normed without the norm's weight."""
+        keys, eps = self.split_heads(output), attention.key_layernorm.variance_epsilon
+        return nn.functional.rms_norm(keys.float(), keys.shape[-1:], eps=eps).to(keys.dtype)
+
+    def rotated_key_weight(self, attention: Any) -> Tensor | None:
+        """Return the norm's weight [D]."""
+        weight: Tensor = attention.key_layernorm.weight
+        return weight
 
 
 class ClippedQKV(AttentionFamily):
@@ -295,6 +321,7 @@ def _split_pairs(pairs: Tensor) -> Tensor:
 FAMILIES: tuple[type[AttentionFamily], ...] = (
     PackedQKVProjection,
     JointHeadNorm,
+    NormAfterRope,
     ClippedQKV,
     SinkAttention,
     InterleavedLatentAttention,
@@ -341,36 +368,6 @@ def kv_source_layers(layers: Sequence[Any]) -> tuple[int, ...]:
     return tuple(sources)
 
 
-def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """Return a config's RoPE settings by layer type. If it has one setting for all types, the only key is ""."""
-    found = dict(getattr(config, "rope_parameters", None) or {})
-    by_type = {kind: dict(each) for kind, each in found.items() if isinstance(each, Mapping)}
-    return by_type or {"": found}
-
-
-def context_length(config: Any) -> int:
-    """Return the largest number of tokens, of prompt and answer together, that blending supports for this model.
-
-    For the RoPE type "longrope" this is the original length, because longer prompts use other RoPE frequencies. Raises
-    UnsupportedModelError for an unsupported RoPE type.
-    """
-    longest = config.max_position_embeddings
-    return min(max_placeable_tokens(each, longest) for each in rope_parameters(config).values())
-
-
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Return the attention window of every layer, in tokens; None for a layer without a window.
-
-    The attending token is counted, too.
-    """
-    window = getattr(config, "sliding_window", None)
-    count: int = config.num_hidden_layers
-    if not window or window >= context_length(config):
-        return (None,) * count
-    kinds = getattr(config, "layer_types", None) or (WINDOWED,) * count
-    return tuple(window if kind == WINDOWED else None for kind in kinds)
-
-
 def reject_unsupported_model(model: Any) -> None:
     """Raise UnsupportedModelError if a layer cannot be fused exactly. The error names the layer type and a fix."""
     config, name = model.config.get_text_config(), type(model).__name__
@@ -411,7 +408,7 @@ def reject_unsupported_model(model: Any) -> None:
         )
     for index, (layer, attention) in enumerate(zip(decoder.layers, attentions, strict=True)):
         fits = attention is not None and any(family.fits(attention) for family in FAMILIES)
-        if not fits or not hasattr(layer, "input_layernorm"):
+        if not fits:
             kind = type(attention if attention is not None else layer).__name__
             raise UnsupportedModelError(f"layer {index} of {name} is a {kind}, which ragblend cannot fuse. {_FIX_HINT}")
     context_length(config)

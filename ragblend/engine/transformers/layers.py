@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragblend.engine.fusion.attention import add_rotated, inverse_tables, positions_on_host, rotate
+from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
@@ -30,19 +29,21 @@ from ragblend.engine.transformers.batched_decode import (
 )
 from ragblend.engine.transformers.families import (
     AttentionFamily,
-    context_length,
     family_of,
     kv_source_layers,
-    layer_windows,
-    rope_parameters,
     text_decoder,
 )
 from ragblend.engine.transformers.model_attention import PackedCache, wrap_attention
+from ragblend.engine.transformers.positions import (
+    KeyRotation,
+    RotaryTables,
+    context_length,
+    layer_windows,
+    rope_parameters,
+)
 from ragblend.errors import RagblendError
 
-# Cached rotations per kind of layers: of the rows that the loader places, and of those that run before and after the
-# check. They stay from one request to the next; each is as large as its rows of the model's own tables.
-MAX_CACHED_TABLES = 4
+_TRIED_POSITIONS = (1, 7, 30)  # at which the rotation of a layer is found
 
 
 class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -51,13 +52,13 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def __init__(
         self,
         fused: PromptKVBuffer,
-        rotary: _RotaryTables,
+        rotation: KeyRotation,
         family: AttentionFamily,
         hook: FreshRowsCallback | None = None,
     ) -> None:
         super().__init__(layers=[])
         self._fused = fused
-        self._rotary = rotary
+        self._rotation = rotation
         self._family = family
         self._hook = hook
 
@@ -68,34 +69,32 @@ class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         fresh = self._family.to_stored(LayerKV(key_states[0], value_states[0]))
         if self._hook is not None:
             row_indices, callback = self._hook
-            cos, sin = self._rotary.inverse
-            keys = rotate(fresh.keys[:, row_indices], cos[row_indices], sin[row_indices])
+            keys = self._rotation.undo(fresh.keys[:, row_indices], row_indices)
             callback(LayerKV(keys, fresh.values[:, row_indices]))
-        self._fused.write(layer_idx, self._rotary.rows, *fresh)
+        self._fused.write(layer_idx, self._rotation.tables.rows, *fresh)
         return self.read(layer_idx)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [1, H, end, D] of a layer, as its attention reads them."""
-        end = self._rotary.end
+        end = self._rotation.tables.end
         stored = LayerKV(self._fused.keys(layer)[:, :end], self._fused.values(layer)[:, :end])
         keys, values = self._family.from_stored(stored)
         return keys[None], values[None]
 
 
-@dataclass(frozen=True, eq=False)
-class _RotaryTables:
-    """Cosine and sine of some rows' rotation."""
+class _StopError(Exception):
+    """Ends a layer's forward pass once its keys are computed."""
 
-    rows: Tensor  # positions [R]
-    kind: str  # type of the layers that rotate by these angles; "" if all layers do
-    end: int  # position after the highest of the rows
-    cos: Tensor  # [R, rotary dimensions] float32
-    sin: Tensor
 
-    @cached_property
-    def inverse(self) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine [R, rotary dimensions] of the inverse rotation; computed once, if needed."""
-        return inverse_tables(self.cos, self.sin)
+class _KeysCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Cache that keeps the keys and values of a layer as `kv`, and ends the layer's forward pass."""
+
+    kv: LayerKV
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Set `kv` from [1, H, R, D]. Raises _StopError."""
+        self.kv = LayerKV(key_states[0], value_states[0])
+        raise _StopError
 
 
 class TransformersLayers:
@@ -122,14 +121,11 @@ class TransformersLayers:
         """An empty tensor of the KV's dtype and device."""
         self._model_cache_argument = cache_argument_name(model)
         self._layer_cache_argument = cache_argument_name(self._layers[0])
-        self._rotary = self._decoder.rotary_emb
-        self._tables: dict[str, tuple[Tensor, Tensor]] = {}  # by kind
         self._adapters = describe_active_adapters(model) if getattr(model, "peft_config", None) else ""
-        self._cached_rotary: tuple[_RotaryTables, ...] = ()  # of the rows that were run or placed last, latest first
         ropes = rope_parameters(self.config)
         self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
-        self._num_cached_rotary = MAX_CACHED_TABLES * len(ropes)
         self.context_length = context_length(self.config)
+        self._rotary = RotaryTables(self._decoder.rotary_emb, self._family, self.context_length, self.device)
         self._windows = layer_windows(self.config)
         seeing_all = tuple(layer for layer in range(self.num_layers) if self._windows[layer] is None)
         self.global_layers = seeing_all if len(seeing_all) < self.num_layers else ()
@@ -149,6 +145,8 @@ class TransformersLayers:
         if self._adapters:
             self._check_adapters()
         hidden: Tensor = self._decoder.embed_tokens(token_ids) * self._family.embedding_multiplier
+        if self._family.norms_embeddings:
+            hidden = self._decoder.norm(hidden)
         if not self._layer_input_size:
             return hidden
         of_tokens = self._decoder.get_per_layer_inputs(token_ids[None], None)
@@ -167,18 +165,18 @@ class TransformersLayers:
         """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. The layer's attention does not run."""
         block = self._layers[layer]
         hidden = hidden[:, : self.config.hidden_size]
-        keys, values = self._family.keys_and_values(block.self_attn, block.input_layernorm(hidden))
+        norm = getattr(block, "input_layernorm", None)  # None: attention's output is normed instead (OLMo 2)
+        normed = hidden if norm is None else norm(hidden)
+        keys, values = self._family.keys_and_values(block.self_attn, normed)
         return LayerKV(keys.transpose(0, 1), values.transpose(0, 1))
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Return the pre-RoPE `keys` [H, R, D] rotated to positions `rows` [R]. The rotation is computed in float32."""
-        rotary = self._rotary_of(rows, self._kinds[layer])
-        return rotate(keys, rotary.cos, rotary.sin)
+        return self._rotation(layer, rows).rotate(keys)
 
     def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Undo `place_keys`: return the pre-RoPE form [H, R, D] of `keys` at positions `rows` [R]."""
-        rotary = self._rotary_of(rows, self._kinds[layer])
-        return rotate(keys, *rotary.inverse)
+        return self._rotation(layer, rows).undo(keys)
 
     def expand_kv(self, layer: int, stored: LayerKV) -> LayerKV:
         """Return the keys and values [heads, T, D] that a layer's attention computes with, given its stored KV.
@@ -192,8 +190,7 @@ class TransformersLayers:
 
         `rows` [R]: positions of the keys. The drift is rotated to these positions before it is added.
         """
-        rotary = self._rotary_of(rows, self._kinds[layer])
-        add_rotated(keys, drift, rotary.cos, rotary.sin)
+        self._rotation(layer, rows).add(keys, drift)
 
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: PromptKVBuffer, hook: FreshRowsCallback | None = None
@@ -204,7 +201,7 @@ class TransformersLayers:
         values of `rows[hook.row_indices]`. In some models, the last layers make no KV and read the KV of earlier
         layers. The call for the last layer that makes KV then also runs the layers that make none.
         """
-        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), self._family, hook)
+        cache = _RowCache(fused, self._rotation(layer, rows), self._family, hook)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
             hidden = self._run(index, hidden, rows, cache, blend_rows=rows)
         return hidden
@@ -217,12 +214,12 @@ class TransformersLayers:
         It differs from `run_layer` in two ways. `probe_hook` receives the queries, keys and values of the attention; if
         it returns a tensor, this is the attention's output. Layers that make no KV do not run.
         """
-        cache = _RowCache(fused, self._rotary_of(rows, self._kinds[layer]), self._family)
+        cache = _RowCache(fused, self._rotation(layer, rows), self._family)
         return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_probe_hook=probe_hook)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
         """Return the decoder layer's output [R, hidden size] over `rows`; `how` are arguments of `_attention`."""
-        rotary = self._rotary_of(rows, self._kinds[layer])
+        rotary = self._rotary.of_rows(rows, self._kinds[layer])
         width = rotary.cos.shape[1] // 2 if self._family.half_tables else rotary.cos.shape[1]
         cos, sin = rotary.cos[None, :, :width], rotary.sin[None, :, :width]
         is_complex = self._family.complex_tables
@@ -259,16 +256,24 @@ class TransformersLayers:
         length = prefix.length
         prefix_kv = LayerKV(prefix.keys(layer)[:, :length], prefix.values(layer)[:, :length])
         cache = PackedCache(self.expand_kv(layer, prefix_kv), spans, self._family)
-        attention = self._layers[layer].self_attn
-        outputs: list[Tensor] = []
-        source = getattr(attention, self._family.key_module)
-        hook = source.register_forward_hook(lambda _m, _args, output: outputs.append(output))
-        try:
+        with self._pre_rope_keys(layer) as keys:
             hidden = self._run(layer, hidden, rows, cache, blend_sequences=cache)
+        return hidden, LayerKV(keys[0], cache.values)
+
+    @contextmanager
+    def _pre_rope_keys(self, layer: int) -> Iterator[list[Tensor]]:
+        """Yield a list that receives the pre-RoPE keys [H, R, D] of each pass of the layer inside the block."""
+        attention, keys = self._layers[layer].self_attn, list[Tensor]()
+
+        def keep(_module: Any, _args: Any, output: Tensor) -> None:
+            found = self._family.keys_from_module_output(attention, output[0])  # without the batch dimension
+            keys.append(found.transpose(0, 1))
+
+        hook = getattr(attention, self._family.key_module).register_forward_hook(keep)
+        try:
+            yield keys
         finally:
             hook.remove()
-        keys = self._family.keys_from_module_output(attention, outputs[0][0])  # without the batch dimension
-        return hidden, LayerKV(keys.transpose(0, 1), cache.values)
 
     def run_decode_batch(self, token_ids: Sequence[Sequence[int]], fused: Sequence[FusedKV]) -> Tensor:
         """Run the next tokens of B prompts through all layers. Return the logits [B, vocabulary] of their last tokens.
@@ -345,33 +350,36 @@ class TransformersLayers:
                 if hasattr(router, "topk_group"):
                     router.topk_group = groups
 
-    def _rotary_of(self, rows: Tensor, kind: str) -> _RotaryTables:
-        """Return the rotation of `rows` [R], in any order. Layers of one kind share the cached result for a tensor."""
-        cached = self._cached_rotary  # the loader's thread replaces it too; a lost update costs one gathering
-        for rotary in cached:
-            if rotary.rows is rows and rotary.kind == kind:
-                return rotary
-        # Positions start again in each packed chunk, so the last one may not be the highest.
-        end = max(positions_on_host(rows), default=0) + 1
-        known = self._tables.get(kind)
-        cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind)
-        rotary = _RotaryTables(rows, kind, end, cos[rows], sin[rows])
-        self._cached_rotary = (rotary, *cached[: self._num_cached_rotary - 1])
-        return rotary
+    def _rotation(self, layer: int, rows: Tensor) -> KeyRotation:
+        """Return the rotation of a layer's keys to the positions `rows` [R], in any order."""
+        tables = self._rotary.of_rows(rows, self._kinds[layer], self._layouts[layer])
+        return KeyRotation(tables, self._family.rotated_key_weight(self._layers[layer].self_attn))
 
-    def _make_tables(self, length: int, kind: str) -> tuple[Tensor, Tensor]:
-        """Return the model's own cosine and sine tables [length or more, R] in float32, attention scaling included."""
-        # Doubling makes this rare, although each decoded token needs one more position.
-        size = min(max(2 * length, 512), max(self.context_length, length))
-        positions = torch.arange(size, device=self.device)[None]
-        dummy = torch.empty(0, dtype=torch.float32, device=self.device)
-        which = {"layer_type": kind} if kind else {}
-        rotary = self._rotary(dummy, position_ids=positions, **which)
-        cos, sin = (part[0] for part in ((rotary.real, rotary.imag) if self._family.complex_tables else rotary))
-        if self._family.half_tables:
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-        self._tables[kind] = (cos, sin)
-        return cos, sin
+    @cached_property
+    def _layouts(self) -> tuple[RotaryLayout, ...]:
+        """How each layer rotates its keys: the layout whose result is nearest to what the layer itself computes.
+
+        Found once, by the first call, which the self-check at load makes. The self-check rejects a model with a layer
+        that rotates in none of these ways.
+        """
+        return tuple(self._find_layout(layer) for layer in range(self.num_layers))
+
+    @torch.inference_mode()
+    def _find_layout(self, layer: int) -> RotaryLayout:
+        like = self.embed(torch.zeros(len(_TRIED_POSITIONS), dtype=torch.int64, device=self.device))
+        hidden = torch.randn(like.shape, generator=torch.Generator().manual_seed(layer)).to(like)
+        rows, cache = torch.tensor(_TRIED_POSITIONS, device=self.device), _KeysCache(layers=[])
+        with self._pre_rope_keys(layer) as keys, suppress(_StopError):
+            self._run(layer, hidden, rows, cache, blend_rows=rows)
+        expected = self._family.to_stored(cache.kv).keys.float()
+        own = self._rotary.of_rows(rows, self._kinds[layer])
+        weight = self._family.rotated_key_weight(self._layers[layer].self_attn)
+
+        def error(layout: RotaryLayout) -> float:
+            rotation = KeyRotation(own.arrange(layout), weight)
+            return float((rotation.rotate(keys[0]).float() - expected).norm())
+
+        return min(ROTARY_LAYOUTS, key=error)
 
 
 def cache_argument_name(module: nn.Module) -> str:

@@ -37,6 +37,7 @@ from ragblend.engine.vllm.support import (
     model_kv_spec,
     reject_unsupported_config,
     require_supported_version,
+    untested_architecture_note,
 )
 from ragblend.engine.vllm.worker_side.worker import BlendWorker, JobResult
 from ragblend.errors import RagblendError
@@ -189,6 +190,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         blocks = self._kv_cache_config.num_blocks
         self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
+        if note := untested_architecture_note(model_config.hf_config):
+            log.warning("%s %s; it passed the exactness check", model_config.model, note)
         self._store = store = self.config.open_tiers(memory=True)
         if (memory := store.find_tier(MemoryStore)) is not None:
             memory.page_locked = layers.device.type == "cuda"

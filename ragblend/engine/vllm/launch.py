@@ -20,7 +20,7 @@ from ragblend.engine.store.format.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.model import choose_dtype, find_device, load_tokenizer, model_name
-from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons
+from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons, untested_architecture_note
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
@@ -115,6 +115,11 @@ def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> l
     )
     parallel, cache = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(cache_dtype="auto")
     return unsupported_reasons(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
+
+
+def untested_model_note(model: str, options: ModelOptions = AS_IT_IS) -> str:
+    """Return a note that vLLM was not tested with the architecture of `model`; "" if it was."""
+    return untested_architecture_note(_load_config(model, options, weights=False)[1])
 
 
 def _load_config(model: str, options: ModelOptions, weights: bool = True) -> tuple[Path, Any]:

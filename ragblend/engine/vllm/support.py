@@ -15,7 +15,7 @@ from ragblend.engine.fusion.attention import rope_type_problem
 from ragblend.engine.store.format.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.checkpoints import model_fingerprint as checkpoint_fingerprint
-from ragblend.engine.transformers.families import WINDOWED, rope_parameters
+from ragblend.engine.transformers.positions import WINDOWED, rope_parameters
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions
@@ -27,22 +27,44 @@ tests/engine/beside_vllm/test_vllm_contract.py reads its wheel."""
 
 _GLOBAL_LAYERS_FROM = (0, 32)  # older releases apply the sliding window to the layers without one, too
 
-ARCHITECTURES = (
+TESTED_ARCHITECTURES = (
+    "ArceeForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "Exaone4ForCausalLM",
+    "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "GlmForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
     "LlamaForCausalLM",
+    "Ministral3ForCausalLM",
     "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "NanoChatForCausalLM",
+    "OlmoForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoeForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
 )
-"""Each was compared with an independent CacheBlend over its transformers counterpart."""
+"""Architectures that tests/inside_vllm runs, most of them beside an independent CacheBlend over the transformers
+counterpart. Others are served, too, if they pass the exactness check at start."""
 
 KV_FREE_DRAFT_METHODS = ("ngram",)
 """Methods of speculative decoding that compute drafts from token ids only, so that drafts need no KV."""
 
-_FIX_HINT = "Serve it without the ragblend connector, or with backend='transformers'"
+FIX_HINT = "Serve it without the ragblend connector, or with backend='transformers'"
 
 
 def vllm_version() -> tuple[int, int]:
@@ -114,9 +136,6 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
 def _unsupported_model_reasons(model: Any) -> list[str]:
     config = model.hf_config
     reasons = []
-    names = list(getattr(config, "architectures", None) or ())
-    if not any(name in ARCHITECTURES for name in names):
-        reasons.append(f"its architecture is {', '.join(names) or 'unknown'}; known: {', '.join(ARCHITECTURES)}")
     if getattr(model, "is_multimodal_model", False):
         reasons.append("it is multimodal, but image tokens have no ids from which keys could be computed")
     if getattr(model, "use_mla", False):
@@ -144,6 +163,14 @@ def _unsupported_model_reasons(model: Any) -> list[str]:
     return reasons
 
 
+def untested_architecture_note(config: Any) -> str:
+    """Return a note that vLLM was not tested with a model of this `config`; "" if it was."""
+    names = list(getattr(config, "architectures", None) or ())
+    if any(name in TESTED_ARCHITECTURES for name in names):
+        return ""
+    return f"is a {', '.join(names) or 'model of unknown class'}, which was not tested in vLLM (docs/models.md)"
+
+
 def _layers_seen(config: Any) -> tuple[bool, bool]:
     """Return True if some layers have a sliding window, and True if some layers have none.
 
@@ -160,7 +187,7 @@ def reject_unsupported_config(vllm_config: Any) -> None:
     reasons = unsupported_reasons(vllm_config)
     if reasons:
         raise UnsupportedModelError(
-            f"ragblend cannot blend {vllm_config.model_config.model} here: {'; '.join(reasons)}. {_FIX_HINT}"
+            f"ragblend cannot blend {vllm_config.model_config.model} here: {'; '.join(reasons)}. {FIX_HINT}"
         )
 
 
@@ -174,7 +201,7 @@ def reject_kv_groups(kv_cache_config: Any) -> None:
     if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
         raise UnsupportedModelError(
             f"ragblend needs one KV cache of full attention, but vLLM has {len(groups)} of {', '.join(kinds)}. "
-            f"For a model with sliding windows, start vLLM with --disable-hybrid-kv-cache-manager. {_FIX_HINT}"
+            f"For a model with sliding windows, start vLLM with --disable-hybrid-kv-cache-manager. {FIX_HINT}"
         )
 
 
@@ -191,7 +218,7 @@ def kernel_blocks_per_block(cache_shape: Sequence[int], num_blocks: int, block_s
     raise UnsupportedModelError(
         f"the paged cache of a layer has the shape {tuple(cache_shape)}, which is no multiple of vLLM's {num_blocks} "
         f"blocks of {block_size} tokens, so the attention kernel's blocks are unknown. Choose a --block-size that the "
-        f"attention kernel supports, such as 16 or 32. {_FIX_HINT}"
+        f"attention kernel supports, such as 16 or 32. {FIX_HINT}"
     )
 
 
@@ -208,7 +235,7 @@ def reject_unsupported_attention(impl: Any) -> None:
             "(vllm_options={'attention_backend': 'FLASH_ATTN'})"
         )
     if getattr(impl, "alibi_slopes", None) is not None:
-        raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend does not support. {_FIX_HINT}")
+        raise UnsupportedModelError(f"its attention has ALiBi slopes, which ragblend does not support. {FIX_HINT}")
 
 
 def model_fingerprint(model_config: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from reference import Reference, Span, as_cached, as_held
-from tiny_models import LATENT, WINDOWED
+from tiny_models import LATENT, ROTATIONS, WINDOWED
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -25,10 +25,10 @@ from ragblend.engine.transformers.layers import TransformersLayers, cache_argume
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
-INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3", *LATENT, *WINDOWED)
+INDEPENDENT = ("llama", "mistral", "phi3", "qwen2", "qwen3", *LATENT, *ROTATIONS, *WINDOWED)
 GLOBAL = {
     "gemma2": (1, 3, 5), "gemma3": (2, 5), "gemma4": (2, 5), "gemma4_moe": (2, 5), "gpt_oss": (1, 3, 5),
-    "qwen2_window": (0, 1, 2),
+    "qwen2_window": (0, 1, 2), "cohere2": (2, 5), "exaone4": (2, 5), "olmo3": (2, 5),
 }  # fmt: skip
 RATIOS = (0.05, 0.15, 0.5)
 ATOL = 1e-4

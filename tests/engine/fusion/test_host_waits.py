@@ -27,6 +27,7 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
     model_class, changes = FAMILIES[family]
     model = make_model(model_class, **{**changes, "num_hidden_layers": num_layers})
     layers = TransformersLayers(model)
+    assert len(layers._layouts) == num_layers  # found once, by the self-check at load
     ids = torch.randint(3, 300, (TOTAL,), generator=torch.Generator().manual_seed(0))
     placements, start = [], 0
     for count in CHUNKS:

@@ -6,11 +6,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.cohere import modeling_cohere as cohere
+from transformers.models.glm import modeling_glm as glm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.nanochat import modeling_nanochat as nanochat
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary_pos_emb
 
-from ragblend.engine.fusion.attention import FIXED_FREQUENCY, add_rotated, inverse_tables, max_placeable_tokens, rotate
+from ragblend.engine.fusion.attention import (
+    FIXED_FREQUENCY,
+    LLAMA_LAYOUT,
+    RotaryLayout,
+    add_rotated,
+    inverse_tables,
+    max_placeable_tokens,
+    rotate,
+)
 from ragblend.errors import UnsupportedModelError
 
 DIM = 16
@@ -130,20 +141,55 @@ def test_longrope_is_exact_up_to_its_original_length():
     assert max_placeable_tokens({}, 4096) == 4096
 
 
+LAYOUTS = {
+    "adjacent": (RotaryLayout(adjacent=True), cohere.CohereConfig, cohere.CohereRotaryEmbedding, cohere),
+    "adjacent, from tables of Llama": (RotaryLayout(adjacent=True), glm.GlmConfig, glm.GlmRotaryEmbedding, glm),
+    "reversed": (RotaryLayout(direction=-1), nanochat.NanoChatConfig, nanochat.NanoChatRotaryEmbedding, nanochat),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_layouts_agree_with_transformers(name):
+    layout, config, rotary, module = LAYOUTS[name]
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096, "pad_token_id": 0}
+    if "adjacent" in name:
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    keys, made = states(9), config(**sizes)
+    made.head_dim = DIM
+    cos, sin = rotary(made)(keys[None], torch.arange(30, 39)[None])
+    expected, _ = module.apply_rotary_pos_emb(keys[None], keys[None], cos, sin)
+    found = rotate(keys, *layout.arrange(cos[0], sin[0]), layout.adjacent)
+    torch.testing.assert_close(found, expected[0], atol=1e-6, rtol=0)
+    assert (found - rotate(keys, *LLAMA_LAYOUT.arrange(cos[0], sin[0]))).abs().max() > 0.1
+
+
+def test_a_layer_without_rope_rotates_nothing():
+    keys, layout = states(9), RotaryLayout(direction=0)
+    cos, sin = layout.arrange(*rotary_tables(torch.rand(4), torch.arange(5, 14)))
+    for same in (rotate(keys, cos, sin), rotate(keys, *inverse_tables(cos, sin))):
+        assert torch.equal(same, keys)
+    moved = keys.clone()
+    add_rotated(moved, keys, cos, sin)
+    assert torch.equal(moved, 2 * keys)
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize(("scaling", "rotary"), [(1.0, 8), (1.0, 4), (1.3, 8)])
-def test_what_was_rotated_is_had_back_attention_scaling_included(scaling, rotary):
+def test_what_was_rotated_is_had_back_attention_scaling_included(scaling, rotary, adjacent):
     keys, rows = torch.randn(2, 9, 8), torch.arange(5, 14)
-    cos, sin = rotary_tables(torch.rand(rotary // 2), rows, scaling)
-    torch.testing.assert_close(rotate(rotate(keys, cos, sin), *inverse_tables(cos, sin)), keys, atol=1e-5, rtol=0)
+    cos, sin = RotaryLayout(adjacent).arrange(*rotary_tables(torch.rand(rotary // 2), rows, scaling))
+    back = rotate(rotate(keys, cos, sin, adjacent), *inverse_tables(cos, sin), adjacent)
+    torch.testing.assert_close(back, keys, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotary", [4, 8])
-def test_to_add_before_or_after_rotating_is_the_same(rotary, dtype):
+def test_to_add_before_or_after_rotating_is_the_same(rotary, dtype, adjacent):
     keys, by = torch.randn(2, 9, 8), torch.randn(2, 9, 8)
-    cos, sin = rotary_tables(torch.rand(rotary // 2), torch.arange(5, 14), 0.7)
-    expected = rotate(keys + by, cos, sin)
-    found = rotate(keys, cos, sin).to(dtype)
-    add_rotated(found, by, cos, sin)
+    cos, sin = RotaryLayout(adjacent).arrange(*rotary_tables(torch.rand(rotary // 2), torch.arange(5, 14), 0.7))
+    expected = rotate(keys + by, cos, sin, adjacent)
+    found = rotate(keys, cos, sin, adjacent).to(dtype)
+    add_rotated(found, by, cos, sin, adjacent)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0)

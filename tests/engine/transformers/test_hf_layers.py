@@ -9,13 +9,15 @@ import pytest
 import torch
 import transformers
 from reference import as_held
-from tiny_models import LATENT, WINDOWED, make_model
+from tiny_models import LATENT, ROTATIONS, WINDOWED, make_model
 from transformers import DynamicCache
 
+from ragblend.engine.fusion.attention import LLAMA_LAYOUT, RotaryLayout
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.self_check import TOLERANCE, self_check
-from ragblend.engine.transformers.families import layer_windows, reject_unsupported_model
-from ragblend.engine.transformers.layers import MAX_CACHED_TABLES, TransformersLayers, cache_argument_name
+from ragblend.engine.transformers.families import reject_unsupported_model
+from ragblend.engine.transformers.layers import TransformersLayers, cache_argument_name
+from ragblend.engine.transformers.positions import MAX_CACHED_TABLES, layer_windows
 from ragblend.errors import UnsupportedModelError
 from ragblend.lab.bench.common.shapes import DecoderShape
 from ragblend.lab.bench.common.workloads import random_model
@@ -47,7 +49,6 @@ SIZES = {
     ("name", "named", "changes"),
     [
         ("Llama4", "chunked_attention", SIZES),
-        ("Olmo2", "Olmo2Attention", SIZES),
         ("Gemma3n", "several hidden states per token", {}),
         ("Gemma3", "use_bidirectional_attention", SIZES | {"use_bidirectional_attention": True}),
         ("DeepseekV32", r"multi-head latent attention \(MLA\) with an index.*separate keys", SIZES),
@@ -108,6 +109,8 @@ def test_longrope_is_used_up_to_its_original_length():
 
 # --- the exactness check ---
 
+ADJACENT, NO_ROPE = RotaryLayout(adjacent=True), RotaryLayout(direction=0)
+
 
 def test_every_supported_family_passes_the_check(family, tiny_model):
     load(tiny_model(family))
@@ -115,7 +118,9 @@ def test_every_supported_family_passes_the_check(family, tiny_model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma", "yarn", "qwen3_moe", *LATENT, *WINDOWED])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "phi3", "gemma", "yarn", "qwen3_moe", *LATENT, *ROTATIONS, *WINDOWED]
+)
 def test_half_precision_passes_the_check(family, dtype, tiny_model):
     load(tiny_model(family).to(dtype))
 
@@ -196,8 +201,25 @@ def test_a_sabotaged_model_fails_the_check(sabotage, tiny_model):
     model = tiny_model("llama")
     load(model)
     sabotage(model)
-    with pytest.raises(UnsupportedModelError, match="tiny fails the exactness check of"):
+    with pytest.raises(UnsupportedModelError, match=r"tiny fails the exactness check of.*docs/models\.md"):
         load(model)
+
+
+OTHER_LAYOUTS = {
+    "smollm3": [LLAMA_LAYOUT, NO_ROPE, LLAMA_LAYOUT, LLAMA_LAYOUT, NO_ROPE, LLAMA_LAYOUT],
+    "cohere": [ADJACENT] * 6,
+    "cohere2": [ADJACENT, ADJACENT, NO_ROPE] * 2,
+    "exaone4": [LLAMA_LAYOUT, LLAMA_LAYOUT, NO_ROPE] * 2,
+    "glm": [ADJACENT] * 6,
+    "glm4": [ADJACENT] * 6,
+    "nanochat": [RotaryLayout(direction=-1)] * 6,
+}
+
+
+def test_how_each_layer_rotates_its_keys_is_found(family, tiny_layers):
+    """What is stored and placed for the other families is as it was before there were layouts."""
+    layers = tiny_layers(family)
+    assert list(layers._layouts) == OTHER_LAYOUTS.get(family, [LLAMA_LAYOUT] * layers.num_layers)
 
 
 @pytest.mark.parametrize("sabotage", [None, sabotage_rope_of_one_layer, sabotage_values])
@@ -254,7 +276,7 @@ def test_rows_are_rotated_the_same_with_and_without_cached_tables(tiny_layers):
     keys = torch.randn(2, 4, 16, generator=generator)
     for rows in (*many, *many, many[0], many[0]):
         assert torch.equal(layers.place_keys(1, keys, rows), fresh.place_keys(1, keys, rows.clone()))
-        assert len(layers._cached_rotary) <= MAX_CACHED_TABLES
+        assert len(layers._rotary._cached) <= MAX_CACHED_TABLES
 
 
 def test_full_prefill_is_the_stock_models(family, stock_model, tiny_layers):

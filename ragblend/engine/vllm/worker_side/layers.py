@@ -10,7 +10,8 @@ The question's tokens have no blocks while the context is fused. A query probe t
 layer, with ragblend's own attention in place of the layer's. `self_check` compares both.
 
 `hidden` has the shape [R, 1, hidden size] before the first layer, then [R, 2, hidden size]: the output and the residual
-that vLLM's layers return. They stay separate, so that their sum is rounded exactly where vLLM rounds it.
+that vLLM's layers return. They stay separate, so that their sum is rounded exactly where vLLM rounds it. Layers that
+return one tensor (Granite) have [R, 1, hidden size].
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -31,13 +32,9 @@ from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, atte
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.format.kv import ChunkKV, HeadSlice, LayerKV, concatenate_rows
-from ragblend.engine.vllm.support import (
-    kernel_blocks_per_block,
-    reject_kv_groups,
-    reject_unsupported_attention,
-)
+from ragblend.engine.vllm.support import kernel_blocks_per_block, reject_kv_groups
 from ragblend.engine.vllm.worker_side.attention_calls import AttentionCall, RequestRows, cut_runs
-from ragblend.errors import UnsupportedModelError
+from ragblend.engine.vllm.worker_side.decoder import StopLayerError, find_decoder, stop_layer
 
 _DIGITS = 128  # base of the numbers written into the paged cache; bfloat16 represents all integers up to 256
 _APART = 1 << 32  # distance between the positions of two requests, so that no run spans both
@@ -49,14 +46,6 @@ class _BlockKV(Protocol):
     blocks: Tensor
 
     def should_attend_together(self, layer: int, has_hook: bool) -> bool: ...
-
-
-class _StopError(Exception):
-    """Ends a layer's forward pass once its keys and values are computed."""
-
-
-def _stop() -> None:
-    raise _StopError
 
 
 class VllmLayers:
@@ -78,33 +67,19 @@ class VllmLayers:
     ) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-        from vllm.model_executor.layers.attention import Attention
 
         reject_kv_groups(kv_cache_config)
         self._vllm_config = vllm_config
-        self._decoder = getattr(model, "model", model)
-        self._layers = list(self._decoder.layers)
-        self._attention: list[Any] = []
-        for index, layer in enumerate(self._layers):
-            found = [module for module in layer.modules() if isinstance(module, Attention)]
-            if len(found) != 1 or not hasattr(getattr(layer, "self_attn", None), "rotary_emb"):
-                raise UnsupportedModelError(f"layer {index} of {type(model).__name__} is no RoPE attention layer")
-            if not hasattr(found[0].impl, "do_kv_cache_update"):
-                raise UnsupportedModelError(
-                    f"vLLM's attention backend {type(found[0].impl).__name__} has no do_kv_cache_update; choose "
-                    "another one, such as --attention-backend FLASH_ATTN"
-                )
-            reject_unsupported_attention(found[0].impl)
-            self._attention.append(found[0])
+        self._decoder = find_decoder(model)
+        self._attention = self._decoder.attention
         self._names = [attention.layer_name for attention in self._attention]
         self._attention_params = [_attention_params(attention) for attention in self._attention]
         without_window = tuple(layer for layer, params in enumerate(self._attention_params) if params.window is None)
-        self.global_layers = without_window if len(without_window) < len(self._layers) else ()
+        self.global_layers = without_window if len(without_window) < self.num_layers else ()
         """As `TransformersLayers.global_layers`."""
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self.block_size: int = spec.block_size
-        parameter = next(model.parameters())
-        self.device: torch.device = parameter.device
+        self.device: torch.device = self._decoder.device
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.max_rows, self.max_runs = max_rows, max_runs
         self.num_ranks: int = get_tensor_model_parallel_world_size()
@@ -121,11 +96,10 @@ class VllmLayers:
             spec = spec.copy_with_new_block_size(self.block_size // self._kernel_blocks)
         with set_current_vllm_config(vllm_config):
             self._builder = builder(spec, self._names, vllm_config, self.device)
-        attention = self._layers[0].self_attn
         self._num_heads: int = self._attention[0].num_kv_heads
-        self._num_all_heads: int = getattr(attention, "total_num_kv_heads", self._num_heads * self.num_ranks)
+        self._num_all_heads: int = vllm_config.model_config.get_total_num_kv_heads()
         # For a probed token, the whole fused projection and the norm before it run.
-        self.kv_share = _num_weights(attention.qkv_proj) / _num_weights(self._layers[0])
+        self.kv_share = self._decoder.kv_share
         """Share of one layer's parameters that computes keys and values, for charged budgets."""
 
     # -- LayerwiseModel
@@ -133,7 +107,7 @@ class VllmLayers:
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
-        return len(self._layers)
+        return len(self._attention)
 
     @property
     def attends_scattered_rows_together(self) -> bool:
@@ -144,22 +118,21 @@ class VllmLayers:
         return self.device.type != "cpu"
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings [R, 1, hidden size] of token ids [R].
+        """Return the embeddings [R, 1, hidden size] of token ids [R], as the model passes them to its first layer.
 
-        Between layers the states are [R, 2, hidden size]: the second part is the residual, which embeddings lack.
+        Between layers the states may be [R, 2, hidden size]: the second part is the residual, which embeddings lack.
         """
-        hidden: Tensor = self._decoder.embed_input_ids(token_ids)
-        return hidden[:, None]
+        return self._decoder.embed(token_ids)
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. The layer's attention does not run."""
         projected = []
         for part in torch.split(hidden, self.max_rows):
             positions = torch.zeros(len(part), dtype=torch.int64, device=self.device)
-            with self._capture(layer, _stop) as kept:
+            with self._decoder.capture(layer, stop_layer) as kept:
                 try:
-                    self._call(layer, positions, part)
-                except _StopError:
+                    self._decoder.run_layer(layer, positions, part)
+                except StopLayerError:
                     projected.append(self._as_heads(layer, *kept))
         return concatenate_rows(projected)
 
@@ -171,10 +144,7 @@ class VllmLayers:
 
     def rotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> None:
         """Rotate the contiguous tensor `keys` [R, H, D] in place to positions `rows` [R]."""
-        flat = keys.view(len(keys), -1)
-        rotated, _ = self._layers[layer].self_attn.rotary_emb(rows, flat, None)
-        if rotated.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
-            flat.copy_(rotated)
+        self._decoder.rotate_keys(layer, keys, rows)
 
     def run_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, hook: FreshRowsCallback | None = None
@@ -221,7 +191,7 @@ class VllmLayers:
         for part, positions in [(hidden, rows)] if fits else split:
             whole = RequestRows(0, slice(0, len(part)), positions, positions_on_host(positions))
             with self._attending_over(layer, [whole], [fused], alone) as seen, self._context(len(part)):
-                outputs.append(self._call(layer, positions, part))
+                outputs.append(self._decoder.run_layer(layer, positions, part))
             queries += seen
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
@@ -394,7 +364,8 @@ class VllmLayers:
         hooks: Sequence[FreshRowsCallback],
         fused: Sequence[Any],
     ) -> Tensor:
-        if len(calls) > 1:  # every hook must have all of its rows before the first call attends
+        in_pass = len(calls) == 1 and self._decoder.captures_in_pass
+        if not in_pass:  # every hook must have all of its rows before the first call attends
             for each in hooks:
                 each.callback(self.project_kv(layer, hidden[each.row_indices]))
             return torch.cat([self._run(layer, hidden[call.span], call, fused) for call in calls])
@@ -406,59 +377,24 @@ class VllmLayers:
             for row_indices, callback in hooks:
                 callback(LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices]))
 
-        with self._capture(layer, call_hooks) as kept:
+        with self._decoder.capture(layer, call_hooks) as kept:
             return self._run(layer, hidden, calls[0], fused)
 
     def _run(self, layer: int, hidden: Tensor, call: AttentionCall, fused: Sequence[Any]) -> Tensor:
         if call.parts:
             with self._attending_over(layer, call.parts, fused), self._context(len(hidden)):
-                return self._call(layer, call.positions, hidden)
+                return self._decoder.run_layer(layer, call.positions, hidden)
         with self._context(len(hidden), call):
-            return self._call(layer, call.positions, hidden)
-
-    def _call(self, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Run vLLM's layer on copies of `hidden`, because the layer may write into its arguments."""
-        parts = [part.clone(memory_format=torch.contiguous_format) for part in torch.unbind(hidden, 1)]
-        residual = parts[1] if len(parts) > 1 else None
-        return torch.stack(self._layers[layer](positions, parts[0], residual), dim=1)
+            return self._decoder.run_layer(layer, call.positions, hidden)
 
     def forward(self, token_ids: Tensor, call: AttentionCall) -> Tensor:
         """Return the normed output [R, hidden size] of vLLM's own uncompiled forward pass over consecutive tokens."""
         with self._context(len(token_ids), call):
-            output: Tensor = self._decoder.forward(token_ids, call.positions, None)
-        return output
+            return self._decoder.forward(token_ids, call.positions)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return the final norm [R, hidden size] of the last layer's output and residual [R, 2, hidden size]."""
-        output, _ = self._decoder.norm(*(part.contiguous() for part in torch.unbind(hidden, 1)))
-        normed: Tensor = output
-        return normed
-
-    @contextmanager
-    def _capture(self, layer: int, then: Callable[[], None]) -> Iterator[list[Tensor]]:
-        """Yield a list that receives the layer's keys (after QK-norm, before RoPE) and values, [R, H * D] each.
-
-        `then` is called before the layer writes KV and attends.
-        """
-        kept: list[Tensor] = []
-
-        def before_rotary(_module: Any, args: tuple[Any, ...]) -> None:
-            if not kept:  # `then` may call the rotary module, too
-                kept.append(args[2].clone())  # the rotary kernels work in place
-
-        def before_attention(_module: Any, args: tuple[Any, ...]) -> None:
-            kept.append(args[2].clone())
-            then()
-
-        hooks = (
-            self._layers[layer].self_attn.rotary_emb.register_forward_pre_hook(before_rotary),
-            self._attention[layer].register_forward_pre_hook(before_attention),
-        )
-        try:
-            yield kept
-        finally:
-            for hook in hooks:
-                hook.remove()
+        """Return the final norm [R, hidden size] of the last layer's output. Needs a call of `forward` before it."""
+        return self._decoder.final_norm(hidden)
 
     @contextmanager
     def _attending_over(
@@ -545,16 +481,3 @@ def _attention_params(attention: Any) -> AttentionExtras:
     impl = attention.impl
     softcap = getattr(impl, "logits_soft_cap", None) or None  # some backends have 0 for no softcap
     return AttentionExtras(attention.sliding_window, softcap, getattr(impl, "sinks", None))
-
-
-def _num_weights(module: Any) -> int:
-    """Return the number of weights of `module`.
-
-    It is computed from sizes, because on a CPU vLLM moves the weights of linear layers out of their parameters.
-    """
-    count = 0
-    for part in module.modules():
-        inputs = getattr(part, "input_size_per_partition", getattr(part, "input_size", 0))
-        outputs = getattr(part, "output_size_per_partition", getattr(part, "output_size", 0))
-        count += max(int(inputs * outputs), sum(parameter.numel() for parameter in part.parameters(recurse=False)))
-    return count

@@ -23,6 +23,7 @@ from ragblend.engine.fusion.self_check import (
     relative_error,
 )
 from ragblend.engine.store.format.kv import KVHeader, dtype_name, slice_kv_rows
+from ragblend.engine.vllm.support import FIX_HINT
 from ragblend.engine.vllm.worker_side.layers import VllmLayers
 from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
 from ragblend.engine.vllm.worker_side.prefill import prefill_chunk
@@ -54,12 +55,21 @@ def self_check(layers: VllmLayers, vocabulary: int, num_blocks: int, name: str) 
         raise UnsupportedModelError(f"{name} got {num_blocks} blocks of KV cache; its self-check needs {needed + 1}")
     in_tf32 = layers.dtype == torch.float32 and layers.device.type == "cuda"
     allowed = _TF32_TOLERANCE if in_tf32 else TOLERANCE[layers.dtype]
-    for gate, error in _gates(layers, vocabulary, list(range(1, needed + 1)), total).items():
-        if not error <= allowed:  # NaN fails too
+    try:
+        gates = _gates(layers, vocabulary, list(range(1, needed + 1)), total)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{name} has layers in vLLM that cannot be run one at a time ({type(error).__name__}: {error}). {FIX_HINT}"
+        ) from error
+    for gate, deviation in gates.items():
+        if not deviation <= allowed:  # NaN fails too
             raise UnsupportedModelError(
-                f"{name} in vLLM fails the exactness check of {gate}: relative error {error:.2g}, allowed "
-                f"{allowed:g}. Choose another attention backend, such as --attention-backend FLASH_ATTN, or serve it "
-                "without the ragblend connector"
+                f"{name} in vLLM fails the exactness check of {gate}: relative error {deviation:.2g}, allowed "
+                f"{allowed:g}. Its stored KV, placed and recomputed, is not what vLLM computes, so answers would be "
+                f"wrong. If docs/models.md lists its class, choose another attention backend, such as "
+                f"--attention-backend FLASH_ATTN; else: {FIX_HINT[0].lower()}{FIX_HINT[1:]}"
             )
 
 

@@ -1,0 +1,128 @@
+"""Architectures in vLLM, by tiny random models: the check at start passes, ratio 1.0 is vLLM's own prefill, and ratios
+between are the independent CacheBlend's. Those of test_blend.py have the whole matrix there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+from continued import Continued
+from harness import SIZES, ask, assert_same_answer, connector_worker, engine, ingest, recorded_selections, report
+from test_blend import (
+    CHUNKS,
+    PREFIX,
+    STEPS,
+    TOLERANCE,
+    assert_like_reference,
+    blend_params,
+    patchy_prompt,
+    plain_prompt,
+)
+from tiny_models import FAMILIES, make_model
+
+from ragblend.engine.vllm.support import TESTED_ARCHITECTURES
+from ragblend.engine.vllm.worker_side.decoder import TransformersDecoder
+from ragblend.errors import UnsupportedModelError
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GRANITE = FAMILIES["granite"][1]
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "granite_moe": ("GraniteMoe", GRANITE | {"num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", EXPERTS | {"num_experts": 4}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": ("Glm4Moe", EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 2, "use_qk_norm": True}),
+    "ministral3": ("Ministral3", {"sliding_window": None}),
+    "seed_oss": ("SeedOss", {}),
+    "arcee": ("Arcee", {}),
+}
+NATIVE = ("granite", "cohere2", "gemma", "exaone4", "glm4", "cohere", "gpt_oss")
+BY_TRANSFORMERS = ("smollm3", "olmo2", "olmo3", "glm", "nanochat", "olmo", "seed_oss", "arcee")
+"""Families whose layers are transformers' inside vLLM."""
+WITHOUT_REFERENCE = ("olmo", "glm4_moe", "ministral3")
+"""Families that tests/reference.py does not compute. Ratio 1.0 and the check at start remain."""
+GLOBAL = {"cohere2": (2, 5), "exaone4": (2, 5), "olmo3": (2, 5), "gpt_oss": (1, 3, 5)}
+
+
+@pytest.fixture(scope="module", params=[*BY_TRANSFORMERS[:6], *NATIVE, *OTHERS])
+def family(request):
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def stock_of_family(family):
+    """The family's stock model, with vLLM's windows: Cohere 2 sees one token more there than in transformers."""
+    kind, changes = OTHERS.get(family, (None, {}))
+    model_class, changes = FAMILIES[family] if kind is None else (getattr(transformers, f"{kind}ForCausalLM"), changes)
+    model = make_model(model_class, **{**SIZES, **changes})
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.fixture(scope="module")
+def served(family, stock_of_family, make_tokenizer, tmp_path_factory):
+    """The family's engine with the chunks stored."""
+    path = tmp_path_factory.mktemp(family)
+    stock_of_family.save_pretrained(path / "model")
+    make_tokenizer().save_pretrained(path / "model")
+    with engine(path / "model", path / "kv") as llm:
+        for chunk in CHUNKS:
+            assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
+        yield llm
+
+
+def test_ratio_one_is_vllms_own_prefill_and_reuse_is_not(family, served, stock_of_family):
+    assert type(stock_of_family).__name__ in TESTED_ARCHITECTURES
+    decoder = connector_worker().layers._decoder
+    assert isinstance(decoder, TransformersDecoder) == (family in BY_TRANSFORMERS)
+    prompt = plain_prompt()
+    full, blended = ask(served, prompt.ids), ask(served, prompt.ids, blend_params(1.0))
+    assert report(blended)["num_chunk_hits"] == len(CHUNKS)
+    assert_same_answer(blended, full, TOLERANCE)
+    stale = ask(served, prompt.ids, blend_params(0.0))
+    mine, theirs = (output.outputs[0].logprobs[0] for output in (stale, full))
+    assert max(abs(mine[each].logprob - theirs[each].logprob) for each in mine.keys() & theirs.keys()) > 0.01
+
+
+@pytest.mark.parametrize("rule", ["cacheblend", "cacheblend_k", "ask"])
+def test_ratios_between_are_the_independent_cacheblends(family, rule, served, stock_of_family):
+    if family in WITHOUT_REFERENCE:
+        pytest.skip("tests/reference.py does not compute this family")
+    reference = Continued(stock_of_family)
+    if family == "cohere2":  # vLLM's window there has one token more
+        reference.windows = [each and each + 1 for each in reference.windows]
+    for prompt, ratio in ((plain_prompt(), 0.15), (patchy_prompt(), 0.5)):
+        with recorded_selections() as selections:
+            output = ask(served, prompt.ids, blend_params(ratio, rule), STEPS)
+        expected = reference.blended(
+            prompt.parts, ratio, report(output)["rule"], selections[-1], prompt.question_start, GLOBAL.get(family, ())
+        )
+        assert selections[-1] == expected.selected
+        assert_like_reference(output, prompt, reference, selections[-1], ratio, report(output)["rule"], family)
+
+
+REJECTED: dict[str, tuple[type, dict[str, Any], str]] = {
+    "absolute positions": (
+        transformers.GPT2LMHeadModel,
+        {"n_embd": 64, "n_layer": 2, "n_head": 4},
+        r"no decoder layers and norm.*Serve it without the ragblend connector, or with backend='transformers'",
+    ),
+    "keys normed after RoPE": (
+        *FAMILIES["hunyuan"],
+        r"fails the exactness check of.*docs/models\.md.*serve it without the ragblend connector",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_class_that_fails_is_rejected_with_what_to_do(name, make_tokenizer, tmp_path):
+    model_class, changes, found = REJECTED[name]
+    make_model(model_class, **{**SIZES, **changes}).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    with (
+        pytest.raises(UnsupportedModelError, match=found),
+        engine(tmp_path / "model", tmp_path / "kv", skip_tokenizer_init=True),
+    ):
+        pass
