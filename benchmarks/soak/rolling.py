@@ -46,6 +46,7 @@ DOCUMENTS = "/v1/ragblend/documents"
 READY_S, STORED_S = 300.0, 900.0
 NUM_ASKED, CHUNKS_PER_PROMPT = 24, 3  # documents that are stored before the first restart, and are asked about
 MAX_PENDING, BATCH = 30, 5  # documents that are sent later
+PAUSE_S = 0.2  # of each client between two prompts
 WORDS = """George Keller Julia Bishop Arthur Archer Ben Howard Tom Ashby Lisa Carter Kinport Wesstad Calville Easton
 Synon sells knives drones clocks lives works office company firm town harbour flute"""
 
@@ -146,6 +147,7 @@ class Rolling:
             with self._lock:
                 self.seconds.append(time.monotonic() - start_s)
             self._judge(prompt, mode, tokens, num_hits)
+            time.sleep(PAUSE_S)
 
     def _judge(self, prompt: int, mode: str, tokens: list[str], num_hits: int) -> None:
         right = self._references[prompt, "blend" if mode == "blend" else "full"]
