@@ -98,7 +98,7 @@ def start_nginx(site: str, urls: Mapping[str, str], home: Path) -> ServerProcess
     """
     port = free_port()
     for name, url in urls.items():
-        site = replace_once(site, f"server {name}:8000 resolve;", f"server {url.removeprefix('http://')};")
+        site = replace_once(site, f"server {name}:8000 resolve ", f"server {url.removeprefix('http://')} ")
     site = replace_once(site, "listen 80;", f"listen 127.0.0.1:{port};")
     home.mkdir()
     user = f"user {pwd.getpwuid(0).pw_name};" if os.getuid() == 0 else ""  # the workers must reach `home`
