@@ -47,6 +47,7 @@ READY_S, STORED_S = 300.0, 900.0
 NUM_ASKED, CHUNKS_PER_PROMPT = 24, 3  # documents that are stored before the first restart, and are asked about
 MAX_PENDING, BATCH = 30, 5  # documents that are sent later
 NUM_CHECKED = 300  # documents that are asked about in the end
+ON_SHARED_CORES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # docs/vllm.md: engine and worker in one process
 PAUSE_S = 0.2  # of each client between two prompts
 WORDS = """George Keller Julia Bishop Arthur Archer Ben Howard Tom Ashby Lisa Carter Kinport Wesstad Calville Easton
 Synon sells knives drones clocks lives works office company firm town harbour flute"""
@@ -100,7 +101,7 @@ class Rolling:
         cache.start(*plan["services"]["cache"]["command"][1:])
         self._replicas: dict[str, ComposeReplica] = {}
         for name in REPLICAS:
-            replica = ComposeReplica(plan["services"][name], self._home / name, cache, database.url)
+            replica = ComposeReplica(plan["services"][name], self._home / name, cache, database.url, **ON_SHARED_CORES)
             stack.callback(replica.kill)
             replica.start()
             self._replicas[name] = replica
@@ -278,7 +279,7 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def main(restarts: int = 20, clients: int = 8, seed: int = 0, out: Path | None = None) -> None:
+def main(restarts: int = 20, clients: int = 4, seed: int = 0, out: Path | None = None) -> None:
     """Run the restarts. Print JSON to stdout, and write it to `out`. The exit code is 1 if something was lost."""
     with tempfile.TemporaryDirectory(prefix="ragblend-rolling-") as home, ExitStack() as stack:
         run = Rolling(Path(home), stack, clients, seed)
