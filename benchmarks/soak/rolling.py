@@ -71,8 +71,12 @@ class Rolling:
         self._references: dict[tuple[int, str], list[str]] = {}
         self._ended, self._lock = threading.Event(), threading.Lock()
 
-    def run(self, restarts: int) -> None:
-        """Start the deployment, restart its replicas under load, and check what is stored in the end."""
+    def run(self, restarts: int, minutes: float) -> None:
+        """Start the deployment, restart its replicas under load, and check what is stored in the end.
+
+        No restart begins after `minutes`.
+        """
+        end_s = time.monotonic() + 60 * minutes
         self._start()
         self._send(range(NUM_ASKED))
         self._wait_stored()
@@ -85,7 +89,8 @@ class Rolling:
             thread.start()
         try:
             for number in range(restarts):
-                self._restart(REPLICAS[number % 2])
+                if time.monotonic() < end_s:
+                    self._restart(REPLICAS[number % 2])
         finally:
             self._ended.set()
             for thread in threads:
@@ -279,11 +284,11 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def main(restarts: int = 20, clients: int = 4, seed: int = 0, out: Path | None = None) -> None:
+def main(restarts: int = 20, clients: int = 4, seed: int = 0, minutes: float = 120.0, out: Path | None = None) -> None:
     """Run the restarts. Print JSON to stdout, and write it to `out`. The exit code is 1 if something was lost."""
     with tempfile.TemporaryDirectory(prefix="ragblend-rolling-") as home, ExitStack() as stack:
         run = Rolling(Path(home), stack, clients, seed)
-        run.run(restarts)
+        run.run(restarts, minutes)
         facts = run.facts()
     write_both(facts, out)
     if facts["problems"]:
