@@ -195,8 +195,9 @@ class Trial:
     def run(self, alerts: tuple[str, ...], case: Case) -> None:
         """Provoke the alerts by one case, wait until they fire, repair, and wait until they are gone."""
         self._notify(f"{', '.join(alerts)}: {(case.__doc__ or '').splitlines()[0]}")
-        start_s, fired = time.monotonic(), dict[str, dict[str, Any]]()
+        fired = dict[str, dict[str, Any]]()
         with contextmanager(case)(self):
+            start_s = time.monotonic()
             while len(fired) < len(alerts) and time.monotonic() < start_s + FIRES_S:
                 for name, value in self.prometheus.firing().items():
                     if name in alerts and name not in fired:
