@@ -4,12 +4,14 @@
 
 Two `ragblend serve demo --api-keys-file` run on this machine's CPU, each with its own store. Clients of three
 namespaces ingest chunks and send prompts in every mode, streamed and not. Some clients disconnect early. Some prompts
-contain chunks that only another namespace has ingested, or none. Redis is killed twice and restarted empty. One replica
-is killed and restarted over its store. The run fails unless:
+contain chunks that only another namespace has ingested, or none. Some clients send a document, ask about it, delete it
+and ask again. Redis is killed twice and restarted empty. One replica is stopped by SIGTERM and one is killed; both are
+restarted over their stores. The run fails unless:
 
 - every answer is right (`work`);
 - no chunk was a hit in a namespace that had neither ingested it nor sent it in an earlier prompt (`ledger`);
 - no chunk that a replica had stored was a miss there (`ledger`);
+- every document was stored, and no deleted one was found or left on a disk (`clients.DocumentLife`);
 - the counters of both replicas agree with what the clients observed.
 
 The growth of memory is reported, but does not fail the run. Read `measure` first.
@@ -46,7 +48,7 @@ MIN_REQUESTS = 50
 NUM_RECENT_TEXTS = 50  # new chunks that prompts are drawn from: the last ones that were ingested
 PROBLEM_KINDS = (
     "wrong_answers", "foreign_hits", "lost_chunks", "wrong_reports", "without_report", "refused", "errors",
-    "unanswered", "damaged_entries", "foreign_entries",
+    "unanswered", "lost_documents", "damaged_entries", "foreign_entries",
 )  # fmt: skip
 """Counts that must be zero."""
 
@@ -152,14 +154,13 @@ class Soak:
     # -- faults
 
     def _inject_faults(self) -> None:
-        self._restart_redis(0.15, 0.22)
-        back = self._restart_replica(0.40)
-        self._restart_redis(0.55, 0.62)
-        # The last quarter of the requests is sent when both replicas are up.
-        self._gate.wait_for(self._num_requests_at(0.75))
-        back.join()
-        self._record_fault("replica-1 is back")
+        self._restart_redis(0.08, 0.14)
+        self._restart_replica(self._replicas[0], 0.20, 0.40, graceful=True)
+        self._restart_replica(self._replicas[1], 0.45, 0.75, graceful=False, meanwhile=self._restart_second_redis)
         self._gate.open(self.config.requests)
+
+    def _restart_second_redis(self) -> None:
+        self._restart_redis(0.55, 0.62)
 
     def _num_requests_at(self, share: float) -> int:
         return int(share * self.config.requests)
@@ -177,23 +178,41 @@ class Soak:
         self._redis.start()
         self._record_fault("redis is back, empty")
 
-    def _restart_replica(self, share: float) -> threading.Thread:
-        """Read the counters of replica-1, kill it with requests in progress, and start it again at once.
+    def _restart_replica(
+        self,
+        replica: Replica,
+        share: float,
+        until: float,
+        *,
+        graceful: bool,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Read the counters of a replica, stop it with requests in progress, start it at once, and wait for it.
 
-        Returns a thread that ends when the replica is healthy.
+        No request after share `until` begins before the replica is back.
         """
         self._gate.wait_for(self._num_requests_at(share))
-        replica = self._replicas[1]
         self._gate.close()
         self._read_counters(replica)
-        self._gate.open(self._num_requests_at(0.75) + 1)
+        self._gate.open(self._num_requests_at(until) + 1)
         self._gate.wait_for(self._gate.num_done + self.config.clients)
-        replica.kill()
-        self._record_fault("replica-1 is killed")
+        if graceful:
+            self._record_fault(f"{replica.name} is stopped")
+            exit_code = replica.terminate()
+            self._record_fault(f"{replica.name} has ended with {exit_code}")
+            if exit_code != 0:
+                self.ledger.fail("errors", f"{replica.name} ended with {exit_code}")
+        else:
+            replica.kill()
+            self._record_fault(f"{replica.name} is killed")
         replica.start()
         back = threading.Thread(target=replica.wait, daemon=True)
         back.start()
-        return back
+        if meanwhile is not None:
+            meanwhile()
+        self._gate.wait_for(self._num_requests_at(until))
+        back.join()
+        self._record_fault(f"{replica.name} is back")
 
     # -- checks
 

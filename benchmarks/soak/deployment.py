@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ ADMIN_KEY = "soak-key-of-the-admin"
 ON_CPU = ("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16", "--block-size", "32")
 PAGED_KV_BYTES = 8 << 20
 """Size of the KV cache, about seven prompts, so that requests wait for blocks as they would with long prompts."""
+TERMINATE_S = 90.0  # longer than the default of --shutdown-timeout
 MEMORY_GIB = 0.01  # about thirty chunks, so that the memory tier evicts throughout the run
 REDIS_OPTIONS = (*WITHOUT_PERSISTENCE, "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
 READING_BODY = {"model": "demo", "prompt": [1, 7], "max_tokens": 2, "ignore_eos": True}
@@ -123,6 +126,18 @@ class Replica(ServerProcess):
         if self._process is not None:
             self.runs[-1].end_s = time.monotonic()
         super().kill()
+
+    def terminate(self) -> int | None:
+        """Send SIGTERM to the server, and wait until it has ended. Return its exit code; None if it was killed."""
+        process = self._process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        try:
+            exit_code = process.wait(TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        self.kill()
+        return exit_code
 
     def pids(self) -> list[int]:
         """Return the ids of the replica's processes; empty if it does not run."""

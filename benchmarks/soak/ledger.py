@@ -39,6 +39,7 @@ class Attempt:
     outcome: Outcome = "refused"
     token_ids: list[int] = field(default_factory=list)
     report: BlendReport | None = None
+    top_logprobs: list[dict[str, float]] = field(default_factory=list)  # if they were asked for
 
     @property
     def max_tokens(self) -> int:
@@ -57,6 +58,7 @@ class Stored:
     def __init__(self) -> None:
         self._sent_s: dict[tuple[str, int], float] = {}
         self._done_s: dict[tuple[str, int, str], float] = {}
+        self._removed_s: dict[tuple[str, int], float] = {}
         self._begun: list[Attempt] = []
 
     def begin(self, attempt: Attempt) -> None:
@@ -81,12 +83,22 @@ class Stored:
         """Record that a replica has confirmed an ingestion. From this time the chunk must be a hit there."""
         self._done_s.setdefault((tenant, text.number, replica), now_s)
 
+    def remove(self, tenant: str, text: Text, now_s: float) -> None:
+        """Record that a replica is about to delete a document's chunk, which no other ingestion has sent."""
+        self._removed_s[tenant, text.number] = now_s
+
+    def confirm_removal(self, tenant: str, text: Text) -> None:
+        """Record that the chunk is deleted. From this time it may not be a hit."""
+        self._sent_s.pop((tenant, text.number), None)
+
     def may_hit(self, attempt: Attempt, text: Text) -> bool:
         """Return True if the chunk was sent to the attempt's namespace before the attempt ended."""
         return self._sent_s.get((attempt.tenant, text.number), float("inf")) < attempt.end_s
 
     def must_hit(self, attempt: Attempt, text: Text) -> bool:
-        """Return True if the attempt's replica had confirmed the chunk before the attempt began."""
+        """Return True if the attempt's replica had confirmed the chunk before the attempt began, and keeps it."""
+        if self._removed_s.get((attempt.tenant, text.number), float("inf")) < attempt.end_s:
+            return False
         return self._done_s.get((attempt.tenant, text.number, attempt.replica), float("inf")) < attempt.start_s
 
     def is_only_elsewhere(self, attempt: Attempt, text: Text) -> bool:
@@ -132,10 +144,14 @@ class Ledger:
             anothers = sum(self.stored.is_only_elsewhere(attempt, text) for text in attempt.question.texts)
             self.counts["chunks_only_others_have"] += anothers
 
-    def count_retry(self) -> None:
-        """Count a retry of a request at the other replica."""
+    def count(self, name: str) -> None:
+        """Count something that clients did."""
         with self._lock:
-            self.counts["retries"] += 1
+            self.counts[name] += 1
+
+    def count_retry(self) -> None:
+        """Count a retry of a request."""
+        self.count("retries")
 
     def attempts_at(self, replica: str) -> list[Attempt]:
         """Return the ended attempts at one replica."""

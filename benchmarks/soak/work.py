@@ -37,11 +37,12 @@ Hits = frozenset[int]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A chunk. `owners`: the namespaces that ingest it, which are all, one or none."""
+    """A chunk. `owners`: the namespaces that ingest it, which are all, one or none. `text`: of a new chunk."""
 
     number: int
     token_ids: tuple[int, ...]
     owners: tuple[str, ...]
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,8 @@ class Work:
         """Make a new chunk that every namespace may ingest. May be called from any thread."""
         with self._lock:
             number = next(self._fresh)
-            text = Text(
-                number, self._ids(f"{self._passages[number % len(self._passages)]} This is copy {number}."), TENANTS
-            )
+            passage = f"{self._passages[number % len(self._passages)]} This is copy {number}."
+            text = Text(number, self._ids(passage), TENANTS, passage)
             self.all_texts.append(text)
             return text
 

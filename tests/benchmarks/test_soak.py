@@ -222,3 +222,13 @@ def test_a_ledger_counts_what_it_is_told():
 def test_series_are_summed_over_their_labels():
     text = 'vllm:hits_total{tier="disk"} 2.0\nvllm:hits_total{tier="memory"} 3.0\nvllm:hits_created{tier="disk"} 1e9\n'
     assert counters_in(text) == {"hits_total": 5.0}
+
+
+def test_a_deleted_chunk_may_be_missed_from_the_deletion_on_and_may_not_be_found_after_it():
+    chunks = stored(("acme", 0, 1.0, 2.0))
+    chunks.remove("acme", TEXTS[0], 9.0)
+    assert not chunks.must_hit(attempt(0), TEXTS[0])
+    assert kinds(attempt(0), chunks) == []
+    chunks.confirm_removal("acme", TEXTS[0])
+    assert kinds(attempt(0), chunks) == ["foreign_hits"]
+    assert chunks.namespaces() == set()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
 import yaml
 from charts import CHART, EVERYTHING, rendered, the, tool
-from metric_names import expressions
+from metric_names import expressions, metrics_in
 
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "operators.md"
 MONITORING = CHART / "monitoring"
 RULES, DASHBOARD = MONITORING / "rules.yaml", MONITORING / "dashboard.json"
 
@@ -60,3 +63,24 @@ def test_the_chart_hands_on_rules_and_dashboard_as_they_are():
     objects = rendered(values=EVERYTHING)
     assert the("PrometheusRule", objects)["spec"] == yaml.safe_load(RULES.read_text())
     assert the("ConfigMap", objects)["data"]["ragblend.json"] == DASHBOARD.read_text()
+
+
+def test_the_operators_page_has_a_row_for_each_alert_and_each_was_provoked_and_mended():
+    names = sorted(rule["alert"] for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"])
+    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| Ragblend")]
+    assert sorted(row[1].strip() for row in rows) == names
+    assert all(len(row) == 6 and all(cell.strip() for cell in row[1:-1]) for row in rows)
+    tried = json.loads((ROOT / "data/results/alerts.json").read_text())
+    assert sorted(tried["alerts"]) == names
+    assert all(found["fired_s"] > 0 and found["cleared_s"] > 0 for found in tried["alerts"].values())
+
+
+def test_the_metrics_of_the_operators_page_exist():
+    """Those of ragblend are in its source, vLLM's in the rules or the dashboard; tests/inside_vllm asks a server."""
+    sources = ("engine/vllm/metrics.py", "server/document_metrics.py")
+    text = "".join((ROOT / "ragblend" / name).read_text() for name in sources)
+    known = {f"vllm:ragblend_{name}" for name in re.findall(r'(?:^    |gauge\()"(\w+)"[:,]', text, re.MULTILINE)}
+    known |= metrics_in([*expressions(RULES), *expressions(DASHBOARD)])
+    named = metrics_in([PAGE.read_text()])
+    assert len(named) > 20
+    assert {name for name in named if {name, re.sub(r"_(total|bucket)$", "", name)}.isdisjoint(known)} == set()

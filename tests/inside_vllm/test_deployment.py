@@ -129,10 +129,11 @@ def test_who_runs_it_sees_and_clears_what_is_stored(pod, engine):
     assert httpx.get(f"{pod.url}/v1/ragblend/store", timeout=60).status_code == 401
 
 
-def test_every_metric_that_dashboard_rules_and_autoscaling_name_is_there(pod):
+def test_every_metric_that_dashboard_rules_autoscaling_and_operators_page_name_is_there(pod):
     asked = [query for name in ("dashboard.json", "rules.yaml") for query in expressions(CHART / "monitoring" / name)]
     (scaled,) = [each for each in rendered("autoscaling.enabled=true") if each["kind"] == "ScaledObject"]
     asked.append(scaled["spec"]["triggers"][0]["metadata"]["query"])
+    asked.append((CHART.parents[2] / "docs" / "operators.md").read_text())
     names = metrics_in(asked)
     assert len(names) >= 15
     assert names <= pod.metrics()

