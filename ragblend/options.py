@@ -37,10 +37,6 @@ DiskBudget = float | Literal["auto"]  # GiB, 0 for no limit; "auto": half of the
 ContextPolicy = Literal["none", "similar"]  # chunks between the prefix and a chunk when its KV is computed
 
 
-def _is_structure(value: object) -> bool:
-    return isinstance(value, Mapping) and len(value) == 1 and set(value) <= set(STRUCTURES)
-
-
 TRUE_OR_FALSE = Validator(lambda value: type(value) is bool, "True or False")
 TEXT = Validator(lambda value: isinstance(value, str), "a text")
 TEXTS = Validator(
@@ -56,7 +52,10 @@ SECONDS = Validator(
 RETRIES = int_at_least(0, "none")
 SEED = int_between(-(2**63), 2**63 - 1)  # the range of PyTorch and vLLM
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-STRUCTURED = Validator(_is_structure, f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}")
+STRUCTURED = Validator(
+    lambda value: isinstance(value, Mapping) and len(value) == 1 and set(value) <= set(STRUCTURES),
+    f"one of {', '.join(STRUCTURES)}, as in {{'json': SCHEMA}}",
+)
 BUDGET = Validator(
     lambda value: value == "auto" or (is_number(value) and 0 <= value < math.inf),
     "0 (no limit) or more GiB, or 'auto' (as much as it leaves free)",

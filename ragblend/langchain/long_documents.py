@@ -116,7 +116,10 @@ class LongDocumentChain:
                 notes = self._distinct_answers(answers)
             sole_answer = next((each for each in answers if self._distinct_answers([each]) == notes), answers[0])
             last = sole_answer if len(notes) < 2 else (self._lenient_chat, self._combine_messages(question, notes))
-        shown = [{**window.place, **_answer_facts(each)} for window, each in zip(windows, answered, strict=False)]
+        shown = [
+            {**window.place, "answer": each.text.strip(), "report": _report(each)}
+            for window, each in zip(windows, answered, strict=False)
+        ]
         if self.combine == "rerank" and answered:
             shown = [{**each, "score": _confidence(answer)} for each, answer in zip(shown, answered, strict=True)]
         shown += [window.place for window in windows[len(answered) :]]
@@ -243,10 +246,6 @@ def _check_prompt(name: str, prompt: str, known: set[str]) -> None:
         raise UsageError(
             f"{name} cannot be filled in: {wrong}. Its fields: {fields}; write other braces twice: {{{{ }}}}"
         )
-
-
-def _answer_facts(message: AIMessage) -> dict[str, Any]:
-    return {"answer": message.text.strip(), "report": _report(message)}
 
 
 def _report(message: BaseMessage) -> dict[str, Any]:

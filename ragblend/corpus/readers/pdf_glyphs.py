@@ -130,12 +130,10 @@ def _decode_component(name: str) -> str:
     if accented := _ACCENTED.fullmatch(name):
         return unicodedata.normalize("NFC", accented[1] + _ACCENTS[accented[2]])
     if code := _CODE.fullmatch(name):
-        return unicodedata.normalize("NFKC", _decode_hex(code[1]) if code[1] else chr(min(int(code[2], 16), _MAX_CHAR)))
+        if code[1]:
+            return unicodedata.normalize("NFKC", bytes.fromhex(code[1]).decode("utf-16-be", "ignore"))
+        return unicodedata.normalize("NFKC", chr(min(int(code[2], 16), _MAX_CHAR)))
     return ""
-
-
-def _decode_hex(digits: str) -> str:
-    return bytes.fromhex(digits).decode("utf-16-be", "ignore")
 
 
 def _write_table(letters: Mapping[int, str]) -> bytes:
