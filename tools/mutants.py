@@ -47,7 +47,9 @@ Map = dict[str, dict[str, list[str]]]  # of the files with faults: {file: {line:
 # name; then a pattern and its replacement. In these Python expressions a capital letter stands for any expression.
 FAULT_TABLE = """
 rotation-sign                   fusion     rotate
-    torch.cat((-A, B), dim=-1)  ->  torch.cat((A, B), dim=-1)
+    (-A, B)  ->  (A, B)
+rotation-direction              fusion     RotaryLayout.arrange
+    sin * self.direction  ->  sin
 row-attends-to-next-token       fusion     _mask
     torch.arange(A, B, device=C) > D  ->  torch.arange(A, B, device=C) > D + 1
 window-one-token-longer         fusion     _mask
@@ -92,8 +94,6 @@ variants-after-removed-stay     ingestion  keys_to_delete
     A.entries_of_chunks((B, B + C), D)  ->  A.entries_of_chunks((B,), D)
 deletes-other-namespaces        ingestion  keys_to_delete
     A.namespace == B  ->  True
-row-checksum-skipped            .          _select_checked
-    not all(A)  ->  False
 text-of-others-released         catalog    ChunkRegistry.remove_from_document
     A not in kept  ->  True
 removed-vectors-stay            .          FaissVectors.sync

@@ -156,7 +156,7 @@ class Soak:
     def _inject_faults(self) -> None:
         self._restart_redis(0.08, 0.14)
         self._restart_replica(self._replicas[0], 0.20, 0.40, graceful=True)
-        self._restart_replica(self._replicas[1], 0.45, 0.75, graceful=False, meanwhile=self._restart_second_redis)
+        self._restart_replica(self._replicas[1], 0.45, 0.75, graceful=False, during=self._restart_second_redis)
         self._gate.open(self.config.requests)
 
     def _restart_second_redis(self) -> None:
@@ -185,7 +185,7 @@ class Soak:
         until: float,
         *,
         graceful: bool,
-        meanwhile: Callable[[], None] | None = None,
+        during: Callable[[], None] | None = None,
     ) -> None:
         """Read the counters of a replica, stop it with requests in progress, start it at once, and wait for it.
 
@@ -208,8 +208,8 @@ class Soak:
         replica.start()
         back = threading.Thread(target=replica.wait, daemon=True)
         back.start()
-        if meanwhile is not None:
-            meanwhile()
+        if during is not None:
+            during()
         self._gate.wait_for(self._num_requests_at(until))
         back.join()
         self._record_fault(f"{replica.name} is back")

@@ -1,4 +1,4 @@
-"""Every alert of the chart's rules, provoked on real servers, and mended as docs/operators.md says.
+"""Every alert of the chart's rules, provoked on real servers, and cleared as docs/operators.md says.
 
     python -m benchmarks.soak.alerts --out data/results/alerts.json
 
@@ -203,12 +203,12 @@ class Trial:
                     if name in alerts and name not in fired:
                         fired[name] = {"value": float(value), "fired_s": round(time.monotonic() - start_s, 1)}
                 time.sleep(0.5)
-        mended_s = time.monotonic()
+        repaired_s = time.monotonic()
         with self.traffic(1, self._trickle):
-            while time.monotonic() < mended_s + CLEARS_S:
+            while time.monotonic() < repaired_s + CLEARS_S:
                 still = self.prometheus.firing().keys() & set(alerts)
                 for name in set(alerts) & fired.keys() - still:
-                    fired[name].setdefault("cleared_s", round(time.monotonic() - mended_s, 1))
+                    fired[name].setdefault("cleared_s", round(time.monotonic() - repaired_s, 1))
                 if not still:
                     break
                 time.sleep(0.5)

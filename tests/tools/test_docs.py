@@ -51,7 +51,7 @@ def test_the_docs_are_few_pages_and_each_begins_with_what_one_can_do_then():
     handwritten = [page for page in PAGES if page.parent.name == "docs" and page.name != "commands.md"]
     texts = {page.name: page.read_text(encoding="utf-8") for page in handwritten}
     assert len(texts) <= 17
-    assert sum(len(text.splitlines()) for text in texts.values()) <= 2650
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 2750
     assert not [name for name, text in texts.items() if not text.split("\n\n")[1].startswith("After this page")]
 
 

@@ -18,7 +18,7 @@ LONGER_FILES = {  # each entry needs a review
     "engine/vllm/worker_side/worker.py": 520,
     "index.py": 560,
     "operations/maintenance.py": 460,
-    "server/documents.py": 470,
+    "server/documents.py": 480,
 }
 LARGER_FOLDERS = {
     "corpus/readers": 34,  # one file per format

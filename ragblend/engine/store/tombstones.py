@@ -11,7 +11,7 @@ The order of tombstones is that of their numbers: each is higher than those of a
 clock is compared with another one, so a machine whose clock is wrong deletes what others delete. A poll lists only the
 names after the newest known one. Every five seconds, a poll lists all names. A store with a disk then writes back the
 tombstones that it has applied and that the remote tier has lost. The remote tier keeps the newest MAX_TOMBSTONES. A
-machine that was down meanwhile has missed some: it deletes the entries that the remote tier does not
+machine that was down for that time has missed some: it deletes the entries that the remote tier does not
 have. Works on stores, keys and namespaces. Does not depend on servers, prompts or models.
 """
 
