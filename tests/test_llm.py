@@ -69,6 +69,7 @@ class ScriptedEngine:
     """An engine whose every token waits for a permit, to test the order of events and closed streams."""
 
     name, fingerprint, context_length = "scripted", "f", 100
+    system: str | None = None
     renderer = SimpleNamespace(text_ids=lambda text: [len(word) for word in text.split()])
 
     def __init__(self, pieces: tuple[str, ...] = ("one ", "two ", "three"), permits: int = 0) -> None:
@@ -79,6 +80,9 @@ class ScriptedEngine:
         self.started = threading.Event()
         self.prompts: list[Prompt] = []
         self.options: list[dict[str, Any]] = []
+
+    def close(self) -> None:
+        """Do nothing: it has no threads."""
 
     def stream(self, prompt: Prompt, **options: Any) -> Any:
         self.prompts.append(prompt)

@@ -108,6 +108,9 @@ def test_an_api_key_is_handed_to_the_client_and_not_kept(key, monkeypatch):
     class Served:
         name, system = "demo", None
 
+        def close(self) -> None:
+            """Do nothing."""
+
     def share(model: str, store: Any, **options: Any) -> Served:
         asked.append(options)
         return Served()
