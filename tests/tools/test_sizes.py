@@ -18,7 +18,8 @@ LONGER_FILES = {  # each entry needs a review
     "engine/vllm/worker_side/worker.py": 520,
     "index.py": 560,
     "operations/maintenance.py": 460,
-    "server/documents.py": 460,
+    "precompute.py": 425,
+    "server/documents.py": 475,
 }
 LARGER_FOLDERS = {
     "corpus/readers": 34,  # one file per format
