@@ -18,6 +18,7 @@ LONGER_FILES = {  # each entry needs a review
     "engine/vllm/worker_side/worker.py": 520,
     "index.py": 560,
     "operations/maintenance.py": 460,
+    "precompute.py": 425,
     "server/documents.py": 480,
 }
 LARGER_FOLDERS = {
