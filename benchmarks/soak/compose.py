@@ -54,7 +54,7 @@ def read_plan(api_key: str) -> dict[str, Any]:
 
 
 class ComposeReplica(ServerProcess):
-    """One of the two servers, over its own disk `home`/kv. `catalog`: URL of a PostgreSQL; None: a file on the same disk."""
+    """One of the two servers, over the disk `home`/kv. `catalog`: URL of a PostgreSQL; None: a file on that disk."""
 
     def __init__(
         self, service: Mapping[str, Any], home: Path, cache: Redis, catalog: str | None, **environment: str
