@@ -37,16 +37,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {}),
 }
 NATIVE = ("granite", "cohere2", "gemma", "exaone4", "glm4", "cohere", "gpt_oss")
-BY_TRANSFORMERS = ("smollm3", "olmo2", "glm", "olmo", "seed_oss")
+BY_TRANSFORMERS = ("smollm3", "olmo2", "olmo3", "glm", "olmo", "seed_oss")
 """Families whose layers are transformers' inside vLLM."""
 
 pytestmark = pytest.mark.timeout(300)  # an engine starts in the first test of each family
 WITHOUT_REFERENCE = ("olmo", "glm4_moe", "ministral3")
 """Families that tests/reference.py does not compute. Ratio 1.0 and the check at start remain."""
-GLOBAL = {"cohere2": (2, 5), "exaone4": (2, 5), "gpt_oss": (1, 3, 5)}
+GLOBAL = {"cohere2": (2, 5), "exaone4": (2, 5), "olmo3": (2, 5), "gpt_oss": (1, 3, 5)}
 
 
-@pytest.fixture(scope="module", params=[*BY_TRANSFORMERS[:4], *NATIVE, *OTHERS])
+@pytest.fixture(scope="module", params=[*BY_TRANSFORMERS[:5], *NATIVE, *OTHERS])
 def family(request):
     return str(request.param)
 
@@ -56,6 +56,8 @@ def stock_of_family(family):
     """The family's stock model, with vLLM's windows: Cohere 2 sees one token more there than in transformers."""
     kind, changes = OTHERS.get(family, (None, {}))
     model_class, changes = FAMILIES[family] if kind is None else (getattr(transformers, f"{kind}ForCausalLM"), changes)
+    if family.startswith("cohere"):  # vLLM always uses the embeddings as the head
+        changes = {**changes, "tie_word_embeddings": True}
     model = make_model(model_class, **{**SIZES, **changes})
     model.set_attn_implementation("eager")
     return model

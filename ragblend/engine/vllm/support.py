@@ -46,6 +46,7 @@ TESTED_ARCHITECTURES = (
     "MixtralForCausalLM",
     "OlmoForCausalLM",
     "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
     "OlmoeForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
