@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import transformers
-from continued import Continued
+from continued import Continued, assert_continues
 from harness import SIZES, ask, assert_same_answer, connector_worker, engine, ingest, recorded_selections, report
 from test_blend import (
     CHUNKS,
     PREFIX,
     STEPS,
     TOLERANCE,
-    assert_like_reference,
     blend_params,
     patchy_prompt,
     plain_prompt,
@@ -36,17 +35,18 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4Moe", EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 2, "use_qk_norm": True}),
     "ministral3": ("Ministral3", {"sliding_window": None}),
     "seed_oss": ("SeedOss", {}),
-    "arcee": ("Arcee", {}),
 }
 NATIVE = ("granite", "cohere2", "gemma", "exaone4", "glm4", "cohere", "gpt_oss")
-BY_TRANSFORMERS = ("smollm3", "olmo2", "olmo3", "glm", "nanochat", "olmo", "seed_oss", "arcee")
+BY_TRANSFORMERS = ("smollm3", "olmo2", "olmo3", "glm", "olmo", "seed_oss")
 """Families whose layers are transformers' inside vLLM."""
+
+pytestmark = pytest.mark.timeout(300)  # an engine starts in the first test of each family
 WITHOUT_REFERENCE = ("olmo", "glm4_moe", "ministral3")
 """Families that tests/reference.py does not compute. Ratio 1.0 and the check at start remain."""
 GLOBAL = {"cohere2": (2, 5), "exaone4": (2, 5), "olmo3": (2, 5), "gpt_oss": (1, 3, 5)}
 
 
-@pytest.fixture(scope="module", params=[*BY_TRANSFORMERS[:6], *NATIVE, *OTHERS])
+@pytest.fixture(scope="module", params=[*BY_TRANSFORMERS[:5], *NATIVE, *OTHERS])
 def family(request):
     return str(request.param)
 
@@ -56,6 +56,8 @@ def stock_of_family(family):
     """The family's stock model, with vLLM's windows: Cohere 2 sees one token more there than in transformers."""
     kind, changes = OTHERS.get(family, (None, {}))
     model_class, changes = FAMILIES[family] if kind is None else (getattr(transformers, f"{kind}ForCausalLM"), changes)
+    if family.startswith("cohere"):  # vLLM always uses the embeddings as the head
+        changes = {**changes, "tie_word_embeddings": True}
     model = make_model(model_class, **{**SIZES, **changes})
     model.set_attn_implementation("eager")
     return model
@@ -86,21 +88,25 @@ def test_ratio_one_is_vllms_own_prefill_and_reuse_is_not(family, served, stock_o
     assert max(abs(mine[each].logprob - theirs[each].logprob) for each in mine.keys() & theirs.keys()) > 0.01
 
 
-@pytest.mark.parametrize("rule", ["cacheblend", "cacheblend_k", "ask"])
-def test_ratios_between_are_the_independent_cacheblends(family, rule, served, stock_of_family):
+@pytest.mark.parametrize(
+    ("rule", "make_prompt", "ratio"),
+    [("cacheblend", patchy_prompt, 0.5), ("cacheblend_k", plain_prompt, 0.15), ("ask", plain_prompt, 0.15)],
+)
+def test_ratios_between_are_the_independent_cacheblends(family, rule, make_prompt, ratio, served, stock_of_family):
     if family in WITHOUT_REFERENCE:
         pytest.skip("tests/reference.py does not compute this family")
     reference = Continued(stock_of_family)
     if family == "cohere2":  # vLLM's window there has one token more
         reference.windows = [each and each + 1 for each in reference.windows]
-    for prompt, ratio in ((plain_prompt(), 0.15), (patchy_prompt(), 0.5)):
-        with recorded_selections() as selections:
-            output = ask(served, prompt.ids, blend_params(ratio, rule), STEPS)
-        expected = reference.blended(
-            prompt.parts, ratio, report(output)["rule"], selections[-1], prompt.question_start, GLOBAL.get(family, ())
-        )
-        assert selections[-1] == expected.selected
-        assert_like_reference(output, prompt, reference, selections[-1], ratio, report(output)["rule"], family)
+    prompt = make_prompt()
+    with recorded_selections() as selections:
+        output = ask(served, prompt.ids, blend_params(ratio, rule), STEPS)
+    expected = reference.blended(
+        prompt.parts, ratio, rule, selections[-1], prompt.question_start, GLOBAL.get(family, ())
+    )
+    assert report(output)["rule"] == rule
+    assert selections[-1] == expected.selected
+    assert_continues(output, reference, TOLERANCE)
 
 
 REJECTED: dict[str, tuple[type, dict[str, Any], str]] = {

@@ -28,7 +28,6 @@ tests/engine/beside_vllm/test_vllm_contract.py reads its wheel."""
 _GLOBAL_LAYERS_FROM = (0, 32)  # older releases apply the sliding window to the layers without one, too
 
 TESTED_ARCHITECTURES = (
-    "ArceeForCausalLM",
     "CohereForCausalLM",
     "Cohere2ForCausalLM",
     "Exaone4ForCausalLM",
@@ -45,7 +44,6 @@ TESTED_ARCHITECTURES = (
     "Ministral3ForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
-    "NanoChatForCausalLM",
     "OlmoForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",

@@ -65,7 +65,7 @@ def assert_packed_as_alone(layers: Any, counts: Sequence[int], seed: int, atol: 
 
 @pytest.mark.parametrize("counts", [(5,), (20, 3, 41), (64, 65, 66)])
 def test_packed_chunks_have_the_kv_of_chunks_prefilled_alone(tiny_layers, family, counts):
-    assert_packed_as_alone(tiny_layers(family), counts, seed=3, atol=1e-5)
+    assert_packed_as_alone(tiny_layers(family), counts, seed=3, atol=3e-5)
 
 
 @settings(max_examples=20)
