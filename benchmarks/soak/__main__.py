@@ -157,7 +157,6 @@ class Soak:
         self._restart_redis(0.08, 0.14)
         self._restart_replica(self._replicas[0], 0.20, 0.40, graceful=True)
         self._restart_replica(self._replicas[1], 0.45, 0.75, graceful=False, during=self._restart_second_redis)
-        self._gate.open(self.config.requests)
 
     def _restart_second_redis(self) -> None:
         self._restart_redis(0.55, 0.62)
@@ -213,6 +212,7 @@ class Soak:
         self._gate.wait_for(self._num_requests_at(until))
         back.join()
         self._record_fault(f"{replica.name} is back")
+        self._gate.open(self.config.requests)
 
     # -- checks
 
