@@ -125,7 +125,9 @@ class TransformersLayers:
         ropes = rope_parameters(self.config)
         self._kinds = list(self.config.layer_types) if "" not in ropes else [""] * len(self._layers)
         self.context_length = context_length(self.config)
-        self._rotary = RotaryTables(self._decoder.rotary_emb, self._family, self.context_length, self.device)
+        self._rotary = RotaryTables(
+            self._decoder.rotary_emb, self.context_length, self.device, half_tables=self._family.half_tables
+        )
         self._windows = layer_windows(self.config)
         seeing_all = tuple(layer for layer in range(self.num_layers) if self._windows[layer] is None)
         self.global_layers = seeing_all if len(seeing_all) < self.num_layers else ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from ragblend.engine.fusion.attention import (
     positions_on_host,
     rotate,
 )
-
-if TYPE_CHECKING:
-    from ragblend.engine.transformers.families import AttentionFamily
 
 # Cached rotations per kind of layers: of the rows that the loader places, and of those that run before and after the
 # check. They stay from one request to the next; each is as large as its rows of the model's own tables.
@@ -114,9 +111,9 @@ class KeyRotation(NamedTuple):
 class RotaryTables:
     """Tables of a model's rotary `module`, in float32 and with its attention scaling. The latest results are cached."""
 
-    def __init__(self, module: Any, family: AttentionFamily, context_length: int, device: torch.device) -> None:
-        self._module, self._family, self._device = module, family, device
-        self._context_length = context_length
+    def __init__(self, module: Any, context_length: int, device: torch.device, *, half_tables: bool = False) -> None:
+        self._module, self._context_length, self._device = module, context_length, device
+        self._half_tables = half_tables  # True if `module` returns each angle once, for both dimensions that it rotates
         self._tables: dict[tuple[str, RotaryLayout], tuple[Tensor, Tensor]] = {}
         self._cached: tuple[RowTables, ...] = ()  # of the rows that were run or placed last, latest first
 
@@ -146,8 +143,9 @@ class RotaryTables:
         dummy = torch.empty(0, dtype=torch.float32, device=self._device)
         which = {"layer_type": kind} if kind else {}
         found = self._module(dummy, position_ids=positions, **which)
-        cos, sin = (part[0] for part in ((found.real, found.imag) if self._family.complex_tables else found))
-        if self._family.half_tables:
+        # Some modules return each angle as one complex number.
+        cos, sin = (part[0] for part in ((found.real, found.imag) if isinstance(found, Tensor) else found))
+        if self._half_tables:
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         self._tables[kind, layout] = layout.arrange(cos, sin)
         return self._tables[kind, layout]
