@@ -1,0 +1,27 @@
+"""The study of causes measures what it says: all tokens recomputed, or all kept ones restored, is full prefill."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.causes import main
+
+
+@pytest.mark.slow
+def test_the_study_goes_on_where_it_stopped_and_restored_kv_is_full_prefills(tmp_path, monkeypatch):
+    out = tmp_path / "causes.json"
+    main("demo", out, "nq", 1, threads=1)
+    found = {
+        (each["context"], each["kind"], each["variant"], each["ratio"]): each
+        for each in json.loads(out.read_text())["questions"][0]["rows"]
+    }
+    assert found["none", "recompute", "ask", 1.0]["first_token_kl"] == pytest.approx(0, abs=1e-4)
+    for context in ("none", "similar", "unrelated"):
+        reuse = found[context, "recompute", "reuse", 0.0]["answer_kl"]
+        assert found[context, "restore", "kept by ask", 0.3]["answer_kl"] < reuse
+    before = out.read_text()
+    monkeypatch.setattr("benchmarks.causes.measure_question", None)  # no question is measured twice
+    main("demo", out, "nq", 1, threads=1)
+    assert json.loads(out.read_text())["questions"] == json.loads(before)["questions"]
