@@ -80,8 +80,8 @@ HELP_WIDTH = 100  # columns of `--help` at most
 NUM_IN_ONE_LIST = 9  # options of a command that are shown as one list
 RARE_OPTIONS = {
     "--api-keys-file", "--condense", "--context", "--contexts", "--device", "--dtype", "--embedder", "--loader",
-    "--max-mean-ttft-s", "--namespace", "--num-held-out", "--precompute", "--rates", "--ratios", "--remote",
-    "--repeats", "--rule", "--rules", "--save", "--slowdowns", "--split", "--system", "--text-field", "--threads",
+    "--namespace", "--num-held-out", "--precompute", "--ratios", "--remote",
+    "--repeats", "--rule", "--rules", "--save", "--split", "--system", "--text-field", "--threads",
     "--tier", "--trust-remote-code", "--vllm-options", "--workers",
 }  # fmt: skip
 """Options that `--help` lists last: few users set them."""

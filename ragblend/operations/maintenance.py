@@ -19,6 +19,7 @@ from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.catalog.stored_documents import hash_token_ids, live_text_keys, open_store_documents
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore, GcResult
+from ragblend.engine.store.eviction import NAME
 from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.store.metadata import (
     CALIBRATIONS_DIR,
@@ -148,12 +149,14 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
     except RagblendError as error:
         report.damaged_files[CATALOG_FILE] = str(error)
         return
+    if odd := {key for key in stored if not NAME.fullmatch(key)}:
+        problems.append(f"{len(odd)} keys of entries cannot be keys")
     if problems:
         report.damaged_files[CATALOG_FILE] = "; ".join(problems)
     if not disk.has_evicted:
         models = disk.models()
         for key, fingerprint in stored.items():
-            if key not in report.damaged and not disk.has_file(key):
+            if key not in report.damaged and key not in odd and not disk.has_file(key):
                 model = models.get(fingerprint, {}).get("model", f"a model with the fingerprint {fingerprint}")
                 report.missing[key] = f"stored for {model}, but its file does not exist"
 

@@ -123,7 +123,6 @@ def test_an_empty_or_a_missing_text_file_is_named_in_a_sentence(kind, code, tmp_
         (("calibrate", "--plot", "x"), 2, "--plot is x, but its ending"),
         (("analyze", "file", "--plot", "[/b].txt"), 2, r"--plot is \[/b\].txt, but its ending"),
         (("bench", "ttft", "--plot", "x.foo"), 2, "--plot is x.foo, but its ending"),
-        (("bench", "load", "--store", "s3://bucket/x"), 2, "--remote"),
         (("demo", "--dir", ""), 2, "--dir is ''"),
         (("demo", "--dir", "file"), 1, "cannot be written: .*--dir DIR"),
         (("init-key", "--key-file", ""), 2, "--key-file is ''"),

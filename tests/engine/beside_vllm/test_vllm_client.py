@@ -6,6 +6,7 @@ The server is a real HTTP server on a real socket; only vLLM behind it is a scri
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import sys
@@ -531,7 +532,8 @@ def test_an_index_sends_its_documents_with_their_vectors(client, script, tmp_pat
     ]
     for each in body["documents"]:
         assert each["embedder"] == "hashing 1"
-        np.testing.assert_allclose(each["vectors"], HashingEmbedder().embed(each["chunks"]), atol=1e-6)
+        vectors = [np.frombuffer(base64.b64decode(vector), "<f4") for vector in each["vectors"]]
+        np.testing.assert_allclose(vectors, HashingEmbedder().embed(each["chunks"]), atol=1e-6)
     (docs / "b.txt").unlink()
     (docs / "a.txt").write_text(A + " He was born in Synon.")
     report = ingest(docs, client, tmp_path / "index")

@@ -45,7 +45,7 @@ def test_a_report_survives_json_and_newer_fields():
     for name in ("failed", "chunks", "recompute_ratio"):
         older.pop(name, None)
     assert report_from_params({PARAMS_KEY: older}) == replace(report, chunks=[], recompute_ratio=0.0)
-    for change in ({"version": 1}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]}):
+    for change in ({"version": 2}, {"mode": "ingest"}, {"chunks": 3}, {"chunks": [3]}):
         assert report_from_params({PARAMS_KEY: {**report_to_json(report), **change}}) is None
     for other in (None, {}, {PARAMS_KEY: 3}):
         assert report_from_params(other) is None
@@ -65,7 +65,7 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        ({"version": 1}, "parameters is 1, but this server reads 2"),
+        ({"version": 2}, "parameters is 2, but this server reads 1"),
         ({"mode": "guess"}, "'guess'"),
         ({"ratio": 1.5}, "1.5"),
         ({"ratio": True}, "True"),
