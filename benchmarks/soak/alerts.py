@@ -142,7 +142,7 @@ class Server(Replica):
     def num_pending(self) -> int:
         """Return the number of documents that wait."""
         answer = httpx.get(f"{self.url}{DOCUMENTS}", timeout=60).raise_for_status().json()
-        return sum(each["num_pending"] for each in answer["collections"].values())
+        return sum(each["num_waiting"] for each in answer["collections"].values())
 
     def ask(self, *numbers: int, max_tokens: int = 2, timeout_s: float = 120) -> None:
         """Ask about documents."""
@@ -305,7 +305,6 @@ def left_to_vllm(trial: Trial) -> Iterator[None]:
     plain.wait()
     with trial.traffic(2, partial(ask_some, plain)):
         yield
-    trial.notes["plan"] = trial.type("plan", "--model", "demo", "--store", str(plain.store))[:6]
     shutil.rmtree(plain.store / "machines")
     plain.restart("--kv-cache-memory-bytes", str(MANY_BYTES))
 

@@ -297,7 +297,7 @@ class DocumentLife:
     def __init__(self, client: Client, http: httpx.Client) -> None:
         self._client, self._http, self._ledger = client, http, client.ledger
         self._tenant, self._replica = client.random.choice(TENANTS), client.random.choice(client.replicas)
-        self._text = client.work.make_text()
+        self._text = client.work.make_text(shuffled=True)
         self._question = client.alone(self._text)
         self._id = f"text-{self._text.number}"
 

@@ -122,11 +122,18 @@ class Work:
     def _ids(self, passage: str) -> tuple[int, ...]:
         return self._engine.renderer.chunk_ids(passage)
 
-    def make_text(self) -> Text:
-        """Make a new chunk that every namespace may ingest. May be called from any thread."""
+    def make_text(self, *, shuffled: bool = False) -> Text:
+        """Make a new chunk that every namespace may ingest. May be called from any thread.
+
+        shuffled: its words are in another order, so that no other chunk is found in it.
+        """
         with self._lock:
             number = next(self._fresh)
-            passage = f"{self._passages[number % len(self._passages)]} This is copy {number}."
+            passage = self._passages[number % len(self._passages)]
+            if shuffled:
+                words = passage.split()
+                passage = " ".join(random.Random(number).sample(words, len(words)))
+            passage = f"{passage} This is copy {number}."
             text = Text(number, self._ids(passage), TENANTS, passage)
             self.all_texts.append(text)
             return text

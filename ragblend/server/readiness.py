@@ -157,7 +157,7 @@ class _CachedProbe:
 def _disk_state(disk: DiskStore | None) -> str:
     if disk is None:
         return "ok"
-    if not disk.root.is_dir():
+    if disk.is_missing():
         return "missing"
     for folder in {disk.kv_dir, disk.root}:  # on two disks, for example
         try:

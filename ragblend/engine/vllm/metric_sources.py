@@ -15,7 +15,6 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore, StoreCounters
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.store.metadata import MODELS_DIR
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 
@@ -107,7 +106,6 @@ class TierMetrics(MetricSource):
         self._listing: threading.Thread | None = None
         self._due_s = 0.0
         self._disk = store.find_tier(DiskStore) if shows_bytes else None
-        self._had_models_dir = False
 
     def take_changes(self) -> dict[str, float | list[float]]:
         """Return the changed metrics: counts as increments since the last call, sizes as their new values."""
@@ -145,15 +143,10 @@ class TierMetrics(MetricSource):
         self._due_s = end_s + max(_LIST_EVERY_S, (end_s - start_s) / _LIST_SHARE)
 
     def _check_folder(self) -> None:
-        """Log that the store's folder was deleted, or restored.
-
-        A write creates the folder again, so its subfolder for models is checked, once it has been found.
-        """
+        """Log that the store's folder was deleted, or restored."""
         if self._disk is None:
             return
-        has_models_dir = (self._disk.root / MODELS_DIR).is_dir()
-        self._had_models_dir = self._had_models_dir or has_models_dir
-        is_missing = not (has_models_dir if self._had_models_dir else self._disk.root.is_dir())
+        is_missing = self._disk.is_missing()
         was_missing = bool(self.gauges.get("store_missing"))
         if is_missing and not was_missing:
             log.error(
