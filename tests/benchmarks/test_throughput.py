@@ -14,7 +14,9 @@ from hypothesis.strategies import floats, integers, lists
 from scipy.stats import expon, kstest
 from typer.testing import CliRunner
 
+from benchmarks.results import run_benchmark
 from benchmarks.throughput import (
+    BENCHMARK,
     ThroughputConfig,
     TimedAnswer,
     arrival_times,
@@ -272,9 +274,6 @@ def test_a_plot_is_written_from_the_json_object(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["throughput", "--vllm-options", "{"],
-        ["throughput", "--vllm-options", "[1]"],
-        ["throughput", "--rates", "0"],
         ["ttft", "--backend", "http"],
         ["ttft", "--backend", "vllm", "--device", "cuda"],
         ["ttft", "--vllm-options", '{"enforce_eager": false}'],
@@ -282,3 +281,10 @@ def test_a_plot_is_written_from_the_json_object(tmp_path):
 )
 def test_the_command_line_refuses_what_cannot_be_measured(arguments):
     assert isinstance(CliRunner().invoke(app, ["bench", *arguments]).exception, UsageError)
+
+
+@pytest.mark.parametrize("arguments", [["--vllm-options", "{"], ["--vllm-options", "[1]"], ["--rates", "0"]])
+def test_the_script_refuses_what_cannot_be_measured(arguments, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["throughput", *arguments])
+    with pytest.raises(UsageError):
+        run_benchmark(ThroughputConfig, BENCHMARK)
