@@ -377,7 +377,6 @@ def test_reports_of_a_batch_have_each_answers_own_times(engine, monkeypatch):
 
 
 def test_a_failing_batched_step_is_logged_once_and_steps_run_one_by_one(engine, monkeypatch, caplog):
-    caplog.set_level("WARNING")  # repeats are logged at a lower level
     decode = engine.loop._decode
 
     def one_at_a_time(steps: Sequence[Any]) -> Any:

@@ -22,7 +22,7 @@ FORGED = "\x1b[31m\nERROR forged\r\u202e\ud800"
 HUGE = "x" * (1 << 20)
 
 
-def vllm_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def vllm_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Messages of vLLM's logger after this call. ragblend's records go there if the root logger has no handlers."""
     seen: list[str] = []
     handler = logging.Handler()
@@ -30,6 +30,7 @@ def vllm_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
     for name in ("", "ragblend"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+    caplog.set_level(logging.DEBUG, "ragblend")  # so that the level is restored after the test
     plugin.use_vllm_logger()
     return seen
 
@@ -38,8 +39,8 @@ def vllm_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     "field", ["mode", "rule", "ratio", "version", "seed", "context", "spans", "namespace", "a name"]
 )
-def test_what_a_client_sends_is_quoted_short_and_escaped(field, sent, monkeypatch):
-    logged = vllm_log(monkeypatch)
+def test_what_a_client_sends_is_quoted_short_and_escaped(field, sent, monkeypatch, caplog):
+    logged = vllm_log(monkeypatch, caplog)
     raw: Any = {sent: 1, **{f"{sent}{number}": 1 for number in range(20)}} if field == "a name" else {field: sent}
     try:
         find_rule(parse_params(raw).rule)
@@ -52,8 +53,8 @@ def test_what_a_client_sends_is_quoted_short_and_escaped(field, sent, monkeypatc
         assert field == "namespace", "a namespace may have any letters that JSON has"
 
 
-def test_a_statement_that_logs_for_each_document_logs_five_times_a_minute(monkeypatch):
-    logged = vllm_log(monkeypatch)
+def test_a_statement_that_logs_for_each_document_logs_five_times_a_minute(monkeypatch, caplog):
+    logged = vllm_log(monkeypatch, caplog)
     log = logging.getLogger("ragblend.server")
     for second in range(200):
         monkeypatch.setattr("time.time", lambda second=second: 1e9 + second)
@@ -85,7 +86,7 @@ def test_a_client_that_closes_an_upload_costs_one_line(caplog):
 
 def test_the_audit_log_has_every_change_whole_with_the_name_of_the_key(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "vllm")
-    logged = vllm_log(monkeypatch)
+    logged = vllm_log(monkeypatch, caplog)
     current_auth.set(AuthContext(Grant("acme", frozenset({"ingest"}), "the crawler")))
     for _ in range(9):  # beyond what other lines may have in a minute
         log_change("add", "acme", "kb", [f"{FORGED}{number:08}" * 10 for number in range(150)])
