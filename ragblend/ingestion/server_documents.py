@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_CHARS = 8 << 20  # most characters of the documents in one request, as JSON in ASCII
 _DOCUMENT_CHARS = 24 << 20  # of a document that is sent whole; a server accepts bodies of 32 MiB
+_LEAST_CHARS = 256  # that a text counts, however short it is: a server accepts 100,000 texts in a request
 
 
 def _send(
@@ -92,7 +93,7 @@ def _divide(document: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], in
     The parts have the same version. The first one replaces an earlier version, and the server adds the others to it.
     """
     texts, vectors = document["chunks"], document.get("vectors", [])
-    sizes = [len(json.dumps(text)) for text in texts]
+    sizes = [max(_LEAST_CHARS, len(json.dumps(text))) for text in texts]
     if vectors:
         sizes = [size + len(vector) for size, vector in zip(sizes, vectors, strict=True)]
     other_chars = len(json.dumps({**document, "chunks": [], "vectors": []}))

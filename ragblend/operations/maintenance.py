@@ -150,7 +150,7 @@ def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
         report.damaged_files[CATALOG_FILE] = str(error)
         return
     if odd := {key for key in stored if not NAME.fullmatch(key)}:
-        problems.append(f"{len(odd)} keys of entries cannot be keys")
+        problems.append(f"the keys of {len(odd)} entries are damaged")
     if problems:
         report.damaged_files[CATALOG_FILE] = "; ".join(problems)
     if not disk.has_evicted:

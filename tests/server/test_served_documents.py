@@ -168,6 +168,22 @@ def test_chunks_of_a_version_come_to_those_it_has(server):
         assert server.wait(last)["num_stored"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "documents",
+    [[{"id": str(number), "chunks": ["a"]} for number in range(120_000)], [{"id": "a", "chunks": ["a"] * 120_000}]],
+    ids=["many documents", "many chunks"],
+)
+def test_a_server_accepts_every_request_of_many_short_texts(documents):
+    bodies = [
+        json.dumps({"collection": "c", "documents": batch}).encode() for batch in server_documents._batches(documents)
+    ]
+    assert len(bodies) > 1
+    assert not any(map(limits.has_too_many_values, bodies))
+    received = [each for body in bodies for each in read_documents(body, "", None)[0]]
+    assert sum(len(each.body["chunks"]) for each in received) == 120_000
+
+
 @pytest.mark.parametrize("from_index", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_document_that_is_too_long_for_one_request_is_sent_in_parts(tmp_path, server, from_index, monkeypatch):
     """All of its chunks are stored, progress counts them, and a changed version replaces all of them."""
