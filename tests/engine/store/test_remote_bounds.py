@@ -73,12 +73,13 @@ def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_t
     with within(0.5 + LATE_S):
         fetched = store.fetch_from_remote([kv.header.key for kv in kvs])
         found = [store.get_local(kv.header.key, kv.header.token_ids, fetched) for kv in kvs]
+    num_answered = values.calls.count("get")
     assert 8 <= sum(kv is not None for kv in found) <= 16
     for kv, expected in zip(found, kvs, strict=True):
         if kv is not None:
             assert_same(kv, expected)
     time.sleep(0.5)
-    assert values.calls.count("get") <= 24
+    assert values.calls.count("get") <= num_answered + 8  # those that were on their way
     store.close()
 
 
