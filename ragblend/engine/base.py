@@ -82,6 +82,8 @@ class EngineBase:
     closed = False
     store: KVStore
     default_prefix_ids: tuple[int, ...] = ()
+    neutral_ids: tuple[int, ...] = ()
+    """Token ids between the prefix and a chunk when its neutral variant is computed."""
     context_length: int
     """Longest prompt plus answer, in tokens."""
 
@@ -216,7 +218,6 @@ class LocalEngine(EngineBase, ABC):
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
         self.neutral_ids = renderer.neutral_ids
-        """Token ids between the prefix and a chunk when its neutral variant is computed."""
         self._stores_missing = on_miss == "store"
         # Opened here, and not at the first prompt: a catalogue that does not answer then must not fail the prompt.
         self.known_chunks = open_known_chunks(open_registry(store), renderer.fingerprint, self.namespace)

@@ -30,7 +30,7 @@ class IngestReport:
     """Results of one ingestion: numbers, sizes, durations, and lists of documents and files.
 
     The paths of files are absolute. The fields `num_..._kv` count entries. An entry is the KV of one chunk in one
-    context, so a store with the context policy "similar" has two entries of each chunk.
+    context, so a store with the context policy "neutral" has two entries of each chunk.
     """
 
     num_documents: int = 0
