@@ -93,7 +93,7 @@ def explain_short_text(chunk: Chunk, engine: Engine) -> str:
 
 def _num_prefill_tokens(chunk: Chunk, engine: Engine) -> int:
     """Return the number of tokens of a variant's prefill: the ids before it, the chunk, and two tokens for vLLM."""
-    num_before = len(engine.default_prefix_ids) + (chunk.context == "neutral") * len(engine.renderer.neutral_ids)
+    num_before = len(engine.default_prefix_ids) + (chunk.context == "neutral") * len(engine.neutral_ids)
     return num_before + engine.renderer.count_tokens(chunk.text) + 2
 
 
@@ -112,7 +112,7 @@ def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine
         if engine.context == "none":
             every += [Chunk(text, context="neutral") for text in registry.texts()]
             headers = (header for tier in engine.store.tiers if not tier.is_remote for header in tier.headers())
-            neutral_ids = engine.renderer.neutral_ids
+            neutral_ids = engine.neutral_ids
             neutral_here += [each.key for each in headers if each.prefix_ids[-len(neutral_ids) :] == neutral_ids]
         keys = [key for key in dict.fromkeys((*map(engine.key, every), *neutral_here)) if key not in kept_keys]
         registry.remove_stored_entries(keys)

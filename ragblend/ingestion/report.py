@@ -48,7 +48,7 @@ class IngestReport:
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
     num_evicted_kv: int = 0  # entries that the disk's budget evicted during it, also of earlier ingestions
-    num_removed_kv: int = 0  # deleted entries: of changed or removed chunks, and of chunks with them in the context
+    num_removed_kv: int = 0  # deleted entries of changed or removed chunks
     num_dropped: int = 0  # entries that did not reach the remote tier; `failures` has a line about them
     problem: str = ""  # why the last of these entries did not reach it
     is_full: bool = False  # the remote tier has no free space

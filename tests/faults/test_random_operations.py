@@ -195,7 +195,7 @@ def build(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["none", "similar"])
+@pytest.mark.parametrize("context", ["none", "neutral"])
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_one_folder_holds_what_is_left_and_nothing_of_what_was_removed(build, num_engines, context, counted):
     build([{"store": "store"} for _ in range(num_engines)], context).run(NUM_STEPS)
@@ -203,7 +203,7 @@ def test_one_folder_holds_what_is_left_and_nothing_of_what_was_removed(build, nu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["none", "similar"])
+@pytest.mark.parametrize("context", ["none", "neutral"])
 def test_two_machines_with_one_catalogue_hold_what_is_left(build, tmp_path, postgres, context, counted, monkeypatch):
     with fresh_schema(postgres) as catalog:
         monkeypatch.setenv("RAGBLEND_CATALOG", catalog)

@@ -25,7 +25,7 @@ def deep_model(make_tokenizer, tmp_path):
     return str(tmp_path / "deep")
 
 
-@pytest.mark.parametrize("configured", ["similar", None])
+@pytest.mark.parametrize("configured", ["neutral", None])
 def test_a_replica_with_an_empty_disk_finds_versions(configured, checkpoint, deep_model, tmp_path):
     model, url = deep_model if configured is None else str(checkpoint("llama")), f"file://{tmp_path}/shared"
     (tmp_path / "docs").mkdir()
@@ -40,5 +40,5 @@ def test_a_replica_with_an_empty_disk_finds_versions(configured, checkpoint, dee
     ) as replica:
         make_known(tmp_path / "second", replica.renderer, TEXTS)  # as a catalogue that both share would do
         report = replica.generate(Prompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
-        assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]
-        assert (replica.context, replica.store.read_context_policy()) == ("similar", None)
+        assert [chunk.context for chunk in report.chunks] == ["none", "neutral", "neutral"]
+        assert (replica.context, replica.store.read_context_policy()) == ("neutral", None)

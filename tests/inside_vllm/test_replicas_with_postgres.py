@@ -1,6 +1,6 @@
 """Two vLLM servers with a disk each, one catalogue in PostgreSQL and one Redis: nothing is lost or stale.
 
-The tests are one story and run in order. Every text is stored alone and after similar ones.
+The tests are one story and run in order. Every text is stored alone and after a neutral text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Replica:
     def __init__(self, home: Path, cache: RedisServer, catalog: str) -> None:
         home.mkdir()
         self.home, self.port = home, free_port()
-        self.own = {"RAGBLEND_REMOTE": cache.url, "RAGBLEND_CATALOG": catalog, "RAGBLEND_CONTEXT": "similar"}
+        self.own = {"RAGBLEND_REMOTE": cache.url, "RAGBLEND_CATALOG": catalog, "RAGBLEND_CONTEXT": "neutral"}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
         self.start()
 

@@ -43,8 +43,7 @@ def records(engine, prompts):
     chosen = [REUSE, *(Configuration("blend", rule, ratio) for rule, ratio in rules)]
     cases = load_cases(ASKED)
     measured = [
-        measure_prompt(engine, prompt, case, chosen, 16)[0]
-        for prompt, case in zip(prompts, cases, strict=True)
+        measure_prompt(engine, prompt, case, chosen, 16)[0] for prompt, case in zip(prompts, cases, strict=True)
     ]
     return {each: [record[each] for record in measured] for each in chosen}
 

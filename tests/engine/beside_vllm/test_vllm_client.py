@@ -248,7 +248,7 @@ def test_a_request_carries_messages_and_every_option(client, script):
     assert {name: body[name] for name in expected} == expected
     assert body["stream"] is body["return_token_ids"] is True
     params = parse_params(body["kv_transfer_params"][PARAMS_KEY])
-    assert (params.mode, params.rule, params.ratio, params.seed, params.spans) == ("blend", "random", 0.3, 4, ())
+    assert (params.mode, params.rule, params.ratio, params.seed, params.span) == ("blend", "random", 0.3, 4, None)
     # The end token is no part of the answer, nor is what the template writes before it.
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("Kinport", [10, 11], "stop")
 
@@ -324,7 +324,7 @@ def test_the_report_is_the_connectors_with_what_only_the_client_knows(client, sc
         charged_budget=0.25,
         load_s=0.5,
         match_s=0.001,
-        chunks=[ChunkReport("a.txt", 3, True, "exact", True, 2, "similar"), MISS],
+        chunks=[ChunkReport("a.txt", 3, True, "exact", True, 2, "neutral"), MISS],
     )
     report = client.generate(PROMPT).report
     assert report == replace(
