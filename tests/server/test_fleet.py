@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,14 +121,16 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
     """A program removes it. The server is killed before its batch ends, or cannot ask the catalogue."""
     with running(tmp_path, catalog, "one", "other", context="neutral") as (one, other):
         other.documents.close()
-        engine, fails = one.engine(), list[bool]()
+        engine, fails, is_removed = one.engine(), list[bool](), threading.Event()
 
         def precompute(chunk: Any, compute: Callable[[Any], int] = engine.precompute) -> int:
             if chunk.text == A and chunk.context == "neutral":
                 with open_store_documents(other.engine().store) as (registry, index):
                     found = list_documents(registry, index, "", "kb")
                 assert remove_stored_documents(found, other.engine(), None).num_chunks == 1
+                engine.store.apply_deletions()  # so that no later call deletes it
                 fails.append(fault == "outage")
+                is_removed.set()
             return compute(chunk)
 
         def find_unknown(
@@ -141,10 +144,9 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
         monkeypatch.setattr(engine, "precompute", precompute)
         monkeypatch.setattr(ChunkRegistry, "find_unknown_texts", find_unknown)
         monkeypatch.setattr("ragblend.precompute.delete_stale_kv", lambda *_: 0)
-        ingestion = one.send({"id": "a", "chunks": [A]})
-        wait_until(lambda: bool(fails) or not one.counts(ingestion)["num_waiting"], 60, "it is computed")
-        monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.1)
-        one.wait(ingestion)
+        one.send({"id": "a", "chunks": [A]})
+        assert is_removed.wait(60)
+        one.documents.close()  # after the chunk
         own = engine.renderer.chunk_ids(A)
         for each in (one, other):
             each.engine().store.flush(30)
