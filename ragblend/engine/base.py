@@ -267,8 +267,8 @@ class LocalEngine(EngineBase, ABC):
     def likely_keys(self, chunks: Sequence[Part]) -> list[str]:
         """Return the store keys that a prompt of these chunks is likely to use.
 
-        These are the keys of all chunks under the store's context policy, and the first chunk's key without an
-        ingestion context. If no policy is given or recorded, all chunks' keys without a context are added.
+        These are the keys of all chunks under the store's context policy, and the key of the first chunk alone. If no
+        policy is given or recorded, the keys of all chunks alone are added.
         """
         named = [as_chunk(chunk) for chunk in chunks]
         first = [replace(chunk, context="none") for chunk in (named[:1] if self._knows_context else named)]
