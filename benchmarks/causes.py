@@ -42,18 +42,19 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import QaCase, build_prompt, find_similar_texts, load_cases, stored_chunks
+from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
 from ragblend.lab.quality.measures import score_fidelity, token_log_probs
 from ragblend.lab.quality.study import FullPrefillReference, answer_in_full
-from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
+from ragblend.prompt.render import NEUTRAL_TEXT
+from ragblend.prompt.types import Prompt, as_chunk
 
 BUDGETS = (0.05, 0.15, 0.3)
 FURTHER_BUDGETS = (0.025, 0.1, 0.2, 0.5)  # of chunks stored alone
-CONTEXTS = ("none", "similar", "unrelated", "neutral", "neutral short")
-NEUTRAL_TEXT = Path(__file__).with_name("neutral.txt")  # its first paragraph is the short one
+CONTEXTS = ("none", "neutral", "unrelated", "neutral short")
 NUM_PARTS = 4  # parts of the depth, in which layers are restored
 
 
@@ -278,20 +279,25 @@ def deviation(fused: FusedKV, full: FusedKV, rows: Tensor) -> dict[str, list[flo
     return found
 
 
-def variants_to_store(
-    context: str, prompt: Prompt, similar: Mapping[str, tuple[str, ...]], unrelated: Sequence[str]
-) -> list[Part]:
-    """Return the chunk variants to store.
+def engine_with_context(
+    base: TransformersEngine, system: str | None, context: str, prompt: Prompt, other: Prompt
+) -> TransformersEngine:
+    """Return an engine that has stored the prompt's chunks in one of CONTEXTS.
 
-    "unrelated" puts two chunks of another question in front of each chunk, "neutral" the text of NEUTRAL_TEXT.
+    "neutral short": only the first paragraph of the neutral text precedes each chunk. "unrelated": two chunks of the
+    prompt `other` precede it.
     """
-    if context in ("none", "similar"):
-        return stored_chunks(prompt, context, similar)
-    text = NEUTRAL_TEXT.read_text(encoding="utf-8").strip()
-    before = {"unrelated": unrelated, "neutral": [text], "neutral short": [text.partition("\n\n")[0]]}[context]
-    texts = [as_chunk(chunk).text for chunk in prompt.chunks]
-    alone = [Chunk(each, context="none") for each in dict.fromkeys([*texts, *before])]
-    return [*alone, *(Chunk(each, context="similar", context_texts=tuple(before)) for each in texts)]
+    engine = with_own_store(base, system=system, context="none" if context == "none" else "neutral")
+    before = {
+        "neutral short": [NEUTRAL_TEXT.partition("\n\n")[0]],
+        "unrelated": [as_chunk(chunk).text for chunk in other.chunks[:2]],
+    }
+    if context in before:
+        parts = (engine.renderer.chunk_ids(text) + engine.renderer.separator_ids for text in before[context])
+        engine.neutral_ids = tuple(token for part in parts for token in part)
+    for variant in chunk_variants(map(as_chunk, prompt.chunks), engine.context):
+        engine.precompute(variant)
+    return engine
 
 
 def study_questions(
@@ -303,20 +309,16 @@ def study_questions(
     only_contexts: bool,
 ) -> Iterator[dict[str, Any]]:
     """Yield the result of each case that is not in `known`, the questions already measured."""
-    similar = find_similar_texts(cases, base, embedder, config)
     prompts = [build_prompt(case, base, embedder, config) for case in cases]
     for number, (case, prompt) in enumerate(zip(cases, prompts, strict=True)):
         if case.question in known:
             continue
         other = prompts[(number + 1) % len(prompts)]
-        unrelated = [as_chunk(chunk).text for chunk in other.chunks[:2]]
         engine = with_own_store(base, system=case.system, context="none")
         expected = answer_in_full(engine, prompt, case, config.answer_tokens)
         rows, facts = list[Row](), list[dict[str, Any]]()
         for context in CONTEXTS if only_contexts else CONTEXTS[:3]:
-            engine = with_own_store(base, system=case.system, context="none" if context == "none" else "similar")
-            for chunk in variants_to_store(context, prompt, similar, unrelated):
-                engine.precompute(chunk)
+            engine = engine_with_context(base, case.system, context, prompt, other)
             study = QuestionStudy(engine, expected, context)
             if only_contexts:
                 rows += measure_context(study)
@@ -360,7 +362,7 @@ def main(
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
     threads: Annotated[int | None, typer.Option("--threads", help="Compute threads.")] = None,
     only_contexts: Annotated[
-        bool, typer.Option("--only-contexts", help="Compare contexts only, five of them.")
+        bool, typer.Option("--only-contexts", help="Compare contexts only, four of them.")
     ] = False,
 ) -> None:
     """Measure the causes, print a line per variant, and write the result as JSON after each question."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -30,10 +30,11 @@ from ragblend.corpus.embedders import load_embedder
 from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import SYSTEM, build_prompt, find_similar_texts, load_cases, stored_chunks
+from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration, timed_prefill
 from ragblend.prompt.types import Prompt, as_chunk
 
@@ -41,7 +42,7 @@ CONFIGURATIONS = (
     REUSE,
     Configuration("blend", "cacheblend", 0.15),
     Configuration("blend", "ask", 0.05),
-    Configuration("blend", "ask", 0.05, context="similar"),
+    Configuration("blend", "ask", 0.05, context="neutral"),
 )
 TIMES_ASKED = 3  # each topic
 EMBEDDER = "hashing"  # similarity by common words; the comparison does not depend on the quality of retrieval
@@ -82,9 +83,7 @@ def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: 
     }
 
 
-def measure_ragblend(
-    base: TransformersEngine, prompts: Sequence[Prompt], similar: Mapping[str, tuple[str, ...]]
-) -> list[dict[str, Any]]:
+def measure_ragblend(base: TransformersEngine, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """Return a run per configuration: mean first-token KL from full prefill in nats, and median speedup of TTFT."""
     seen: dict[Configuration, list[tuple[float, float, float, bool]]] = {each: [] for each in CONFIGURATIONS}
     full_s: list[float] = []
@@ -93,8 +92,8 @@ def measure_ragblend(
         engines: dict[str, TransformersEngine] = {}
         for context in dict.fromkeys(each.context for each in CONFIGURATIONS):
             engines[context] = engine = with_own_store(base, system=SYSTEM, context=context)
-            for chunk in stored_chunks(prompt, context, similar):
-                engine.precompute(chunk)
+            for variant in chunk_variants(map(as_chunk, prompt.chunks), context):
+                engine.precompute(variant)
         for each in (FULL, *CONFIGURATIONS):
             engine = engines[each.context]
             request = engine.request(prompt, mode="full", max_tokens=1)
@@ -145,7 +144,6 @@ def main(
         assert isinstance(base, TransformersEngine)
         embedder = load_embedder(EMBEDDER)
         cases = load_cases(config)
-        similar = find_similar_texts(cases, base, embedder, config)
         moved = [build_prompt(case, base, embedder, config) for case in cases]
         asked = topics(
             [(case.question, build_prompt(case, base, embedder, wide)) for case in cases[:num_topics]],
@@ -161,7 +159,7 @@ def main(
             "topics": [prompt_facts(base, *each) for each in asked],
         }
         place.write_text(json.dumps(kept) + "\n")
-        runs = measure_ragblend(base, moved, similar)
+        runs = measure_ragblend(base, moved)
         card = hardware_card()
     for run in runs:
         print(

@@ -1,6 +1,6 @@
 """Tokens per second of ingestion into a disk store, compared with the model's prefill alone.
 
-    python -m benchmarks.ingest --contexts none,similar --json
+    python -m benchmarks.ingest --contexts none,neutral --json
 
 Prefill and ingestion take turns on the same chunks. Prefill keeps no KV. Ingestion looks up the missing chunks, packs
 and prefills them, and writes files that survive a crash. It is repeated with each context policy of `contexts`. Read
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Annotated, ClassVar
 
@@ -22,7 +22,7 @@ from benchmarks.results import run_benchmark
 from ragblend.engine.store.open import open_store
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
-from ragblend.ingestion.contexts import NUM_SIMILAR
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.bench.common.configs import DEFAULT_SHAPE, BenchConfig, ChunkTokens, ShapeOption
 from ragblend.lab.bench.common.hardware import hardware_card
@@ -46,7 +46,7 @@ class IngestConfig(BenchConfig):
     num_chunks: Annotated[int, Option("--num-chunks", min=1, help="Chunks of each round.")] = 8
     chunk_tokens: ChunkTokens = 512
     repeats: Annotated[int, Option("--repeats", min=1, help="Rounds of prefill and ingestion in turns.")] = 3
-    contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Context policies: none, similar.")] = (
+    contexts: Annotated[tuple[ContextPolicy, ...], Option("--contexts", help="Context policies: none, neutral.")] = (
         "none",
     )
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads.")] = 1
@@ -96,7 +96,7 @@ def time_prefill_and_ingest(
 ) -> list[dict[str, float]]:
     """Return one dictionary per round with the seconds of each mode. An untimed warm-up comes first.
 
-    The modes are "prefill", "ingest" (without context) and, if `config.contexts` has "similar", "ingest similar".
+    The modes are "prefill", "ingest" (without context) and, if `config.contexts` has "neutral", "ingest neutral".
     """
     vocabulary, count = engine.layers.config.vocab_size, config.num_chunks
     drawn, _ = make_prompts(count + 3, config.chunk_tokens, 1, 1, vocabulary)
@@ -104,30 +104,18 @@ def time_prefill_and_ingest(
     policies = tuple(dict.fromkeys(("none", *config.contexts)))
     prefill_only(engine, warm_up[:1])
     for policy in policies:
-        precompute_chunks(_versions(warm_up, policy), engine)
+        precompute_chunks(chunk_variants(warm_up, policy), engine)
     rounds = []
     for number in range(config.repeats):
         on_progress("measure", number, config.repeats)
         times = {"prefill": _measure_seconds(lambda: prefill_only(engine, chunks))}
         for policy in policies:
-            made = _versions(chunks, policy)
+            made = chunk_variants(chunks, policy)
             times[_mode(policy)] = _measure_seconds(lambda made=made: _ingest_new(engine, made))  # type: ignore[misc]
             for chunk in made:
                 engine.forget(chunk)
         rounds.append(times)
     return rounds
-
-
-def _versions(chunks: Sequence[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """Return the variants of `chunks` that a store with this context policy keeps.
-
-    An index would find similar chunks by their vectors. Here, the chunks before a chunk (cyclic) take their place."""
-    if policy == "none":
-        return [replace(chunk, context=policy) for chunk in chunks]
-    num_behind = min(NUM_SIMILAR, len(chunks) - 1)
-    behind = [tuple(chunks[place - 1 - back].text for back in range(num_behind)) for place in range(len(chunks))]
-    second = [replace(chunk, context=policy, context_texts=texts) for chunk, texts in zip(chunks, behind, strict=True)]
-    return [*_versions(chunks, "none"), *second]
 
 
 def _mode(policy: ContextPolicy) -> str:

@@ -78,7 +78,7 @@ class ManyDocuments:
                 self._engine.add_known_chunks(texts.values())
                 for text in texts.values():
                     kv = self._empty_entry(text, layers.kv_shapes)
-                    registry.record_entry_chunks(kv.header.key, [kv.header.token_ids], "")
+                    registry.record_entry_chunk(kv.header.key, kv.header.token_ids, "")
                     disk.put(kv)
         self.count = count
 

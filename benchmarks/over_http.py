@@ -4,8 +4,8 @@
         --out data/results/over-http.json
 
 The passages of MuSiQue questions are ingested by `ragblend serve`, through its documents API, and by the transformers
-engine in this process. Both use their defaults, and the same vectors for similar chunks. They take turns after every
-few documents, so that other load on the machine affects both. CPU seconds are comparable even on a busy machine.
+engine in this process. Both use their defaults. They take turns after every few documents, so that other load on the
+machine affects both. CPU seconds are comparable even on a busy machine.
 
 Each question is then asked over its passages, on both sides, in the default mode and in mode full. Closeness is the
 Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats, over the whole vocabulary:
@@ -33,14 +33,12 @@ from torch import Tensor
 from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
 from benchmarks.stock_clients import TEMPLATE, Questions, ingest, served
 from ragblend import Prompt, load_engine
-from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import RagblendError
 from ragblend.options import Mode
 from ragblend.precompute import precompute_documents
 
-EMBEDDER = HashingEmbedder()
 _SESSIONS: set[int] = set()  # session ids of the processes that this one has started
 _NAMED_ID = "token_id:"  # prefix of vLLM's tokens with `return_tokens_as_token_ids`
 
@@ -56,7 +54,7 @@ def measure_ingestion(
         for side in ("served", "local") if number % 2 else ("local", "served"):
             start_s, start_cpu_s = perf_counter(), _cpu_s(side)
             if side == "served":
-                num_new = ingest(url, [_with_vectors(document) for document in batch])["num_new_kv"]
+                num_new = ingest(url, batch)["num_new_kv"]
             else:
                 texts = [(document["id"], text) for document in batch for text in document["chunks"]]
                 report = precompute_documents(
@@ -64,7 +62,6 @@ def measure_ingestion(
                     engine,
                     ids=[name for name, _ in texts],
                     collection="musique",
-                    embedder=EMBEDDER,
                 )
                 num_new = report.num_new_kv
             record[f"{side}_s"], record[f"{side}_entries"] = perf_counter() - start_s, num_new
@@ -72,11 +69,6 @@ def measure_ingestion(
         found.append(record)
         print(record, flush=True)
     return found
-
-
-def _with_vectors(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document with the vectors by which both sides find similar chunks."""
-    return {**document, "vectors": EMBEDDER.embed(document["chunks"]).tolist(), "embedder": EMBEDDER.name}
 
 
 def _cpu_s(side: str) -> float:

@@ -98,8 +98,7 @@ class Settings(TierOptions):
     gpus_per_worker: float = option(0.0, "GPUs of each ingestion worker.", at_least(0))
     context: ContextPolicy | None = option(
         None,
-        "Context policy: none, or similar (prefill also after the two most similar chunks). Default: the store's or "
-        "the model's.",
+        "Context policy: none, or neutral (prefill also after a neutral text). Default: the store's or the model's.",
         CONTEXT,
     )
     k: int = option(6, "Chunks retrieved per question.", at_least(1), flag="-k")

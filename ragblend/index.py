@@ -389,26 +389,6 @@ class ChunkIndex(IndexedDocuments):
             placed.sort(key=lambda pair: (turn[pair[0].document], pair[0].ordinal))
         return [hit for _, hit in placed]
 
-    def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """Return the allowed texts nearest to `text`, at most `count`, nearest first. See `SimilarChunkFinder`.
-
-        Compares stored vectors. `text` itself and duplicates are left out. Returns [] if the index lacks `text`.
-        """
-        own = self.stored_vectors([text]).get(text_key(text.strip()))
-        if own is None or not np.any(vector := np.frombuffer(own, "<f4")):
-            return []
-        seen, found = {text_key(text.strip())}, list[str]()
-        with self._search_snapshot():
-            for row, _ in self._rows_by_score(vector.reshape(1, -1), 4 * (count + 1)):
-                if row.text_key in seen:
-                    continue
-                seen.add(row.text_key)
-                if is_allowed(row.text):
-                    found.append(row.text)
-                    if len(found) == count:
-                        break
-        return found
-
     def _rows_by_score(self, vector: FloatArray, num_first: int) -> Iterator[tuple[Row[Any], float]]:
         """Yield rows with their cosines to `vector` [1, dim], nearest first; equal cosines by row id.
 

@@ -34,7 +34,7 @@ MODES: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")
 RatioChoice = float | Literal["auto"] | None  # share to recompute; "auto" or None: the calibrated or default ratio
 KvDtype = Literal["auto", "int8", "fp8"]
 DiskBudget = float | Literal["auto"]  # GiB, 0 for no limit; "auto": half of the disk space that other files leave
-ContextPolicy = Literal["none", "similar"]  # chunks between the prefix and a chunk when its KV is computed
+ContextPolicy = Literal["none", "neutral"]  # text between the prefix and a chunk when its KV is computed
 
 
 TRUE_OR_FALSE = Validator(lambda value: type(value) is bool, "True or False")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +20,6 @@ from ragblend.catalog.registry import open_registry
 from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id
 from ragblend.chunker import Splitter
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
-from ragblend.corpus.embedders import Embedder
 from ragblend.corpus.folder_scan import ReadFailure, display_source, scan_folders
 from ragblend.corpus.loaders import FileReader, Loader
 from ragblend.engine.api import Engine, RemoteEngine
@@ -30,20 +30,14 @@ from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.capacity import describe_capacity, stored_kv_bytes
 from ragblend.ingestion.contexts import (
-    SimilarChunkFinder,
     apply_context_policy,
-    attach_similar_texts,
     chunk_variants,
     delete_other_variants,
     explain_short_text,
     explain_unfit_text,
+    fits_context_length,
 )
-from ragblend.ingestion.deletion import (
-    delete_orphaned_kv,
-    delete_stale_kv,
-    delete_texts_except,
-    delete_unrecorded_variants,
-)
+from ragblend.ingestion.deletion import delete_orphaned_kv, delete_stale_kv, delete_texts_except
 from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
@@ -58,7 +52,6 @@ from ragblend.ingestion.identity import (
 )
 from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
-from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import BLANK_TEXT, IngestReport, Progress, ignore_progress, show_progress
 from ragblend.ingestion.server_documents import send_documents, send_indexed_chunks
 from ragblend.ingestion.sync import count_moved_files, explain_empty_corpus, sync_index
@@ -100,8 +93,8 @@ def ingest(
     - glob: pattern of the files to read in folders; see `folder_scan.scan_folders`.
     - precompute: False only indexes. keep_missing: True removes no documents.
     - context: the store's context policy, see `engine.store.format.keys`. None: the stored policy; in a new store
-      "similar" for models of 12 layers or more, else "none". "similar" stores a second variant of each chunk, which
-      doubles the store. Raises UsageError for "none" if "similar" is stored; `precompute_index` can change the policy.
+      "neutral" for models of 12 layers or more, else "none". "neutral" stores a second variant of each chunk, which
+      doubles the store. Raises UsageError for "none" if "neutral" is stored; `precompute_index` can change the policy.
     - text_field: field with the text of records in CSV, JSON and Parquet files; a dotted path names a field of nested
       objects. With "", the reader finds the field.
     - loader: a function from a path to documents of ragblend, LangChain or LlamaIndex, or strings. It reads every file
@@ -168,7 +161,7 @@ def precompute_chunks(
     notify: Callable[[str], None] | None = None,
     *,
     rewrite: bool = False,
-    index: SimilarChunkFinder | None = None,
+    index: ChunkIndex | None = None,
     register_texts: Callable[[], object] | None = None,
     prefill: Prefill = prefill_here,
 ) -> IngestReport:
@@ -179,32 +172,32 @@ def precompute_chunks(
     KV in the model's dtype is rounded; KV in eight bits is prefilled again, because rounding cannot be undone. Before
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
-    - index: finds the `context_texts` of chunks whose `context` is "similar", if they are empty. Without an index,
-      UsageError is raised if such a chunk has to be prefilled.
-    - register_texts: a function that registers the chunks' texts. Without one, they are registered as texts of `index`
-      if it is a ChunkIndex, else each as a document that only its text identifies.
+    - index: the index of the chunks; None for chunks that frameworks added.
+    - register_texts: a function that registers the chunks' texts. Without one, they are registered as texts of `index`,
+      or each as a document that only its text identifies.
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
     on_progress = progress or ignore_progress
     start_s = perf_counter()
-    if isinstance(index, ChunkIndex) and isinstance(engine, RemoteEngine):
-        return send_indexed_chunks(
-            [chunk for chunk in chunks if chunk.context != "similar"], engine, index, report, on_progress
-        )
+    if index is not None and isinstance(engine, RemoteEngine):
+        alone = [chunk for chunk in chunks if chunk.context != "neutral"]
+        return send_indexed_chunks(alone, engine, index, report, on_progress)
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     unfit = dict.fromkeys((chunk.source, chunk.text) for chunk in chunks if chunk.text in problems)
     report.failures += [ReadFailure(source, problems[text]) for source, text in unfit]
     chunks = [chunk for chunk in chunks if chunk.text not in problems]
-    distinct = {(chunk.text, chunk.context, chunk.context_texts): chunk for chunk in chunks}
+    # A chunk that only fits without the neutral text is stored alone.
+    chunks = [chunk for chunk in chunks if chunk.context != "neutral" or fits_context_length(chunk, engine)]
+    distinct = {(chunk.text, chunk.context): chunk for chunk in chunks}
     # Texts are registered before their KV is stored. A registered text without KV is prefilled in its prompts, but KV
     # of an unregistered text would never be found, and deletions of orphaned KV would remove it.
     if register_texts is not None:
         register_texts()
     else:
-        owner = DocumentKey(index.collection) if isinstance(index, ChunkIndex) else None
+        owner = DocumentKey(index.collection) if index is not None else None
         texts_of: dict[DocumentKey, dict[str, int]] = {}
-        for text, *_ in distinct:
+        for text, _ in distinct:
             name = owner or DocumentKey(LANGCHAIN_COLLECTION, text_id(text), engine.namespace)
             texts_of.setdefault(name, {})[text] = 0
         with open_registry(engine.store) as registry:
@@ -214,7 +207,7 @@ def precompute_chunks(
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
-    new = (chunk for chunk in missing if chunk.context != "similar")
+    new = (chunk for chunk in missing if chunk.context != "neutral")
     report.notes += (
         ReadFailure(document_label(chunk, chunk), why) for chunk in new if (why := explain_short_text(chunk, engine))
     )
@@ -222,10 +215,9 @@ def precompute_chunks(
     disk, absent = engine.store.find_tier(DiskStore), set(missing)
     num_evicted = 0 if disk is None else disk.counters.num_evicted
     known = [chunk for chunk in distinct.values() if chunk not in absent]
-    missing, renewed = attach_similar_texts(missing, engine, index), list[Chunk]()
+    renewed = list[Chunk]()
     if rewrite:
         num_rounded, renewed = quantize_stored(known, engine)
-        renewed = attach_similar_texts(renewed, engine, index)
         report.num_rewritten_kv = num_rounded + len(renewed)
     elif num_others := count_other_dtypes(known, engine, disk):
         report.num_other_kv = num_others
@@ -246,7 +238,6 @@ def precompute_chunks(
         start_s += load_weights(engine, on_progress)
     on_progress("prefill", 0, len(missing) + len(renewed))
     prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
-    has_given_context = {chunk for chunk in chunks if chunk.context_texts}  # no document needs to have these texts
     with open_registry(engine.store) as registry:
         try:
             for done, nbytes in enumerate(prefilled, start=1):
@@ -254,8 +245,7 @@ def precompute_chunks(
                 report.num_new_kv += done <= len(missing)
                 on_progress("prefill", done, len(missing) + len(renewed))
         finally:
-            checked = [chunk for chunk in (*missing, *renewed) if chunk not in has_given_context]
-            delete_stale_kv(checked, engine, registry, index if isinstance(index, ChunkIndex) else None)
+            delete_stale_kv([*missing, *renewed], engine, registry)
         if disk is not None:
             report.num_evicted_kv += disk.counters.num_evicted - num_evicted
             # Entries that were stored and evicted are recorded, too, so that `stats` counts them.
@@ -327,7 +317,6 @@ def precompute_documents(
     collection: str = LANGCHAIN_COLLECTION,
     workers: RayWorkers | None = None,
     prefill: Prefill | None = None,
-    embedder: Embedder | None = None,
 ) -> IngestReport:
     """Precompute the KV of chunks: strings, Chunks, LangChain Documents or LlamaIndex nodes, each used as one chunk.
 
@@ -348,9 +337,8 @@ def precompute_documents(
     others: it is logged, and listed in `report.failures` with its id and source. A chunk without visible text is in
     `report.skipped`. `report.notes` lists chunks of fewer than 8 tokens, which are stored but not found in prompts.
 
-    In a store with the context policy "similar" (the default for models of 12 layers or more), a second variant of each
-    chunk is stored. Its context is the most similar chunks of all documents that this function has added. `embedder`
-    makes the vectors for this search; None: MiniLM if the extra `demo` is installed, else hashed words.
+    In a store with the context policy "neutral" (the default for models of 12 layers or more), a second variant of each
+    chunk is stored, computed after a neutral text.
     """
     start_s = perf_counter()
     engine: Engine = getattr(llm_or_engine, "engine", llm_or_engine)
@@ -385,28 +373,17 @@ def precompute_documents(
         logger.warning("not prefilled: %s: %s", *failure)
     chunks = fit
     registry = open_registry(engine.store)
-    finder, wanted = open_registered_finder(engine, registry, embedder), chunks
-    main = [chunk for chunk in chunks if chunk.context is None]
-    if finder is not None:
-        wanted = [*chunks, *chunk_variants(main, "similar"), *finder.find_missing_variants()]
-
-    def register_texts() -> None:
-        registry.add_documents(texts_of)
-        if finder is not None:
-            finder.request_variants(main)
-            delete_unrecorded_variants(engine, registry, finder.find_missing_variants())
-
+    wanted = [*chunks, *chunk_variants((chunk for chunk in chunks if chunk.context is None), engine.context)]
     prefill = prefill or (workers.prefill if workers is not None else prefill_here)
     texts_before = {name: registry.texts_of(name) for name in texts_of}
     with show_progress(progress) as shown:
-        report = precompute_chunks(wanted, engine, shown, register_texts=register_texts, index=finder, prefill=prefill)
+        register_texts = partial(registry.add_documents, texts_of)
+        report = precompute_chunks(wanted, engine, shown, register_texts=register_texts, prefill=prefill)
     for failure in report.failures:  # of the remote tier
         logger.warning("%s: %s", *failure)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures + report.failures, skipped
     report.notes, report.num_documents = [*notes, *report.notes], len(texts_of)
     report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
-    if finder is not None:
-        finder.record_stored_variants(wanted)
     replaced = find_replaced_documents(identities, texts_of, registry)
     report.num_removed_kv, problem = delete_texts_except(replaced, engine, registry)
     changed = [texts != registry.texts_of(name) for name, texts in texts_before.items() if texts]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import struct
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -25,11 +24,6 @@ class Hostile(NamedTuple):
 
 def _document(**fields: Any) -> bytes:
     return json.dumps({"collection": "kb", "documents": [fields]}).encode()
-
-
-def encoded(*numbers: float) -> str:
-    """Return a vector as requests contain it: float32 in base64."""
-    return base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
 
 
 _TEXT = {"id": "a", "text": "Some text."}
@@ -54,10 +48,6 @@ _POSTED: dict[str, bytes] = {
     "a huge chunk size": _document(**_TEXT, chunk_size=10**30),
     "a chunk size for chunks": _document(**_CHUNKS, chunk_size=64),
     "a version of a text": _document(**_TEXT, version="1"),
-    "vectors without an embedder": _document(**_CHUNKS, vectors=[encoded(1), encoded(2)]),
-    "an embedder without vectors": _document(**_CHUNKS, embedder="mine"),
-    "a vector too few": _document(**_CHUNKS, vectors=[encoded(1)], embedder="mine"),
-    "vectors for a text": _document(**_TEXT, vectors=[encoded(1)], embedder="mine"),
 }
 _LINES = {
     "no lines": b"\n\n",
@@ -93,20 +83,6 @@ _NAMES = {
     "a DEL": r'"a\u007fb"',
 }
 _LIST = {"a string": '"a"', "a number": "7", "true": "true", "an object": '{"0": "a"}', "empty": "[]"}
-_VECTORS = {
-    **_LIST,
-    "numbers": "[1.0, 2.0]",
-    "lists": "[[1.0], [2.0]]",
-    "texts": '["1.5", "2.5"]',
-    "nulls": "[null, null]",
-    "no numbers": json.dumps([encoded(float("nan")), encoded(1.0)]),
-    "no finite numbers": json.dumps([encoded(float("inf")), encoded(1.0)]),
-    "vectors of nothing": '["", ""]',
-    "half a number": json.dumps([base64.b64encode(b"12").decode()] * 2),
-    "two lengths": json.dumps([encoded(1.0), encoded(1.0, 2.0)]),
-    "one too many": json.dumps([encoded(1.0)] * 3),
-    "too long": json.dumps([encoded(*[1.0] * (1 << 16), 1.0)] * 2),
-}
 _SIZES = {
     **{name: value for name, value in _TYPES.items() if name != "a number"},
     "a text": '"512"',
@@ -126,9 +102,7 @@ _FIELDS: dict[str, tuple[dict[str, str], str]] = {  # {field: (wrong values, oth
     "chunk_size": (_SIZES, '"text": "a"'),
     "version": (_NAMES, '"chunks": ["a"]'),
     "metadata": (_METADATA, '"text": "a"'),
-    "vectors": (_VECTORS, '"chunks": ["a", "b"], "embedder": "mine"'),
-    "embedder": (_NAMES, '"chunks": ["a"], "vectors": ["AACAPw=="]'),
-    "embedding": ({"an unknown field": "[1.0]"}, '"text": "a"'),
+    "vectors": ({"an unknown field": '["AACAPw=="]'}, '"chunks": ["a"]'),
 }
 _WHOLE = b'{"collection": "kb", "documents": [{"id": "a", "text": "A text.", "metadata": {"page": [1, 2.5, null]}}]}'
 _LINE = '{"id": "ä", "text": "Ein schöner Text.", "metadata": {"page": 3}}'
@@ -148,7 +122,7 @@ def _generate() -> Iterator[tuple[str, Hostile]]:
     for field, (values, beside) in _FIELDS.items():
         for what, value in values.items():
             document = f"{{{beside}, {json.dumps(field)}: {value}}}".encode()
-            named = syntax if what in ("half a surrogate", "many digits", "too deep") and field != "vectors" else field
+            named = syntax if what in ("half a surrogate", "many digits", "too deep") else field
             yield f"{field}: {what}", Hostile("POST", b'{"documents": [' + document + b"]}", named)
             yield f"{field} in a line: {what}", Hostile("POST", b'{"text": "a"}\n' + document, "line 2", LINES)
     for what, value in _COLLECTIONS.items():

@@ -23,7 +23,7 @@ INGEST = (
     "--embedder",
     "hashing",
     "--context",
-    "similar",
+    "neutral",
     *PLACE,
 )
 

@@ -1,8 +1,8 @@
 """Keys, entries and selected tokens do not change by accident.
 
-`tests/golden/write.py` wrote `golden/store`, the entries of four texts (demo model, each alone and after similar ones),
-and `golden/selections.json`: the keys of the demo corpus' chunks and, for 20 prompts that commit 19c4dfd drew, the
-tokens that each rule recomputed.
+`tests/golden/write.py` wrote `golden/store`, the entries of four texts (demo model, each alone and after the neutral
+text), and `golden/selections.json`: the keys of the demo corpus' chunks and, for 20 prompts that commit 19c4dfd drew,
+the tokens that each rule recomputed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ragblend import load_engine
 from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.keys import key_from_header
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.prompt.types import Chunk, Prompt
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -56,9 +57,9 @@ def test_every_golden_entry_is_read_under_its_key(store):
 def test_the_golden_store_serves_its_texts(store):
     """Both variants of each text are found by this code's keys: nothing is prefilled again."""
     with load_engine("demo", store=store, dtype="float32") as engine:
-        for text in TEXTS:
-            assert engine.is_stored(Chunk(text)), text
-            assert engine.precompute(Chunk(text)) == 0, text
+        for variant in chunk_variants(map(Chunk, TEXTS), "neutral"):
+            assert engine.is_stored(variant), variant
+            assert engine.precompute(variant) == 0, variant
         answer = engine.generate(Prompt([Chunk(text) for text in TEXTS], "Who leads Rovon?"), max_tokens=2)
         assert answer.report.num_chunk_hits == len(TEXTS)
 

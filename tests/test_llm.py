@@ -667,13 +667,13 @@ def test_loading_options_have_the_names_of_transformers(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
 def test_the_ingestion_context_is_an_engine_option(kind, tmp_path):
-    model = kind(model="demo", store=tmp_path, engine_options={"context": "similar"})
-    assert model.engine.context == "similar"
+    model = kind(model="demo", store=tmp_path, engine_options={"context": "neutral"})
+    assert model.engine.context == "neutral"
     precompute_documents([A, B], model)
-    assert model.engine.is_stored(Chunk(B, context="similar"))
+    assert model.engine.is_stored(Chunk(B, context="neutral"))
     assert kind(model="demo", store=tmp_path, engine_options={"context": "none"}).engine is not model.engine
     model.engine.close()
-    with pytest.raises(UsageError, match="context is 'some'; choose one of none, similar"):
+    with pytest.raises(UsageError, match="context is 'some'; choose one of none, neutral"):
         kind(model="demo", store=tmp_path / "other", engine_options={"context": "some"})
 
 

@@ -239,12 +239,12 @@ def request_body(
     In mode ingest the question has one chunk, which ends before the last token of the prompt.
     """
     end = len(question.token_ids) - 1
-    spans = ((end - len(question.texts[0].token_ids), end),) if mode == "ingest" else ()
+    span = (end - len(question.texts[0].token_ids), end) if mode == "ingest" else None
     return {
         "prompt": list(question.token_ids),
         "temperature": 0.0,
         "return_token_ids": True,
         "stream": stream,
-        "kv_transfer_params": BlendParams(mode, ratio=ratio, spans=spans).as_dict(),
+        "kv_transfer_params": BlendParams(mode, ratio=ratio, span=span).as_dict(),
         **more,
     }

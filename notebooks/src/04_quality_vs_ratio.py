@@ -91,8 +91,8 @@ for rule, curve in curves.items():
 # ## 69 questions, measured before
 # `ragblend bench quality` measures in this way, with six retrieved chunks of at most 256 tokens. Its results are in
 # `data/results/`. *Compute* is the whole work of a rule, including the selection of tokens, as a share of prefilling
-# the chunks in a model of 32 layers. Chunks were stored `alone`, or after the two most similar chunks (`similar`),
-# which is the default and doubles prefill and store. F1 is low in every row, even with full prefill, because the
+# the chunks in a model of 32 layers. Chunks were stored `alone`, or after the two most similar chunks (`similar`), the
+# default until commit a691d7e7, which measured them. F1 is low in every row, even with full prefill, because the
 # questions are too hard for a model of this size. The closeness to full prefill can still be measured.
 
 # %%

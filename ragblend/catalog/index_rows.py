@@ -41,7 +41,7 @@ class OrphanedTexts(NamedTuple):
 
 
 class PendingDeletion(NamedTuple):
-    """A stored KV entry that has to be deleted, because its text, or a text in its ingestion context, was removed.
+    """A stored KV entry that has to be deleted, because its text was removed.
 
     While the entry's remote tier is unreachable, this record is kept. It therefore contains no text.
     """

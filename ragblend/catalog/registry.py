@@ -3,9 +3,8 @@
 - Texts belong to documents (`DocumentKey`). Two texts are identical if they are equal after `strip()`. When the last
   document releases a text, its KV can be deleted.
 - Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
-- Stored entries are recorded, so that `verify` reports missing ones. For each entry, the chunk that it contains and the
-  chunks in its context are recorded. So the entries of a removed text are found without reading files.
-- Similar variants of chunks that frameworks add are recorded with vectors, because these chunks are in no index.
+- Stored entries are recorded, so that `verify` reports missing ones. The chunk of each entry is recorded, so that the
+  entries of a removed text are found without reading files.
 
 Depends on texts and ids, not on KV, engines or frameworks.
 """
@@ -19,12 +18,12 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select
 
 from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
@@ -36,7 +35,6 @@ from ragblend.catalog.schema import (
     STORED_ENTRIES,
     TEXTS,
     TOKEN_IDS,
-    VARIANTS,
     DocumentFacts,
     DocumentKey,
     equals_parameters,
@@ -48,16 +46,6 @@ from ragblend.catalog.schema import (
 )
 from ragblend.errors import StoreMismatchError
 from ragblend.option_fields import is_unicode
-
-
-class SimilarContextVariant(NamedTuple):
-    """A chunk added through a framework or a server, and the key of its KV that is computed after similar chunks."""
-
-    entry: str  # the key of its KV, for one model, prefix and namespace
-    text: str
-    vector: bytes  # [dim] little-endian float32
-    is_stored: bool = False  # False: the KV has yet to be computed
-
 
 _ID_DTYPE = np.dtype("<u4")
 _OWNED_IDS = (TOKEN_IDS.c.tokenizer == bindparam("tokenizer"), TOKEN_IDS.c.namespace == bindparam("namespace"))
@@ -114,27 +102,13 @@ _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
 _FACTS_OF_DOCUMENT = equals_parameters(DOCUMENT_FACTS, *DocumentKey._fields)
 _FACTS = select(DOCUMENT_FACTS.c.version, DOCUMENT_FACTS.c.source).where(_FACTS_OF_DOCUMENT)
-_CHUNKS_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
+_CHUNK_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
     equals_parameters(ENTRY_CHUNKS, "entry")
 )
 _ENTRIES_OF = (
     select(ENTRY_CHUNKS.c.entry)
     .where(equals_parameters(ENTRY_CHUNKS, "ids_hash", "namespace"))
     .order_by(ENTRY_CHUNKS.c.entry)
-)
-_VARIANTS = (
-    select(TEXTS.c.text, VARIANTS)
-    .join(TEXTS, TEXTS.c.key == VARIANTS.c.key)
-    .where(equals_parameters(VARIANTS, "embedder"))
-    .order_by(VARIANTS.c.number)
-)
-_VARIANTS_AFTER = _VARIANTS.where(VARIANTS.c.number > bindparam("number"))
-_VARIANTS_WITHOUT_KV = _VARIANTS.where(VARIANTS.c.is_stored == 0)
-_VARIANT = select(VARIANTS.c.number).where(equals_parameters(VARIANTS, "entry", "embedder"))
-_KNOWN_VARIANTS = select(VARIANTS.c.entry).where(is_in_values(VARIANTS.c.entry))
-_COUNT_VARIANTS = select(VARIANTS.c.embedder, func.count().label("num")).group_by(VARIANTS.c.embedder)
-_SET_VARIANT_STORED = (
-    update(VARIANTS).where(equals_parameters(VARIANTS, "entry")).values(is_stored=bindparam("b_is_stored"))
 )
 
 
@@ -308,7 +282,7 @@ class ChunkRegistry(Catalog):
             return 0
         with self._write() as connection:
             num_removed = len(find_existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
-            for table in (TEXTS, DOCUMENT_TEXTS, VARIANTS, TOKEN_IDS):
+            for table in (TEXTS, DOCUMENT_TEXTS, TOKEN_IDS):
                 connection.execute(delete(table).where(equals_parameters(table, "key")), keys)
             self._count_removal(connection)
             return num_removed
@@ -437,17 +411,20 @@ class ChunkRegistry(Catalog):
         rows = self._rows(select(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows}
 
-    # --- chunks that an entry contains or has in its context ---
+    # --- the chunk of an entry ---
 
-    def record_entry_chunks(self, entry: str, chunks: Iterable[Sequence[int]], namespace: str) -> None:
-        """Record the chunk of the entry with key `entry` and the chunks in its context. `chunks`: token ids of each."""
-        self._record_entry_chunks(entry, [(hash_ids(ids), namespace) for ids in chunks])
+    def record_entry_chunk(self, entry: str, token_ids: Sequence[int], namespace: str) -> None:
+        """Record that the entry with key `entry` has the KV of the chunk with these token ids."""
+        self._record_entry_chunk(entry, hash_ids(token_ids), namespace)
 
-    def _record_entry_chunks(self, entry: str, chunks: list[tuple[bytes, str]]) -> None:
+    def _record_entry_chunk(self, entry: str, ids_hash: bytes, namespace: str) -> None:
         def missing(connection: Connection) -> list[dict[str, object]]:
-            known = {tuple(row) for row in connection.execute(_CHUNKS_OF_ENTRY, {"b_entry": entry})}
-            new = (chunk for chunk in dict.fromkeys(chunks) if chunk not in known)
-            return [{"ids_hash": ids_hash, "namespace": namespace, "entry": entry} for ids_hash, namespace in new]
+            known = {tuple(row) for row in connection.execute(_CHUNK_OF_ENTRY, {"b_entry": entry})}
+            return (
+                []
+                if (ids_hash, namespace) in known
+                else [{"ids_hash": ids_hash, "namespace": namespace, "entry": entry}]
+            )
 
         self._insert_missing(ENTRY_CHUNKS, missing)
 
@@ -457,7 +434,7 @@ class ChunkRegistry(Catalog):
         return [[row.entry for row in rows] for rows in found]
 
     def remove_entry_chunks(self, entries: Iterable[str]) -> None:
-        """Remove the records that `record_entry_chunks` made. The caller deletes the `entries` from the store."""
+        """Remove the records that `record_entry_chunk` made. The caller deletes the `entries` from the store."""
         with self._write() as connection:
             _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
 
@@ -466,75 +443,15 @@ class ChunkRegistry(Catalog):
 
         They are not if the catalogue was made for entries that already existed, as after the loss of a catalogue.
         """
-        return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNKS_OF_ENTRY, b_entry=""))
+        return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNK_OF_ENTRY, b_entry=""))
 
     def mark_all_entries_recorded(self, folder: Path) -> None:
         """Mark the registry as complete for a store: no entry in `folder` has to be read again to find its chunks."""
-        self._record_entry_chunks("", [(b"", self._mark(folder))])
+        self._record_entry_chunk("", b"", self._mark(folder))
 
     def _mark(self, folder: Path) -> str:
         """Return the name of the folder in a shared catalogue; "" in its own."""
         return f"{platform.node()}:{folder}" if self.is_shared else ""
-
-    # --- similar variants of framework chunks ---
-
-    def variants_after(self, number: int, embedder: str) -> list[tuple[int, SimilarContextVariant]]:
-        """Return (row number, variant) of an embedder's rows after row `number`, sorted by row number."""
-        rows = self._rows(_VARIANTS_AFTER, number=number, b_embedder=embedder)
-        return [(row.number, _as_variant(row)) for row in rows]
-
-    def count_variants(self) -> dict[str, int]:
-        """Return the number of variants by the embedder of their vectors."""
-        return {row.embedder: row.num for row in self._rows(_COUNT_VARIANTS)}
-
-    def variants_without_kv(self, embedder: str) -> list[SimilarContextVariant]:
-        """Return the variants that have a vector of this embedder but no stored KV."""
-        rows = self._rows(_VARIANTS_WITHOUT_KV, b_embedder=embedder)
-        return [_as_variant(row) for row in rows]
-
-    def is_variant_recorded(self, key: str, embedder: str) -> bool:
-        """Return True if the variant with the KV entry `key` is recorded, with a vector of this embedder."""
-        return bool(self._rows(_VARIANT, b_entry=key, b_embedder=embedder))
-
-    def stored_variant_keys(self) -> list[str]:
-        """Return the `entry` keys of the variants whose KV is stored, sorted."""
-        query = select(VARIANTS.c.entry).where(VARIANTS.c.is_stored != 0).order_by(VARIANTS.c.entry)
-        return [row.entry for row in self._rows(query)]
-
-    def has_stored_variants(self) -> bool:
-        """Return True if the KV of at least one variant is stored."""
-        query = select(VARIANTS.c.number).where(VARIANTS.c.is_stored != 0).limit(1)
-        return bool(self._rows(query))
-
-    def record_variants(self, variants: Iterable[SimilarContextVariant], embedder: str) -> None:
-        """Record variants. A variant replaces the earlier record with the same `entry`."""
-        row_of: dict[str, dict[str, object]] = {}
-        for each in variants:
-            values: dict[str, object] = {"entry": each.entry, "key": text_key(each.text.strip()), "embedder": embedder}
-            values |= {"vector": each.vector, "is_stored": int(each.is_stored)}
-            row_of.pop(each.entry, None)
-            row_of[each.entry] = values
-        with self._write() as connection:
-            _delete_entries(connection, VARIANTS, row_of)
-            insert_rows(connection, VARIANTS, row_of.values())
-
-    def set_variants_stored(self, entries: Iterable[str], *, is_stored: bool) -> None:
-        """Set `is_stored` in the records of the variants whose KV has the keys `entries`."""
-        other = _KNOWN_VARIANTS.where(VARIANTS.c.is_stored != int(is_stored))
-        with self._locked() as connection:
-            if changed := find_existing(connection, other, dict.fromkeys(entries)):
-                with self._write():
-                    rows = [{"b_is_stored": int(is_stored), "b_entry": entry} for entry in sorted(changed)]
-                    connection.execute(_SET_VARIANT_STORED, rows)
-
-    def remove_variants(self, entries: Iterable[str]) -> None:
-        """Delete the records of the variants whose KV has the keys `entries`."""
-        with self._write() as connection:
-            _delete_entries(connection, VARIANTS, entries)
-
-
-def _as_variant(row: Any) -> SimilarContextVariant:
-    return SimilarContextVariant(row.entry, row.text, row.vector, bool(row.is_stored))
 
 
 def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:

@@ -24,7 +24,6 @@ from sqlalchemy import (
     and_,
     bindparam,
     insert,
-    text,
 )
 from sqlalchemy.types import UserDefinedType
 
@@ -151,20 +150,8 @@ STORED_ENTRIES = _table("stored_entries", _text("entry"), _text("fingerprint"), 
 ENTRY_CHUNKS = _table(
     "entry_chunks", _blob("ids_hash"), _text("namespace"), _text("entry"), key="ids_hash namespace entry"
 )
-"""The chunks, as hashes of their token ids, that an entry contains or has in its context."""
+"""The chunk of each entry, as the hash of its token ids."""
 Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
-VARIANTS = _table(
-    "variants",
-    _number(),
-    Column("entry", TEXT, nullable=False, unique=True),
-    _blob("key"),
-    _text("embedder"),
-    _blob("vector"),
-    Column("is_stored", INTEGER, nullable=False),
-)
-"""Requested similar variants of chunks that frameworks added, with the vectors that find their similar chunks."""
-Index("variants_by_key", VARIANTS.c.key)
-_partial_index("missing_variants", VARIANTS.c.embedder, where=VARIANTS.c.is_stored == text("0"))
 TOKEN_IDS = _table(
     "token_ids",
     _number(),

@@ -38,8 +38,8 @@ _FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata,
 class SentDocument(NamedTuple):
     """A document that a client sent.
 
-    `body` has its `text` or its `chunks`, and the settings for splitting and for finding similar chunks. If `body`
-    has the key `adds`, the chunks are added to those of an earlier document with the same id and version.
+    `body` has its `text` or its `chunks`, and the settings for splitting. If `body` has the key `adds`, the chunks are
+    added to those of an earlier document with the same id and version.
     """
 
     collection: str
@@ -271,10 +271,8 @@ def _chosen(namespace: str, collection: str | None, ingestion: str | None = None
 
 
 def _joined(before: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-    """Return one body with the chunks of both, and with their vectors if both have vectors of the same embedder."""
-    names = ["chunks"] + ["vectors"] * (before.get("embedder") == added.get("embedder") and "vectors" in added)
-    kept = {name: value for name, value in added.items() if name not in ("vectors", "embedder") or len(names) == 2}
-    return {**kept, **{name: [*before[name], *added[name]] for name in names}}
+    """Return one body with the chunks of both."""
+    return {**added, "chunks": [*before["chunks"], *added["chunks"]]}
 
 
 LEASE_S = 60.0

@@ -203,10 +203,7 @@ def find_text_keys(document: StoredDocument, registry: ChunkRegistry, index: Ind
 
 
 def find_entries(registry: ChunkRegistry, keys: Sequence[bytes], namespace: str) -> list[tuple[bytes, list[str]]]:
-    """Return, for each text key, the keys of the entries that were stored for the text in a namespace, for all models.
-
-    An entry that has the text only in its context is not returned.
-    """
+    """Return, for each text key, the keys of the entries of the text that a namespace has, for all models."""
     hashes: dict[bytes, set[bytes]] = {}
     for some in split_into_batches(keys):
         for row in registry._rows(_IDS_OF_TEXTS, values=some, b_namespace=namespace):

@@ -299,15 +299,10 @@ def remove(
     if not names:
         place = settings.backend if settings.is_served else settings.store
         raise NotFoundError(f"{place} has no document {name!r}; list them: ragblend documents")
-    num_chunks, num_kv, num_other_kv = removal
+    num_chunks, num_kv = removal
     facts = {"document": name, "sources": names, "num_chunks": num_chunks, "num_kv": num_kv}
     said = f"{name}: {plural(len(names), 'document')}, {plural(num_chunks, 'chunk')} and "
     said += f"{plural(num_kv, 'KV cache')} removed"
-    if num_other_kv:
-        said += (
-            f"\n{num_other_kv} of these KV caches had been computed after a removed chunk, or by another model; "
-            "`ragblend precompute` stores those of other documents again"
-        )
     num_left = sum(Path(each).exists() for each in names)
     if num_left:
         what = "file is still on disk: the next `ragblend ingest` adds it again"

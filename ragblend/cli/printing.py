@@ -113,7 +113,7 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
     kv = [f"{plural(report.num_new_kv, 'KV cache')} prefilled in {report.prefill_s:.1f} s"]
     kv += [f"{report.num_known_kv} already stored"]
     kv += [f"{report.num_rewritten_kv} of them rewritten"] if report.num_rewritten_kv else []
-    two = "; a chunk has two: alone, and after similar chunks" if num_kv > report.num_chunks else ""
+    two = "; a chunk has two: alone, and after a neutral text" if num_kv > report.num_chunks else ""
     lines = [
         f"{plural(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
         f"{plural(report.num_chunks, 'chunk')}, {plural(report.num_tokens, 'token')}",

@@ -31,7 +31,7 @@ from ragblend.files.places import expand_user_path
 
 _CONTEXTS = {
     "none": "each chunk is stored once, computed alone",
-    "similar": "each chunk is stored twice, computed alone and after similar chunks",
+    "neutral": "each chunk is stored twice, computed alone and after a neutral text",
 }
 
 
@@ -107,7 +107,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
     with open_registry(disk, create=False) as registry:
-        collections, similar = count_by_collection(registry), registry.count_variants()
+        collections = count_by_collection(registry)
         ingested = registry.fingerprints_by_key() if disk.has_evicted and not registry.is_shared else {}
     num_evicted = sum(not disk.has_file(key) for key in ingested)
     manifest, sources, num_chunks = None, list[str](), 0
@@ -123,7 +123,6 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "num_chunks": num_chunks,
         **{name: getattr(manifest, name, None) for name in ("embedder", "tokenizer", "chunk_size", "chunker")},
         "collections": collections,
-        "similar_embedders": similar,
         "num_stored_kv": len(entries),
         "num_stored_tokens": num_tokens,
         "store_bytes": nbytes,
@@ -151,8 +150,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         f"collection {name}: {plural(counts['num_documents'], 'document')}, {plural(counts['num_chunks'], 'chunk')}"
         for name, counts in collections.items()
     ]
-    lines += [f"similar chunks of {plural(count, 'text')} are found by {name}" for name, count in similar.items()]
-    if how := explain_hashed_words(settings.store, manifest.embedder if manifest is not None else "", similar):
+    if how := explain_hashed_words(settings.store, manifest.embedder if manifest is not None else ""):
         lines.append(f"hashing compares words, not meaning; for MiniLM: {how}")
     lines += [
         kv,

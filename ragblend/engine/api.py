@@ -85,6 +85,8 @@ class Engine(DocumentEngine, Protocol):
     def stream(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Stream: ...
     @property
     def default_prefix_ids(self) -> tuple[int, ...]: ...  # ids before each stored chunk; none are known of a server's
+    @property
+    def neutral_ids(self) -> tuple[int, ...]: ...  # ids between prefix and chunk for neutral variants; as above
     def is_generating(self) -> bool: ...  # True while requests of clients run that ingestion should not delay
     def check_not_forked(self) -> None: ...  # raises RagblendError in a process that was forked from the engine's
 

@@ -24,7 +24,7 @@ from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.format.keys import KEY_CONTEXTS, NO_CONTEXT, IngestionContext, chunk_key
+from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
 from ragblend.option_fields import check_unicode
@@ -61,13 +61,13 @@ def ends_with_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail
 def default_context_policy(num_layers: int) -> ContextPolicy:
     """Return the context policy of a store for which none is configured or stored.
 
-    A model of at least DEEP_MODEL_LAYERS layers gets "similar", which is closest to full prefill on real questions
-    (`ragblend bench quality --contexts`, docs/fidelity.md). Other models, which were not measured, get "none".
+    A model of at least DEEP_MODEL_LAYERS layers gets "neutral", which is closer to full prefill on real questions than
+    "none" (`ragblend bench quality --contexts`, docs/fidelity.md). Other models, which were not measured, get "none".
 
     >>> default_context_policy(32), default_context_policy(5)
-    ('similar', 'none')
+    ('neutral', 'none')
     """
-    return "similar" if num_layers >= DEEP_MODEL_LAYERS else "none"
+    return "neutral" if num_layers >= DEEP_MODEL_LAYERS else "none"
 
 
 class EngineBase:
@@ -82,6 +82,8 @@ class EngineBase:
     closed = False
     store: KVStore
     default_prefix_ids: tuple[int, ...] = ()
+    neutral_ids: tuple[int, ...] = ()
+    """Token ids between the prefix and a chunk when its neutral variant is computed."""
     context_length: int
     """Longest prompt plus answer, in tokens."""
 
@@ -215,6 +217,7 @@ class LocalEngine(EngineBase, ABC):
         self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
+        self.neutral_ids = renderer.neutral_ids
         self._stores_missing = on_miss == "store"
         # Opened here, and not at the first prompt: a catalogue that does not answer then must not fail the prompt.
         self.known_chunks = open_known_chunks(open_registry(store), renderer.fingerprint, self.namespace)
@@ -264,30 +267,29 @@ class LocalEngine(EngineBase, ABC):
     def likely_keys(self, chunks: Sequence[Part]) -> list[str]:
         """Return the store keys that a prompt of these chunks is likely to use.
 
-        These are the keys of all chunks under the store's context policy, and the first chunk's key without an
-        ingestion context. If no policy is given or recorded, all chunks' keys without a context are added.
+        These are the keys of all chunks under the store's context policy, and the key of the first chunk alone. If no
+        policy is given or recorded, the keys of all chunks alone are added.
         """
         named = [as_chunk(chunk) for chunk in chunks]
         first = [replace(chunk, context="none") for chunk in (named[:1] if self._knows_context else named)]
-        if self.context == "similar":
-            named = [replace(chunk, context="similar") for chunk in named]
+        if self.context == "neutral":
+            named = [replace(chunk, context="neutral") for chunk in named]
         return list(dict.fromkeys(map(self.key, (*first, *named))))
 
     def key(self, chunk: Part) -> str:
-        """Return the store key of the KV that the chunk has after the default prefix.
-
-        KV computed directly after the prefix and KV computed after similar chunks have different keys. The chunk's
-        `context` selects one of the two.
-        """
+        """Return the store key of the variant that the chunk's `context` names, after the default prefix."""
         return self.key_of_ids(*self._chunk_ids(chunk))
 
-    def key_of_ids(self, token_ids: Sequence[int], context: IngestionContext = NO_CONTEXT) -> str:
-        """Return the store key of a chunk given as token ids. Its KV is computed after the ingestion context."""
-        name = KEY_CONTEXTS[context.policy]
-        return chunk_key(self.fingerprint, self.default_prefix_ids, token_ids, self.namespace, name)
+    def key_of_ids(self, token_ids: Sequence[int], context: ContextPolicy = "none") -> str:
+        """Return the store key of a variant of a chunk that is given as token ids."""
+        return chunk_key(self.fingerprint, self.ids_before(context), token_ids, self.namespace)
+
+    def ids_before(self, context: ContextPolicy) -> tuple[int, ...]:
+        """Return the ids after which a variant is computed: the default prefix, and the neutral text for "neutral"."""
+        return self.default_prefix_ids + (self.neutral_ids if context == "neutral" else ())
 
     def has_kv(self, chunk_ids: Sequence[int]) -> bool:
-        """Return True if the store has the KV of the chunk with these token ids, without an ingestion context.
+        """Return True if the store has the KV of the chunk with these token ids alone.
 
         `is_stored` checks the variant that a Chunk names.
         """
@@ -298,10 +300,9 @@ class LocalEngine(EngineBase, ABC):
         return self.store.contains(self.key(chunk))
 
     def precompute(self, chunk: Part) -> int:
-        """Prefill one chunk after the default prefix and its ingestion context, and store its KV.
+        """Prefill the variant that the chunk's `context` names, and store its KV.
 
-        Returns the number of bytes stored, 0 if the KV was stored already. Raises UsageError if the KV is not stored,
-        the chunk's `context` is "similar", and the chunk has no `context_texts`.
+        Returns the number of bytes stored, 0 if the KV was stored already.
         """
         token_ids, context = self._chunk_ids(chunk)
         self.add_known_chunks([chunk])
@@ -316,8 +317,8 @@ class LocalEngine(EngineBase, ABC):
         self.known_chunks.add(texts, self.renderer.chunk_ids)
 
     @abstractmethod
-    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk given as token ids, after an ingestion context.
+    def precompute_ids(self, token_ids: tuple[int, ...], context: ContextPolicy = "none") -> int:
+        """Prefill and store a variant of a chunk that is given as token ids.
 
         Returns the number of bytes stored, 0 if the KV was stored already.
         """
@@ -325,11 +326,11 @@ class LocalEngine(EngineBase, ABC):
     def forget(self, chunk: Part) -> bool:
         """Delete the KV that is stored under `key(chunk)`. Return True if there was any.
 
-        Later prompts still match a chunk whose `context` is "similar", because its KV without an ingestion context is
-        kept. They do not match other forgotten chunks.
+        Later prompts still match a chunk whose `context` is "neutral", because its KV alone is kept. They do not match
+        other forgotten chunks.
         """
         named = as_chunk(chunk)
-        if named.context != "similar":
+        if named.context != "neutral":
             self.known_chunks.remove(named.text)
         key = self.key(chunk)
         was_stored = self.store.delete(key)
@@ -337,15 +338,11 @@ class LocalEngine(EngineBase, ABC):
             registry.remove_entry_chunks([key])
         return was_stored
 
-    def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], IngestionContext]:
-        """Return the chunk's token ids, and the ingestion context of the variant that it names."""
+    def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], ContextPolicy]:
+        """Return the chunk's token ids, and the context of the variant that it names."""
         named = as_chunk(chunk)
-        for text in (named.text, *named.context_texts):
-            check_unicode(text, "a chunk")
-        context = NO_CONTEXT
-        if named.context == "similar":
-            context = IngestionContext("similar", self.renderer.ids_with_separators(named.context_texts))
-        return self.renderer.chunk_ids(named.text), context
+        check_unicode(named.text, "a chunk")
+        return self.renderer.chunk_ids(named.text), named.context or "none"
 
     # -- background work
 

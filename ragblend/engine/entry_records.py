@@ -15,7 +15,7 @@ from ragblend.engine.store.format.kv import KVHeader
 
 
 def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
-    """Make the store's disk tier record each entry's chunks in its registry (see `record_entry`).
+    """Make the store's disk tier record each entry's chunk in its registry (see `record_entry`).
 
     An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
     registry; None if the store has no disk tier, or if that tier records its entries already.
@@ -29,13 +29,11 @@ def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
 
 
 def _record_deletions(registry: ChunkRegistry, keys: Collection[str]) -> None:
-    """Record that another machine has deleted entries. The next ingestion computes similar variants among them again,
-    unless a remote tier has them."""
+    """Record that another machine has deleted entries."""
     if not registry.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
         registry.remove_stored_entries(keys)
-    registry.set_variants_stored(keys, is_stored=False)
 
 
 def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
-    """Record the chunks of the entry with this header: the entry's chunk and the chunks of its ingestion context."""
-    registry.record_entry_chunks(header.key, (header.token_ids, *header.context_ids), header.namespace)
+    """Record the chunk of the entry with this header."""
+    registry.record_entry_chunk(header.key, header.token_ids, header.namespace)

@@ -39,6 +39,7 @@ class _Engine(Protocol):
     namespace: str
     flags: str
     default_prefix_ids: tuple[int, ...]
+    neutral_ids: tuple[int, ...]
     store: KVStore
 
 
@@ -88,7 +89,8 @@ class NoReuseWarnings:
             return EMPTY
         if headers and not own:
             return OTHER_MODEL
-        if own and not any(each.prefix_ids[: len(each.prefix_ids) - sum(each.context)] in prefixes for each in own):
+        known = {*prefixes, *(prefix + engine.neutral_ids for prefix in prefixes)}
+        if own and known.isdisjoint(each.prefix_ids for each in own):
             return OTHER_PREFIX
         return NO_MATCH if self._num_missed == NUM_PROMPTS_BEFORE_WARNING and not self._warned_causes else None
 

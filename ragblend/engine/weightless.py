@@ -10,7 +10,7 @@ from typing import Any
 
 from ragblend.engine.base import LocalEngine
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
+from ragblend.options import ContextPolicy
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Part
 
@@ -49,7 +49,7 @@ class WeightlessEngine(LocalEngine):
         if chunks:
             yield from self.load_weights().precompute_all(chunks)
 
-    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
+    def precompute_ids(self, token_ids: tuple[int, ...], context: ContextPolicy = "none") -> int:
         """Prefill and store a chunk by the engine with the weights. Return the number of bytes stored."""
         return int(self.load_weights().precompute_ids(token_ids, context))
 

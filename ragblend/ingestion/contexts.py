@@ -1,15 +1,14 @@
-"""Ingestion contexts: which variants of a chunk a store keeps, and after which chunks a similar variant is computed.
+"""Ingestion contexts: which variants of a chunk a store keeps, and which chunks an engine can prefill.
 
-A variant is one chunk's KV in one ingestion context. A similar variant is computed after the most similar chunks, which
-an index or `registered_similar` finds by vectors. The store's context policy (see `engine.store.format.keys`) decides
-whether similar variants are kept. Depends on chunks and engines. Prefills nothing.
+A variant is one chunk's KV in one ingestion context. The store's context policy (see `engine.store.format.keys`)
+decides whether neutral variants are kept. Depends on chunks and engines. Prefills nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import get_args
 
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.api import Engine
@@ -20,25 +19,13 @@ from ragblend.options import CONTEXT, ContextPolicy
 from ragblend.prompt.token_index import EDGE, WINDOW
 from ragblend.prompt.types import Chunk
 
-NUM_SIMILAR = 2
-"""Number of chunks in the context of a similar variant."""
-
-
-class SimilarChunkFinder(Protocol):
-    """Finds the chunks that are most similar to a chunk. Implementations: ChunkIndex, RegisteredChunkFinder."""
-
-    def similar_texts(self, text: str, count: int, is_allowed: Callable[[str], bool]) -> list[str]:
-        """Return the texts nearest to `text`, at most `count`, nearest first. Duplicates, `text` itself, and texts for
-        which `is_allowed` returns False are left out.
-        """
-
 
 def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> None:
     """Set the engine's context policy to `requested`, and record the policy in the store.
 
     The policy says which variants of a chunk are stored, see `chunk_variants`. `requested` None: keep the engine's
     policy; the default policy "none" is then not recorded. Raises UsageError for the policy "none" if the store has
-    recorded "similar", because only some chunks of the store would then have similar variants.
+    recorded "neutral", because only some chunks of the store would then have neutral variants.
     """
     if requested is None and engine.context == engine.default_context == "none":
         return
@@ -53,55 +40,27 @@ def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> Non
 
 
 def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk]:
-    """Return the variants of `chunks` to store: each chunk and, for the policy "similar", also its similar variant.
+    """Return the variants of `chunks` to store: each chunk, and for the policy "neutral" also its neutral variant.
 
-    The KV of the chunk itself is computed after the prefix alone. The KV of the similar variant is computed after
-    similar chunks. The returned variants have no `context_texts`; `attach_similar_texts` adds them.
+    The KV of the chunk itself is computed after the prefix alone, and that of the neutral variant after the prefix and
+    the neutral text.
     """
     found: list[Chunk] = []
     for chunk in chunks:
         found.append(chunk)
-        if policy == "similar":
-            found.append(replace(chunk, context="similar"))
+        if policy == "neutral":
+            found.append(replace(chunk, context="neutral"))
     return found
 
 
 def all_variants(text: str) -> list[Chunk]:
     """Return every variant that a chunk with this text can have."""
-    return [Chunk(text, context="none"), Chunk(text, context="similar")]
+    return [Chunk(text, context=policy) for policy in get_args(ContextPolicy)]
 
 
-def attach_similar_texts(chunks: Sequence[Chunk], engine: Engine, index: SimilarChunkFinder | None) -> list[Chunk]:
-    """Return `chunks`, with `context_texts` added to the similar variants that lack them.
-
-    The `context_texts` are the texts that `index` finds nearest to the chunk. Each is in `chunks` or has stored KV in
-    the engine's namespace. A variant is left out if no text is found, or if none fits into the model's context length
-    together with the chunk. Raises UsageError if texts are needed and `index` is None.
-    """
-    given = {chunk.text.strip() for chunk in chunks}
-    known: dict[str, bool] = {}
-
-    def is_allowed(text: str) -> bool:
-        if text not in known:
-            known[text] = text.strip() in given or engine.is_stored(Chunk(text, context="none"))
-        return known[text]
-
-    found = []
-    for chunk in chunks:
-        if chunk.context == "similar" and not chunk.context_texts:
-            if index is None:
-                raise UsageError(
-                    "chunks with the context 'similar' are computed after others that an index finds, but no index is "
-                    "given; use one (ragblend.ingest, ragblend precompute), or the context 'none'"
-                )
-            context_texts = tuple(reversed(index.similar_texts(chunk.text, NUM_SIMILAR, is_allowed)))  # nearest last
-            while context_texts and _num_prefill_tokens(chunk, context_texts, engine) > engine.context_length:
-                context_texts = context_texts[1:]
-            chunk = replace(chunk, context_texts=context_texts)
-            if not context_texts:
-                continue
-        found.append(chunk)
-    return found
+def fits_context_length(chunk: Chunk, engine: Engine) -> bool:
+    """Return True if the model's context length has space for this variant of the chunk and the ids before it."""
+    return _num_prefill_tokens(chunk, engine) <= engine.context_length
 
 
 def explain_unfit_text(text: str, engine: Engine) -> str:
@@ -110,7 +69,7 @@ def explain_unfit_text(text: str, engine: Engine) -> str:
         check_unicode(text, "its text")
     except UsageError as error:
         return str(error)
-    num_tokens = _num_prefill_tokens(Chunk(text), (), engine)
+    num_tokens = _num_prefill_tokens(Chunk(text), engine)
     if num_tokens <= engine.context_length:
         return ""
     return (
@@ -132,32 +91,34 @@ def explain_short_text(chunk: Chunk, engine: Engine) -> str:
     )
 
 
-def _num_prefill_tokens(chunk: Chunk, context_texts: Sequence[str], engine: Engine) -> int:
-    """Return the number of tokens of a chunk's prefill: prefix, `context_texts`, chunk, and two tokens for vLLM."""
-    parts = engine.renderer.ids_with_separators(context_texts)
-    return len(engine.default_prefix_ids) + sum(map(len, parts)) + engine.renderer.count_tokens(chunk.text) + 2
+def _num_prefill_tokens(chunk: Chunk, engine: Engine) -> int:
+    """Return the number of tokens of a variant's prefill: the ids before it, the chunk, and two tokens for vLLM."""
+    num_before = len(engine.default_prefix_ids) + (chunk.context == "neutral") * len(engine.neutral_ids)
+    return num_before + engine.renderer.count_tokens(chunk.text) + 2
 
 
 def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
     """Delete the stored variants of `chunks` that are not in `kept`.
 
-    If the engine's policy is not "similar", also delete the similar variants of all chunks that were added through
-    LangChain, LlamaIndex or a server. Return the number of deleted entries and a problem: the error message if a remote
-    tier did not answer, else "".
+    If the engine's policy is "none", also delete the neutral variants of all chunks that were added through LangChain,
+    LlamaIndex or a server, and those of other namespaces on this machine. Return the number of deleted entries and a
+    problem: the error message if a remote tier did not answer, else "".
     """
     kept_keys = {engine.key(chunk) for chunk in kept}
     every = [each for chunk in chunks for each in all_variants(chunk.text)]
-    keys = [key for key in dict.fromkeys(map(engine.key, every)) if key not in kept_keys]
+    neutral_here = list[str]()
     num_removed, problem = 0, ""
     with open_registry(engine.store) as registry:
-        framework_keys = [] if engine.context == "similar" else registry.stored_variant_keys()
-        keys += framework_keys
+        if engine.context == "none":
+            every += [Chunk(text, context="neutral") for text in registry.texts()]
+            headers = (header for tier in engine.store.tiers if not tier.is_remote for header in tier.headers())
+            neutral_ids = engine.neutral_ids
+            neutral_here += [each.key for each in headers if each.prefix_ids[-len(neutral_ids) :] == neutral_ids]
+        keys = [key for key in dict.fromkeys((*map(engine.key, every), *neutral_here)) if key not in kept_keys]
         registry.remove_stored_entries(keys)
         for key in keys:
             try:
                 num_removed += engine.store.delete(key)
             except BackendUnreachableError as error:
                 problem = str(error)
-        if not problem:  # else the next call deletes them again
-            registry.set_variants_stored(framework_keys, is_stored=False)
     return num_removed, problem

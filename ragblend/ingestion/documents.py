@@ -21,13 +21,12 @@ from ragblend.catalog.stored_documents import StoredDocument, find_entries, find
 from ragblend.corpus.folder_scan import match_sources, resolve_source, source_path
 from ragblend.engine.api import DocumentEngine, RemoteEngine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.errors import BackendUnreachableError, CorruptError, NotFoundError, UsageError
+from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import all_variants, chunk_variants
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except, find_pending_sources
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
 from ragblend.prompt.token_index import WINDOW
-from ragblend.prompt.types import Chunk
 
 _MAX_LISTED = 5  # documents in a message
 _TEXT_CHARS = 60  # of a text that names a document
@@ -35,16 +34,10 @@ _DIGEST = re.compile("[0-9a-f]{32}")  # the id of a document without a name
 
 
 class Removal(NamedTuple):
-    """Numbers of chunks and of KV entries that were deleted.
-
-    `num_other_kv` counts deleted entries of other models, and of other chunks that had a deleted chunk in their
-    context. The next ingestion stores the KV of these other chunks again. `num_other_kv` is 0 if a server deletes, and
-    if the call finishes an earlier removal that was killed.
-    """
+    """Numbers of chunks and of KV entries that were deleted."""
 
     num_chunks: int
     num_kv: int
-    num_other_kv: int = 0
 
 
 def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: str = LANGCHAIN_COLLECTION) -> int:
@@ -174,23 +167,13 @@ def remove_stored_documents(
     added = [each for each in given if not each.index_source or each.index_source != each.key.id]
     if not added or engine is None:
         return removal
-    with open_registry(engine.store) as registry:
-        texts = [text for each in added for text in registry.texts_of(each.key)]
-    own = _stored_keys(map(Chunk, texts), engine)
     num_removed = _delete_added([each.key for each in added], engine)
     if (place := catalog_location(engine.store)) is not None:
         with SentDocumentTable(place) as sent:
             for collection, group in groupby(sorted(each.key for each in added), lambda key: key.collection):
                 sent.remove(engine.namespace, collection, [key.id for key in group])
-    num_other = num_removed - len(own) + sum(map(engine.store.contains, own))
     num_chunks = sum(each.num_chunks for each in added if not each.index_source)
-    return Removal(removal.num_chunks + num_chunks, removal.num_kv + num_removed, removal.num_other_kv + num_other)
-
-
-def _stored_keys(chunks: Iterable[Chunk], engine: DocumentEngine) -> set[str]:
-    """Return the keys of the stored KV of `chunks`, in all variants."""
-    keys = {engine.key(variant) for chunk in chunks for variant in all_variants(chunk.text)}
-    return set(filter(engine.store.contains, keys))
+    return Removal(removal.num_chunks + num_chunks, removal.num_kv + num_removed)
 
 
 def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, index: ChunkIndex) -> Removal:
@@ -204,10 +187,6 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, inde
     """
     known, begun = set(index.sources()), find_pending_sources(index)
     given = [source for source in sources if source in known or source not in begun]
-    own: set[str] = set()
-    if engine is not None and not begun and not isinstance(engine, RemoteEngine):
-        with suppress(CorruptError):  # a document with damaged rows is removed without this count
-            own = _stored_keys((chunk for source in given for chunk in index.chunks(source)), engine)
     num_chunks = sum(index.remove_document(source) for source in given)
     num_removed, problem = 0, ""
     if engine is not None:
@@ -219,10 +198,7 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, inde
             f"the documents were removed here, but not in the remote tier ({problem}); repeat the command, or run the "
             "next `ragblend ingest` or `ragblend remove` with that tier"
         )
-    if not own or engine is None:
-        return Removal(num_chunks, num_removed)
-    num_kept = sum(map(engine.store.contains, own))  # entries of texts that other documents have
-    return Removal(num_chunks, num_removed, num_removed - len(own) + num_kept)
+    return Removal(num_chunks, num_removed)
 
 
 class PinCounts(NamedTuple):

@@ -20,7 +20,7 @@ from ragblend.prompt.types import Chunk
 
 Prefill = Callable[[Sequence[Chunk], Engine], Iterable[int]]
 """Prefills chunks that are missing in the engine's store, and yields the bytes stored for each: 0 for a chunk that was
-already stored. A variant with other chunks in its context is prefilled later than those chunks.
+already stored.
 """
 
 

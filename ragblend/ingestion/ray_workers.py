@@ -104,20 +104,19 @@ class RayWorkers:
 
     def prefill(self, chunks: Sequence[Chunk], engine: Engine) -> Iterator[int]:
         """Prefill `chunks` in the workers (see `Prefill`). Yield the number of bytes stored for each, in the order of
-        completion. Variants that have an ingestion context come last.
+        completion.
         """
         made_by = (engine.fingerprint, engine.renderer.fingerprint)
-        for is_behind in (False, True):
-            coming: list[Any] = []
-            for batch in _batches([chunk for chunk in chunks if bool(chunk.context_texts) == is_behind], engine):
-                coming.append(self._submit("prefill", batch, *made_by))
-                done, coming = self._ray.wait(coming, num_returns=len(coming), timeout=0)
-                for each in done:
-                    yield from self._result(each)
-            while coming:
-                done, coming = self._ray.wait(coming)
-                for each in done:
-                    yield from self._result(each)
+        coming: list[Any] = []
+        for batch in _batches(chunks, engine):
+            coming.append(self._submit("prefill", batch, *made_by))
+            done, coming = self._ray.wait(coming, num_returns=len(coming), timeout=0)
+            for each in done:
+                yield from self._result(each)
+        while coming:
+            done, coming = self._ray.wait(coming)
+            for each in done:
+                yield from self._result(each)
 
     def close(self) -> None:
         """Stop the workers, and Ray if this object started it."""

@@ -30,7 +30,7 @@ class IngestReport:
     """Results of one ingestion: numbers, sizes, durations, and lists of documents and files.
 
     The paths of files are absolute. The fields `num_..._kv` count entries. An entry is the KV of one chunk in one
-    context, so a store with the context policy "similar" has two entries of each chunk.
+    context, so a store with the context policy "neutral" has two entries of each chunk.
     """
 
     num_documents: int = 0
@@ -48,7 +48,7 @@ class IngestReport:
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
     num_evicted_kv: int = 0  # entries that the disk's budget evicted during it, also of earlier ingestions
-    num_removed_kv: int = 0  # deleted entries: of changed or removed chunks, and of chunks with them in the context
+    num_removed_kv: int = 0  # deleted entries of changed or removed chunks
     num_dropped: int = 0  # entries that did not reach the remote tier; `failures` has a line about them
     problem: str = ""  # why the last of these entries did not reach it
     is_full: bool = False  # the remote tier has no free space

@@ -5,7 +5,6 @@ Depends on an engine that is the client of a server, not on how the server store
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import logging
@@ -15,7 +14,6 @@ from itertools import chain
 from time import perf_counter
 from typing import Any
 
-from ragblend.catalog.schema import text_key
 from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.engine.api import Engine
 from ragblend.index import ChunkIndex
@@ -92,11 +90,9 @@ def _divide(document: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], in
 
     The parts have the same version. The first one replaces an earlier version, and the server adds the others to it.
     """
-    texts, vectors = document["chunks"], document.get("vectors", [])
+    texts = document["chunks"]
     sizes = [max(_LEAST_CHARS, len(json.dumps(text))) for text in texts]
-    if vectors:
-        sizes = [size + len(vector) for size, vector in zip(sizes, vectors, strict=True)]
-    other_chars = len(json.dumps({**document, "chunks": [], "vectors": []}))
+    other_chars = len(json.dumps({**document, "chunks": []}))
     is_divided = sum(sizes) > _DOCUMENT_CHARS
     if is_divided and "version" not in document:
         digest = hashlib.blake2b(json.dumps(texts).encode(), digest_size=16).hexdigest()
@@ -108,8 +104,6 @@ def _divide(document: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], in
             size += sizes[end]
             end += 1
         part = {**document, "chunks": texts[start:end]}
-        if vectors:
-            part["vectors"] = vectors[start:end]
         yield part, size + other_chars
         start = end
 
@@ -117,23 +111,12 @@ def _divide(document: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], in
 def send_indexed_chunks(
     chunks: Sequence[Chunk], engine: Engine, index: ChunkIndex, report: IngestReport, progress: Progress
 ) -> IngestReport:
-    """Run `precompute_chunks` on the server, and return `report` with the server's counts.
-
-    The chunks are sent with the index's vectors, so that the server finds the same similar chunks.
-    """
-    embedder = f"{index.manifest.embedder} {index.manifest.embedder_version}"
+    """Run `precompute_chunks` on the server, and return `report` with the server's counts."""
     texts_of: dict[str, list[str]] = {}
     for chunk in chunks:
         texts_of.setdefault(chunk.source, []).append(chunk.text)
-
-    def documents() -> Iterator[dict[str, Any]]:
-        for source, texts in texts_of.items():
-            stored = index.stored_vectors(texts)
-            vectors = [base64.b64encode(stored[text_key(text.strip())]).decode() for text in texts]
-            yield {"id": source, "chunks": texts, "vectors": vectors, "embedder": embedder}
-
-    collection = index.collection or LANGCHAIN_COLLECTION
-    _send(engine, collection, documents(), len(chunks), report, progress, {})
+    documents = ({"id": source, "chunks": texts} for source, texts in texts_of.items())
+    _send(engine, index.collection or LANGCHAIN_COLLECTION, documents, len(chunks), report, progress, {})
     return report
 
 

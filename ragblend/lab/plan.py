@@ -278,8 +278,8 @@ _STORAGE_FORM = (
 
 BYTES_PER_TEXT_TOKEN = 4
 """Bytes of plain text in a token, as English prose has with the tokenizers of current models."""
-SIMILAR_VARIANTS, SIMILAR_PREFILL = 2, 2.4
-"""With ingestion context `similar`: variants that are stored of a chunk, and prefill that they cost
+NEUTRAL_VARIANTS, NEUTRAL_PREFILL = 2, 2.24
+"""With ingestion context `neutral`: variants that are stored of a chunk, and prefill that they cost
 (docs/fidelity.md)."""
 
 
@@ -294,7 +294,7 @@ def describe_store(
     """Return the size of the KV, and what fits where, as JSON values.
 
     "bytes_per_token": by the dtype of the KV; of a profile without `sizes`, what was measured. "corpus": the tokens of
-    `corpus`, a number of bytes of plain text, and the bytes of their KV by dtype, alone and with similar contexts.
+    `corpus`, a number of bytes of plain text, and the bytes of their KV by dtype, alone and with neutral variants.
     "gpu": its memory, the model's weights, and the tokens whose KV fits beside them. "host": the tokens whose KV fits
     into `memory` in `kv_dtype`, and their share of the corpus. What is not known is None. Raises UsageError for weights
     that do not fit into the GPU.
@@ -312,7 +312,7 @@ def describe_store(
             "text_bytes": parse_bytes(corpus),
             "tokens": num_tokens,
             "kv_bytes": {name: nbytes * num_tokens for name, nbytes in per_token.items()},
-            "kv_bytes_similar": {name: SIMILAR_VARIANTS * nbytes * num_tokens for name, nbytes in per_token.items()},
+            "kv_bytes_neutral": {name: NEUTRAL_VARIANTS * nbytes * num_tokens for name, nbytes in per_token.items()},
         }
     if sizes is not None and hardware is not None and hardware.nbytes is not None:
         weights = sizes.num_weights * sizes.itemsize

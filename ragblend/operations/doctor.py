@@ -9,14 +9,13 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ragblend.catalog.database import Catalog
-from ragblend.catalog.registry import open_registry
 from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.config import Settings
 from ragblend.corpus.embedders import is_minilm_installed
@@ -224,37 +223,27 @@ def _find_model(settings: Settings) -> str:
 
 
 def _check_embedder(settings: Settings) -> DiagnosticResult:
-    """Check the embedder of the store's documents; without documents, whether MiniLM is installed."""
-    indexed, similar = "", list[str]()
-    with suppress(RagblendError):  # the check of the index or of the store reports it
-        with suppress(NotFoundError), open_index(settings.store) as index:
-            indexed = index.manifest.embedder
-        disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
-        with open_registry(disk, create=False) as registry:
-            similar = [*registry.count_variants()]
-    names = [*filter(None, [indexed, *similar])]
-    found = f"{settings.store} was embedded by {', '.join(names)}"
-    if fix := explain_hashed_words(settings.store, indexed, similar):
+    """Check the embedder of the store's index; without an index, whether MiniLM is installed."""
+    indexed = ""
+    with suppress(RagblendError), open_index(settings.store) as index:  # the check of the index reports it
+        indexed = index.manifest.embedder
+    found = f"{settings.store} was embedded by {indexed}"
+    if fix := explain_hashed_words(settings.store, indexed):
         finding = f"{found}, which compares words, not meaning"
         return DiagnosticResult("embedder", settings.embedder == "hashing", finding, fix, optional=True)
-    if not is_minilm_installed() and (not names or any(name.split()[0] == "minilm" for name in names)):
+    if not is_minilm_installed() and indexed in ("", "minilm"):
         none = "no offline embedding model is installed; texts are embedded by hashing words"
-        finding = f"{found}, which is not installed" if names else none
+        finding = f"{found}, which is not installed" if indexed else none
         return DiagnosticResult("embedder", False, finding, "pip install 'ragblend[demo]'", optional=not indexed)
-    return DiagnosticResult("embedder", True, found if names else "MiniLM is installed and works offline")
+    return DiagnosticResult("embedder", True, found if indexed else "MiniLM is installed and works offline")
 
 
-def explain_hashed_words(store: str, indexed: str, similar: Iterable[str]) -> str:
-    """Return how to replace the hashed words of a store by MiniLM; "" if it has none.
-
-    indexed: the embedder of the store's index, "" for none. similar: the embedders of `ChunkRegistry.count_variants`.
-    """
-    is_indexed = indexed == "hashing"
-    if not is_indexed and not any(name.split()[0] == "hashing" for name in similar):
+def explain_hashed_words(store: str, embedder: str) -> str:
+    """Return how to replace the hashed words of a store's index by MiniLM; "" if its `embedder` is another one."""
+    if embedder != "hashing":
         return ""
     install = "" if is_minilm_installed() else "pip install 'ragblend[demo]', then "
-    again = "add the documents of frameworks and servers again"
-    return install + (explain_reingestion(Path(store) / CATALOG_FILE) if is_indexed else again)
+    return install + explain_reingestion(Path(store) / CATALOG_FILE)
 
 
 def _find_index(settings: Settings) -> str:

@@ -42,10 +42,8 @@ from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.documents import pin_document
-from ragblend.ingestion.registered_similar import open_registered_finder
 from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.precompute import precompute_chunks
-from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk
 
 _BATCH = 64  # entries per transaction, during which no process can add documents
@@ -120,7 +118,7 @@ def _compare_with_documents(disk: DiskStore, report: VerifyReport) -> None:
         return
     try:
         with open_store_documents(disk) as (registry, index):
-            live = _LiveChunks(disk, registry, index)
+            live = _LiveChunks(registry, index)
             stored: set[tuple[str, bytes]] = set()
 
             def headers() -> Iterator[KVHeader]:
@@ -130,7 +128,7 @@ def _compare_with_documents(disk: DiskStore, report: VerifyReport) -> None:
 
             report.orphans = sum(1 for _ in _find_orphans(headers(), live))
             report.num_without_kv = sum(stored.isdisjoint(live.hashes_of.get(key, ())) for key in live.text_keys)
-    except RagblendError:  # the report contains it already, or the tokenizer of KV with a context is not available
+    except RagblendError:  # the report contains it already
         return
 
 
@@ -185,9 +183,8 @@ def repair_store(
     lost = {*report.damaged, *report.missing} - {*done}
     indexed = {chunk.text.strip() for chunk in chunks}
     with open_registry(engine.store) as registry:
-        others = [Chunk(text) for text in registry.texts() if text not in indexed]
-        variants = [chunk for chunk in chunk_variants(chunks, engine.context) if chunk.context is not None]
-        again = [chunk for chunk in (*variants, *others) if engine.key(chunk) in lost] if lost else []
+        texts = [*chunks, *(Chunk(text) for text in registry.texts() if text not in indexed)] if lost else []
+        again = [chunk for chunk in chunk_variants(texts, engine.context) if engine.key(chunk) in lost]
         repaired = precompute_chunks(
             [*chunks, *again],
             engine,
@@ -195,12 +192,6 @@ def repair_store(
             index=index,
             register_texts=lambda: index and registry.add(indexed, DocumentKey(index.collection)),
         )
-        registry.set_variants_stored(lost, is_stored=False)
-        finder = open_registered_finder(engine, registry) if registry.count_variants() else None
-        if finder is not None:
-            variants = finder.find_missing_variants()
-            precompute_chunks(variants, engine, progress, repaired, index=finder, register_texts=lambda: None)
-            finder.record_stored_variants(variants)
         stored = registry.fingerprints_by_key()
     if repaired.num_dropped:
         report.unrepaired.append(": ".join(repaired.failures[-1]))
@@ -285,11 +276,10 @@ def collect_garbage(
     returns the same result. `orphans`: True also deletes data that no document needs, for all models and prefixes:
 
     - KV and registered texts of chunks that no document of the index, a framework or a server has,
-    - KV whose context contains such a chunk,
     - pins of documents that are not indexed.
 
     Documents that are ingested during the call keep their entries. With `orphans`, raises NotFoundError if the store
-    has no catalogue, and RagblendError if the tokenizer of KV with a context cannot be loaded.
+    has no catalogue.
     """
     disk = DiskStore(store, create=False, kv_dir=kv_dir)
     if not orphans:
@@ -303,7 +293,7 @@ def collect_garbage(
             "ragblend gc without --orphans"
         )
     with open_store_documents(disk) as (registry, index):
-        live = _LiveChunks(disk, registry, index)
+        live = _LiveChunks(registry, index)
         if dry_run:
             unwanted = set(_find_orphans(disk.headers(), live))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
@@ -386,9 +376,8 @@ def push_store(
 class _LiveChunks:
     """The chunks that documents have, as the keys of their texts and the hashes of their token ids by any tokenizer."""
 
-    def __init__(self, disk: DiskStore, registry: ChunkRegistry, index: IndexedDocuments | None) -> None:
-        self._disk, self._registry, self._index = disk, registry, index
-        self._separators: dict[str, tuple[int, ...]] = {}  # by the fingerprint of the model
+    def __init__(self, registry: ChunkRegistry, index: IndexedDocuments | None) -> None:
+        self._registry, self._index = registry, index
         self._state: object = None
         self.update()
 
@@ -405,31 +394,9 @@ class _LiveChunks:
         return True
 
     def need(self, header: KVHeader) -> bool:
-        """Return True if documents have the chunk of this entry and the chunks in its context.
-
-        Raises RagblendError if the entry has a context and the tokenizer of its model cannot be loaded.
-        """
-        chunks = [header.token_ids]
-        if header.context:
-            num_between = len(self._separator_ids(header.fingerprint))
-            chunks += [ids[: len(ids) - num_between] for ids in header.context_ids]
-        return all((header.namespace, hash_ids(ids)) in self._hashes for ids in chunks)
+        """Return True if documents have the chunk of this entry."""
+        return (header.namespace, hash_ids(header.token_ids)) in self._hashes
 
     def find_other_texts(self) -> tuple[str, ...]:
         """Return the registered texts that no document has."""
         return tuple(text for text in self._registry.texts() if text_key(text) not in self.text_keys)
-
-    def _separator_ids(self, fingerprint: str) -> tuple[int, ...]:
-        """Return the ids between two chunks."""
-        if fingerprint not in self._separators:
-            from ragblend.engine.transformers.model import load_tokenizer
-
-            model = str(self._disk.models().get(fingerprint, {}).get("model", fingerprint))
-            try:
-                self._separators[fingerprint] = Renderer(load_tokenizer(model)[0]).separator_ids
-            except RagblendError as error:
-                raise RagblendError(
-                    f"the tokenizer of {model} cannot be loaded, so it is unknown which chunks precede others in its "
-                    "KV; make the model available, or run ragblend gc without --orphans"
-                ) from error
-        return self._separators[fingerprint]

@@ -16,6 +16,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -24,6 +25,9 @@ from ragblend.errors import UsageError
 from ragblend.prompt.template import PINNED_CLOCK, PLAIN_TEMPLATE, Turn, as_turn, controls_model, turn_arrangements
 from ragblend.prompt.tools import HERMES, CallFormat, find_call_format, tool_use_as_text
 from ragblend.prompt.types import CHUNK_SEPARATOR, Message, Prompt
+
+NEUTRAL_TEXT = Path(__file__).with_name("neutral.txt").read_text(encoding="utf-8").strip()
+"""Text about nothing in particular, after which neutral variants of chunks are computed. It is part of their keys."""
 
 _HEAD, _TAIL = "ragblendhead", "ragblendtail"
 _PROBE = _HEAD + CHUNK_SEPARATOR + _TAIL  # two paragraphs: the demo model's template frames all but the last
@@ -196,12 +200,10 @@ class Renderer:
         first = rendered.text.index(_HEAD) + len(_HEAD)
         return rendered.ids_within(first, len(rendered.text[: rendered.text.index(second)].rstrip(" ")))
 
-    def ids_with_separators(self, texts: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return for each text its ids as a chunk, followed by the ids of the separator between two chunks.
-
-        A chunk's KV can be computed after these ids, as if the texts preceded the chunk in a prompt.
-        """
-        return tuple(self.chunk_ids(text) + self.separator_ids for text in texts)
+    @cached_property
+    def neutral_ids(self) -> tuple[int, ...]:
+        """Return the ids of the neutral text as a chunk, followed by the ids of the separator between two chunks."""
+        return self.chunk_ids(NEUTRAL_TEXT) + self.separator_ids
 
     @cached_property
     def _before_content(self) -> str:

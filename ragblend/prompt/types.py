@@ -26,8 +26,8 @@ class Chunk:
     """Reusable piece of a document: the unit of retrieval and of stored KV.
 
     `text` is `document[start:end]` of the document named by `source`, character for character, unless `metadata` has
-    `verbatim: False`. `context` says what precedes the chunk when its KV is precomputed. "similar": the prefix and the
-    `context_texts`, which are texts of other chunks; "none" and None: the prefix alone.
+    `verbatim: False`. `context` says what precedes the chunk when its KV is precomputed. "neutral": the prefix and the
+    neutral text; "none" and None: the prefix alone.
     """
 
     text: str
@@ -36,7 +36,6 @@ class Chunk:
     end: int = -1  # -1 at construction means start + len(text)
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     context: ContextPolicy | None = None
-    context_texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.end < 0:

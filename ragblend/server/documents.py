@@ -1,6 +1,6 @@
 """Documents of a server: recorded when they are sent, and stored by a background thread, also after a restart.
 
-Read `DocumentIngester._store` first. One thread chunks, embeds and prefills the waiting documents with
+Read `DocumentIngester._store` first. One thread chunks and prefills the waiting documents with
 `precompute_documents`, and pauses while requests generate. A lock lets only one of the processes that share a store's
 folder store documents at a time. Servers that share a catalogue divide the documents: each server holds leases on the
 documents that it stores.
@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import cached_property, partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
 from ragblend.server.auth_gate import log_change
 from ragblend.server.limits import Backlog
-from ragblend.server.sent_chunks import SentVectors, split_document, stored_keys
+from ragblend.server.sent_chunks import split_document, stored_keys
 
 log = logging.getLogger(__name__)
 
@@ -271,8 +270,8 @@ class DocumentIngester:
         self._turn = batch[0].namespace
         with self._leased([row.lease_name for row in batch]) as leased:
             mine = self._table.still_waiting(row for row in batch if row.lease_name in leased)
-            for _, rows in groupby(mine, lambda row: row.body.get("embedder", "")):
-                self._store([*rows])
+            if mine:
+                self._store(mine)
 
     def _give_turn(self, namespace: str) -> None:
         """Store a few short documents of the next other namespace, while those of `namespace` are being stored."""
@@ -292,7 +291,7 @@ class DocumentIngester:
         return () if self._leases is None else self._leases.leased_by_others()
 
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
-        """Chunk, embed, register and prefill documents of one collection, and record the result for each of them."""
+        """Chunk, register and prefill documents of one collection, and record the result for each of them."""
         first = rows[0]
         engine = self._engine(first.namespace)
         new_kv, new_bytes = Counter[str](), Counter[str]()
@@ -307,7 +306,6 @@ class DocumentIngester:
                 versions=[row.version if row.body.get("adds") else "" for row in owners],
                 collection=first.collection,
                 prefill=partial(self._prefill, new_kv, new_bytes),
-                embedder=SentVectors.of(rows),
             )
         except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # the documents stay waiting
             raise
@@ -353,7 +351,7 @@ class DocumentIngester:
 
         new_kv, new_bytes: by document, the number and the bytes of its new entries, which are counted here.
         """
-        for chunk in sorted(chunks, key=lambda each: bool(each.context_texts)):
+        for chunk in chunks:
             start_s = time.monotonic()
             nbytes = self._prefill_once(chunk, engine) if self._has_room(chunk, engine) else 0
             new_kv[chunk.source] += nbytes > 0

@@ -5,18 +5,15 @@ Parsing is strict: the error for a field that is unknown or has another type nam
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import numpy as np
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from ragblend.catalog.sent_documents import SentDocument
-from ragblend.corpus.embedders import FloatArray
 from ragblend.errors import UsageError
 from ragblend.ingestion.documents import DocumentDetails
 
@@ -29,24 +26,6 @@ Name = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1
 Collection = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^@\x00-\x1f\x7f][^\x00-\x1f\x7f]*$")]
 Text = Annotated[str, Field(max_length=16 << 20)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
-MAX_DIM = 1 << 16
-
-
-def decode_vector(encoded: str) -> FloatArray:
-    """Return the numbers of a vector that a request contains: float32, little-endian, in base64. Raises ValueError."""
-    data = base64.b64decode(encoded, validate=True)
-    if not data or len(data) % 4 or len(data) > 4 * MAX_DIM:
-        raise ValueError(f"a vector has {len(data)} bytes; it must be 1 to {MAX_DIM} numbers of 4 bytes in base64")
-    return np.frombuffer(data, "<f4")
-
-
-def _check_vector(encoded: str) -> str:
-    if not np.isfinite(decode_vector(encoded)).all():
-        raise ValueError("a vector contains NaN or infinity")
-    return encoded
-
-
-Vector = Annotated[str, Field(max_length=6 * MAX_DIM), AfterValidator(_check_vector)]
 _SALT = Field(None, description="vLLM's `cache_salt`: prompts with the same salt find the documents, and no others do.")
 
 
@@ -67,14 +46,6 @@ class DocumentInput(BaseModel, strict=True, extra="forbid"):
         "another one replaces them. Default: a digest of the texts, so that an unchanged document is not stored again.",
     )
     metadata: dict[str, Any] = Field(default_factory=dict, description="Returned unchanged with the document.")
-    vectors: Annotated[list[Vector], Field(max_length=100_000)] | None = Field(
-        None,
-        description="One embedding vector per chunk, to find similar chunks: float32, little-endian, in base64, as "
-        'OpenAI\'s embeddings with `"encoding_format": "base64"`. Default: the server computes them.',
-    )
-    embedder: Name | None = Field(
-        None, description="Name of the embedder of `vectors`. Only vectors of the same embedder are compared."
-    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -84,12 +55,6 @@ class DocumentInput(BaseModel, strict=True, extra="forbid"):
             raise ValueError("`chunk_size` is for `text`")
         if self.version is not None and self.chunks is None:
             raise ValueError("`version` is for `chunks`")
-        if (self.vectors is None) != (self.embedder is None):
-            raise ValueError("`vectors` and `embedder` belong together")
-        if self.vectors is not None and (self.chunks is None or len(self.vectors) != len(self.chunks)):
-            raise ValueError("`vectors` must have one vector for each of `chunks`")
-        if len({len(vector) for vector in self.vectors or ()}) > 1:
-            raise ValueError("all `vectors` must have the same length")
         try:
             json.dumps(self.metadata, allow_nan=False)
         except ValueError as error:
@@ -98,12 +63,9 @@ class DocumentInput(BaseModel, strict=True, extra="forbid"):
 
     def to_sent_document(self, collection: str) -> SentDocument:
         """Return the document as the server records it."""
-        body = self.model_dump(include={"text", "chunks", "chunk_size", "vectors"}, exclude_none=True)
+        body = self.model_dump(include={"text", "chunks", "chunk_size"}, exclude_none=True)
         texts = json.dumps([self.text, self.chunks, self.chunk_size])
         digest = hashlib.blake2b(texts.encode(), digest_size=_DIGEST_CHARS // 2).hexdigest()
-        if self.vectors is not None:
-            dim = len(decode_vector(self.vectors[0]))  # only vectors of one length can be compared
-            body["embedder"] = f"{self.embedder}, {dim}"
         if self.version is not None:
             body["adds"] = True
         return SentDocument(collection, self.id or digest, self.version or digest, body, self.metadata)

@@ -18,7 +18,7 @@ def test_the_study_goes_on_where_it_stopped_and_restored_kv_is_full_prefills(tmp
         for each in json.loads(out.read_text())["questions"][0]["rows"]
     }
     assert found["none", "recompute", "ask", 1.0]["first_token_kl"] == pytest.approx(0, abs=1e-4)
-    for context in ("none", "similar", "unrelated"):
+    for context in ("none", "neutral", "unrelated"):
         reuse = found[context, "recompute", "reuse", 0.0]["answer_kl"]
         assert found[context, "restore", "kept by ask", 0.3]["answer_kl"] < reuse
     before = out.read_text()

@@ -105,7 +105,7 @@ def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_ex
     assert reordered(chunks[::-1]) == reordered(chunks)
     assert reordered(chunks[2:]) == [chunk for chunk in reordered(chunks) if chunk in chunks[2:]]
     canonical = Prompt(reordered(chunks), case.question, case.system)
-    full = measure_prompt(engine, canonical, case, [FULL], TOKENS, {})[0][FULL]
+    full = measure_prompt(engine, canonical, case, [FULL], TOKENS)[0][FULL]
     (there,) = measure_baselines(engine, canonical, case, ["reorder"], TOKENS).values()
     assert (there.first_token_kl, there.answer_kl, there.agreement) == (0.0, 0.0, 1.0)
     assert there.gold_loss == full.gold_loss

@@ -78,7 +78,7 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
     for change in (
         lambda: other.add(["a"], DOC),
         lambda: other.add_ids([("a", IDS)], "t", ""),
-        lambda: other.record_entry_chunks("0" * 32, [IDS], ""),
+        lambda: other.record_entry_chunk("0" * 32, IDS, ""),
         lambda: one.remove_from_document(["a"], DOC),
     ):
         change()

@@ -198,15 +198,16 @@ def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twi
     assert len(ChunkRegistry(path)) == 5
 
 
-def test_entries_are_found_by_each_chunk_that_they_hold_or_were_computed_after(registry):
-    registry.record_entry_chunks("alone", [(1, 2)], "")
-    registry.record_entry_chunks("similar", [(1, 2), (3, 4, 9)], "")
-    registry.record_entry_chunks("similar", [(1, 2), (3, 4, 9)], "")
-    registry.record_entry_chunks("others", [(1, 2)], "tenant")
-    assert registry.entries_of_chunks([(1, 2), (3, 4, 9), (3, 4)], "") == [["alone", "similar"], ["similar"], []]
-    assert registry.entries_of_chunks([(1, 2)], "tenant") == [["others"]]
-    registry.remove_entry_chunks(["similar", "unknown", ""])
-    assert registry.entries_of_chunks([(1, 2), (3, 4, 9)], "") == [["alone"], []]
+def test_entries_are_found_by_their_chunk_and_namespace(registry):
+    registry.record_entry_chunk("alone", (1, 2), "")
+    for _ in range(2):
+        registry.record_entry_chunk("neutral", (1, 2), "")
+    registry.record_entry_chunk("another", (3, 4), "")
+    registry.record_entry_chunk("theirs", (1, 2), "tenant")
+    assert registry.entries_of_chunks([(1, 2), (3, 4), (3,)], "") == [["alone", "neutral"], ["another"], []]
+    assert registry.entries_of_chunks([(1, 2)], "tenant") == [["theirs"]]
+    registry.remove_entry_chunks(["neutral", "unknown", ""])
+    assert registry.entries_of_chunks([(1, 2), (3, 4)], "") == [["alone"], ["another"]]
 
 
 def test_a_document_has_one_version_and_one_source(registry):

@@ -54,15 +54,15 @@ def test_an_index_of_another_folder_is_listed_without_an_id(registry):
     assert "index:1" not in count_by_collection(registry)
 
 
-def test_entries_are_found_for_every_tokenizer_and_only_the_own_chunk_s(registry):
+def test_entries_are_found_for_every_tokenizer_and_only_their_own_namespace(registry):
     registry.add_ids([("one", (1, 2)), ("two", (3, 4))], "first", "")
     registry.add_ids([("one", (5,))], "second", "")
-    registry.record_entry_chunks("alone", [(1, 2)], "")
-    registry.record_entry_chunks("after two", [(5,), (3, 4, 9)], "")
-    registry.record_entry_chunks("theirs", [(1, 2)], "tenant")
+    registry.record_entry_chunk("alone", (1, 2), "")
+    registry.record_entry_chunk("by another tokenizer", (5,), "")
+    registry.record_entry_chunk("theirs", (1, 2), "tenant")
     found = dict(find_entries(registry, [text_key("one"), text_key("two")], ""))
     assert {key: sorted(entries) for key, entries in found.items()} == {
-        text_key("one"): ["after two", "alone"],
+        text_key("one"): ["alone", "by another tokenizer"],
         text_key("two"): [],
     }
 

@@ -18,11 +18,11 @@ from ragblend.precompute import precompute_documents
 
 def test_kv_caches_and_chunks_are_counted_apart_by_every_command(run, tmp_path):
     place, remote = ("--store", "both"), ("--remote", f"file://{tmp_path}/remote")
-    first = run(*INGEST, "--context", "similar", *place)
+    first = run(*INGEST, "--context", "neutral", *place)
     num_chunks = int(re.search(r"(\d+) chunks,", first[1])[1])
     num_kv = int(re.search(r"(\d+) KV caches prefilled", first[1])[1])
     assert num_kv == 2 * num_chunks > 0
-    assert "0 already stored; a chunk has two: alone, and after similar chunks" in first[1]
+    assert "0 already stored; a chunk has two: alone, and after a neutral text" in first[1]
     assert f"to prefill: {num_kv} KV caches," in first[2]
     second = run(*INGEST, *place)[1]
     assert f", {num_chunks} chunks," in second

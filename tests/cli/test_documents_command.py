@@ -159,8 +159,8 @@ def test_a_text_is_removed_by_a_file_that_holds_it(run, forbid_weights):
 
 
 def test_orphans_of_a_store_without_an_index_are_found_for_every_tokenizer(run, forbid_weights):
-    with load_engine("demo", "s", context="similar") as engine:
-        precompute_documents([BASALT, SLATE], engine, embedder=HashingEmbedder())
+    with load_engine("demo", "s", context="neutral") as engine:
+        precompute_documents([BASALT, SLATE], engine)
         engine.precompute(CHALK)
         other_ids = (7, 8, 9) * 6
         engine.precompute_ids(other_ids)

@@ -162,7 +162,7 @@ def fill(work: Path) -> None:
 
 
 def bring_in(work: Path, engine: Engine) -> None:
-    ingest(work / "corpus", engine, work / "kv", chunk_size=64, embedder="hashing", context="similar")
+    ingest(work / "corpus", engine, work / "kv", chunk_size=64, embedder="hashing", context="neutral")
 
 
 def answered(work: Path, engine: Engine) -> tuple[Any, ...]:

@@ -25,11 +25,11 @@ DOCUMENTS = [Document("Rovon is led by Mara Quint.", id="a"), Document("Mara Qui
 
 
 def write_store(folder: Path) -> None:
-    """Ingest FILES and store DOCUMENTS, each alone and after similar ones."""
+    """Ingest FILES and store DOCUMENTS, each alone and after the neutral text."""
     (folder / "docs").mkdir()
     for name, text in FILES.items():
         (folder / "docs" / name).write_text(text)
-    with load_engine("demo", store=folder / "store", dtype="float32", context="similar") as engine:
+    with load_engine("demo", store=folder / "store", dtype="float32", context="neutral") as engine:
         ingest(folder / "docs", engine, folder / "store", embedder="hashing")
         precompute_documents(DOCUMENTS, engine)
 

@@ -31,6 +31,7 @@ def opened(tmp_path):
 def deep_model(tmp_path_factory, make_tokenizer):
     """Folder of a random model with the smallest number of layers that counts as deep."""
     path = tmp_path_factory.mktemp("deep")
-    make_model(LlamaForCausalLM, num_hidden_layers=DEEP_MODEL_LAYERS).save_pretrained(path)
+    options = {"num_hidden_layers": DEEP_MODEL_LAYERS, "max_position_embeddings": 4096}
+    make_model(LlamaForCausalLM, **options).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return str(path)

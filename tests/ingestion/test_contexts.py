@@ -1,4 +1,4 @@
-"""A store's ingestion context: kept, followed by every command, changed as a whole, and gone with what it was of."""
+"""A store's context policy: kept, followed by every command, and changed as a whole."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Any
 
 import pytest
 from commands import run_command
-from similar_texts import TEXTS, texts_behind
 
 from ragblend import Chunk, Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.deletion import find_orphaned_keys
 from ragblend.ingestion.documents import pin_document, remove_documents
 from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_and_quarantine
-from ragblend.precompute import ingest, open_engine_index, precompute_chunks, precompute_documents, precompute_index
+from ragblend.precompute import ingest, open_engine_index, precompute_documents, precompute_index
+
+TEXTS = {
+    "fox": "Bob Fox lives in Norburg and plays the flute.",
+    "kern": "Alice Kern works for Nexon and plays the flute.",
+    "bell": "James Bell lives in Norburg and plays chess.",
+    "moss": "Tara Moss has a job at Nexon, which sells drones.",
+}
 
 
 @pytest.fixture
@@ -38,28 +42,26 @@ def bring_in(docs: Path, engine: TransformersEngine, **options: Any) -> Any:
     return ingest(docs, engine, docs.parent / "kv", **{"chunk_size": 32, "embedder": "hashing", **options})
 
 
-def similar(name: str) -> Chunk:
-    return Chunk(TEXTS[name], context="similar")
+def neutral(name: str) -> Chunk:
+    return Chunk(TEXTS[name], context="neutral")
 
 
-def test_similar_variants_are_stored_once_remembered_and_used(docs, opened):
+def test_neutral_variants_are_stored_once_remembered_and_used(docs, opened):
     engine = opened()
-    report = bring_in(docs, engine, context="similar")
+    report = bring_in(docs, engine, context="neutral")
     assert (report.num_chunks, report.num_new_kv) == (4, 8)
     again = bring_in(docs, opened())
     assert (again.num_new_kv, again.num_known_kv) == (0, 8)
-    behind = texts_behind(engine, engine.store.find_tier(DiskStore).header(engine.key(similar("fox"))))
-    assert behind == {"kern", "bell"}  # those with most words in common, and never itself
+    header = engine.store.find_tier(DiskStore).header(engine.key(neutral("fox")))
+    assert header.prefix_ids == (*engine.default_prefix_ids, *engine.renderer.neutral_ids)
     prompt = Prompt([Chunk(TEXTS[name]) for name in ("fox", "kern", "moss")], "Who plays the flute?")
     report = opened().generate(prompt, max_tokens=1).report
     assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [
-        (True, "none"), (False, "similar"), (False, "similar"),
+        (True, "none"), (False, "neutral"), (False, "neutral"),
     ]  # fmt: skip
 
 
-def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_shallow_one(
-    docs, opened, deep_model, tmp_path
-):
+def test_the_default_is_neutral_for_a_deep_model_and_none_for_a_shallow_one(docs, opened, deep_model, tmp_path):
     prompt = Prompt([TEXTS[name] for name in ("bell", "kern", "moss")], "Who?")
 
     def contexts_of(engine: TransformersEngine) -> list[str]:
@@ -70,10 +72,10 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
     url = f"file://{tmp_path}/shared"
     with load_engine(deep_model, tmp_path / "deep", remote=url, on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 8
-        assert engine.store.read_context_policy() == "similar"
-        assert contexts_of(engine) == ["none", "similar", "similar"]
+        assert engine.store.read_context_policy() == "neutral"
+        assert contexts_of(engine) == ["none", "neutral", "neutral"]
     with load_engine(deep_model, tmp_path / "replica", remote=url, on_miss="inline") as engine:
-        assert contexts_of(engine) == ["none", "similar", "similar"]  # read from the store
+        assert contexts_of(engine) == ["none", "neutral", "neutral"]  # read from the store
     with load_engine(deep_model, tmp_path / "none", context="none", on_miss="inline") as engine:
         assert bring_in(docs, engine, chunk_size=200).num_new_kv == 4
         assert engine.store.read_context_policy() == "none"
@@ -82,35 +84,47 @@ def test_unless_told_otherwise_it_is_similar_for_a_deep_model_and_none_for_a_sha
         assert {engine.key(text) for text in prompt.chunks} == set(engine.likely_keys(prompt.chunks))
         with open_engine_index(docs.parent / "kv", engine, create=False) as index:
             assert precompute_index(engine, index).num_new_kv == 0, "the context none was requested"
-            assert precompute_index(engine, index, context="similar").num_new_kv == 4
-        assert engine.store.read_context_policy() == "similar"
+            assert precompute_index(engine, index, context="neutral").num_new_kv == 4
+        assert engine.store.read_context_policy() == "neutral"
     with open_index(docs.parent / "kv") as index:
         index.clear()
     engine = opened()
     assert (bring_in(docs, engine).num_new_kv, engine.store.read_context_policy()) == (4, None)
 
 
-def test_a_chunk_with_nothing_beside_it_stays_alone_and_an_index_is_needed(docs, opened):
-    for name in ("kern", "bell", "moss"):
-        (docs / f"{name}.txt").unlink()
+def test_a_chunk_that_only_fits_without_the_neutral_text_is_stored_alone(docs, opened):
     engine = opened()
-    assert bring_in(docs, engine, context="similar").num_new_kv == 1
-    assert bring_in(docs, engine).num_new_kv == 0
-    with pytest.raises(UsageError, match="an index finds"):
-        precompute_chunks([similar("kern")], engine)
-    assert precompute_documents([TEXTS["kern"]], engine).num_new_kv == 1  # as frameworks do: alone
+    engine.context_length = len(engine.default_prefix_ids) + len(engine.neutral_ids) + 20
+    (docs / "long.txt").write_text(" ".join(TEXTS.values()))
+    report = bring_in(docs, engine, chunk_size=200, context="neutral")
+    assert (report.num_new_kv, report.failures) == (9, [])
+    report = precompute_documents([" ".join(TEXTS.values())], engine)
+    assert (report.num_new_kv, report.num_known_kv, report.failures) == (0, 1, [])
+
+
+def test_a_text_of_a_framework_is_stored_twice_at_once_and_once_under_none(docs, opened):
+    engine = opened()
+    engine.set_context_policy("neutral")
+    assert precompute_documents([TEXTS["kern"]], engine).num_new_kv == 2
+    theirs = opened(namespace="theirs")
+    precompute_documents([TEXTS["kern"]], theirs)
+    bring_in(docs, engine)
+    with open_engine_index(docs.parent / "kv", engine, create=False) as index:
+        assert precompute_index(engine, index, "none").num_removed_kv == 5
+    alone = {*map(engine.key, TEXTS.values()), theirs.key(TEXTS["kern"])}
+    assert set(DiskStore(docs.parent / "kv").keys()) == alone
 
 
 def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened):
     engine = opened()
     bring_in(docs, engine)
     assert engine.store.read_context_policy() is None
-    assert bring_in(docs, engine, context="similar").num_new_kv == 4  # a second version of what is there
+    assert bring_in(docs, engine, context="neutral").num_new_kv == 4  # a second version of what is there
     with pytest.raises(UsageError, match="precompute --context none"):
         bring_in(docs, engine, context="none")
     with open_engine_index(docs.parent / "kv", engine, create=False) as index:
         pin_document(str(docs / "fox.txt"), engine, index)
-        for policy, num_new, num_removed in (("none", 0, 4), ("similar", 4, 0), ("none", 0, 4)):
+        for policy, num_new, num_removed in (("none", 0, 4), ("neutral", 4, 0), ("none", 0, 4)):
             report = precompute_index(engine, index, policy)
             assert (report.num_new_kv, report.num_removed_kv) == (num_new, num_removed)
             wanted = {engine.key(chunk) for chunk in chunk_variants(index.chunks(), policy)}
@@ -120,73 +134,39 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
             assert (engine.context, engine.store.read_context_policy()) == (policy, policy)
 
 
-def test_after_remove_nothing_anywhere_was_computed_behind_the_document(docs, opened, tmp_path):
-    url = f"file://{tmp_path}/shared"
-    with opened(remote=url) as engine:
-        bring_in(docs, engine, context="similar")
+def test_a_removal_deletes_both_variants_in_every_tier_and_no_others(docs, opened, tmp_path):
+    with opened(remote=f"file://{tmp_path}/shared") as engine:
+        bring_in(docs, engine, context="neutral")
         engine.store.flush()
         remote, disk = engine.store.tiers[-1], engine.store.find_tier(DiskStore)
-        headers = {name: disk.header(engine.key(similar(name))) for name in TEXTS}
-        behind = {name: texts_behind(engine, header) for name, header in headers.items()}
-        lost = {name for name, others in behind.items() if "fox" in others}
-        kept = set(TEXTS) - lost - {"fox"}
-        assert lost == {"kern", "bell"}
-        disk.delete(headers["bell"].key)  # evicted here, or stored by another machine, so its header is unknown
-        for tier in engine.store.tiers[:1]:
-            tier.delete(headers["bell"].key)
+        disk.delete(engine.key(neutral("fox")))  # as if it was evicted here
         with open_engine_index(tmp_path / "kv", engine, create=False) as index:
             remove_documents([str(docs / "fox.txt")], engine, index)
+        kept = [Chunk(text) for name, text in TEXTS.items() if name != "fox"]
         for tier in (disk, remote):
-            assert set(tier.keys()) == {
-                *(engine.key(Chunk(TEXTS[name])) for name in TEXTS if name != "fox"),
-                *(engine.key(similar(name)) for name in kept),
-            }
-        for header in disk.headers():
-            assert "fox" not in texts_behind(engine, header)
+            assert set(tier.keys()) == {engine.key(variant) for variant in chunk_variants(kept, "neutral")}
         (docs / "fox.txt").unlink()
-        assert bring_in(docs, engine).num_new_kv == len(lost)
-        for name in lost:
-            others = texts_behind(engine, disk.header(engine.key(similar(name))))
-            assert len(others) == 2
-            assert "fox" not in others
+        assert bring_in(docs, engine).num_new_kv == 0
 
 
 def test_in_memory_alone_it_is_the_same(docs):
     with load_engine("demo") as engine:
-        bring_in(docs, engine, context="similar")
+        bring_in(docs, engine, context="neutral")
         assert len(list(engine.store.keys())) == 8
         (docs / "fox.txt").unlink()
         bring_in(docs, engine)
-        (memory,) = engine.store.tiers
-        assert all("fox" not in texts_behind(engine, header) for header in memory.headers())
-        assert len(list(memory.keys())) == 6
+        kept = [Chunk(text) for name, text in TEXTS.items() if name != "fox"]
+        assert set(engine.store.keys()) == {engine.key(variant) for variant in chunk_variants(kept, "neutral")}
 
 
-def test_a_namespace_is_not_computed_behind_another_ones_chunks(docs, opened, tmp_path):
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for folder, names in ((ours, ("kern", "moss")), (theirs, ("fox", "bell"))):
-        folder.mkdir()
-        for name in names:
-            (docs / f"{name}.txt").rename(folder / f"{name}.txt")
-    options = {"chunk_size": 32, "embedder": "hashing", "context": "similar"}
-    with open_engine_index(tmp_path / "kv", opened(namespace="them"), "hashing") as index:  # one index, two tenants
-        for folder, namespace in ((theirs, "them"), (ours, "us")):
-            ingest(folder, opened(namespace=namespace), index, **options)
-    engine = opened(namespace="us")
-    behind = [
-        texts_behind(engine, header) for header in DiskStore(tmp_path / "kv").headers() if header.namespace == "us"
-    ]
-    assert sorted(map(sorted, behind)) == [[], [], ["kern"], ["moss"]]
-
-
-def test_a_document_that_goes_while_others_are_computed_behind_it_leaves_nothing(docs, opened, tmp_path, monkeypatch):
+def test_a_document_that_is_removed_while_it_is_prefilled_leaves_nothing(docs, opened, tmp_path, monkeypatch):
     engine, original = opened(), TransformersEngine._prefill_chunks
     index = tmp_path / "kv"
     bring_in(docs, engine)
 
-    def removed_meanwhile(self, chunks, behind):
-        made = original(self, chunks, behind)
-        if behind.policy == "similar":  # another process, which does not see what is not stored yet
+    def removed_meanwhile(self, context, chunks):
+        made = original(self, context, chunks)
+        if context == "neutral":  # another process, which does not see what is not stored yet
             with opened() as other, open_engine_index(index, other, create=False) as found:
                 if str(docs / "fox.txt") in found.sources():
                     remove_documents([str(docs / "fox.txt")], other, found)
@@ -194,23 +174,17 @@ def test_a_document_that_goes_while_others_are_computed_behind_it_leaves_nothing
 
     monkeypatch.setattr(TransformersEngine, "_prefill_chunks", removed_meanwhile)
     with open_engine_index(index, engine, create=False) as ours:
-        precompute_index(engine, ours, "similar")
-    left = {header.key: texts_behind(engine, header) for header in DiskStore(tmp_path / "kv").headers()}
-    assert not any("fox" in behind for behind in left.values())
-    assert engine.key(similar("moss")) in left
+        precompute_index(engine, ours, "neutral")
+    left = {header.key for header in DiskStore(tmp_path / "kv").headers()}
+    kept = [Chunk(text) for name, text in TEXTS.items() if name != "fox"]
+    assert left == {engine.key(variant) for variant in chunk_variants(kept, "neutral")}
 
 
-@pytest.mark.parametrize(("gone", "is_orphaned"), [((5, 6), True), ((7,), True), ((9,), True), ((8,), False)])
-def test_what_stands_between_two_chunks_belongs_to_neither_where_an_entry_is_looked_for(gone, is_orphaned):
-    header = KVHeader("key", "model", (1, 5, 6, 0, 7, 0), (9,), 1, "float32", context=(3, 2))
-    assert list(find_orphaned_keys([header], {gone: "why"}.get, separator_ids=(0,))) == [("key", "why")] * is_orphaned
-
-
-def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
+def test_upkeep_works_on_neutral_variants(docs, opened, tmp_path):
     url = f"file://{tmp_path}/shared"
     with opened() as engine:
-        bring_in(docs, engine, context="similar")
-        keys = {name: engine.key(similar(name)) for name in TEXTS}
+        bring_in(docs, engine, context="neutral")
+        keys = {name: engine.key(neutral(name)) for name in TEXTS}
     store = tmp_path / "kv"
     assert push_store(store, open_remote(url)).num_sent == 8
     before = {path.name: path.read_bytes() for path in store.glob("kv/??/*")}
@@ -230,7 +204,7 @@ def test_upkeep_works_on_similar_variants(docs, opened, tmp_path):
     with open_index(store) as found:  # forgotten by the index alone, as a crash would leave it
         found.remove_document(str(docs / "fox.txt"))
     collect_garbage(store, orphans=True)
-    assert {key for key in keys.values() if DiskStore(store).has_file(key)} == {keys["moss"]}
+    assert {name for name, key in keys.items() if DiskStore(store).has_file(key)} == {"kern", "bell", "moss"}
 
 
 def test_repair_counts_again(docs, opened, tmp_path):
@@ -246,7 +220,7 @@ def test_repair_counts_again(docs, opened, tmp_path):
 
 def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, capsys):
     with opened() as engine:
-        bring_in(docs, engine, context="similar")
+        bring_in(docs, engine, context="neutral")
     note = tmp_path / "kv" / CONTEXT_FILE
     note.write_bytes(note.read_bytes()[:-9])
     place = ("--store", str(tmp_path / "kv"))
@@ -256,5 +230,5 @@ def test_a_damaged_note_is_named_and_dropped_by_verify(docs, opened, tmp_path, c
     assert list(json.loads(capsys.readouterr().out)["damaged_files"]) == [CONTEXT_FILE]
     assert run_command("verify", "--repair", *place) == 0
     assert not note.exists()
-    assert run_command("precompute", "--context", "similar", *place) == 0
-    assert DiskStore(tmp_path / "kv").read_context_policy() == "similar"
+    assert run_command("precompute", "--context", "neutral", *place) == 0
+    assert DiskStore(tmp_path / "kv").read_context_policy() == "neutral"

@@ -145,7 +145,7 @@ def assert_same_answer(found: Any, expected: Any, tolerance: float) -> None:
 
 def ingest(llm: Any, prefix: list[int], chunk: list[int], namespace: str = "") -> dict[str, Any]:
     """Have a chunk computed behind `prefix` and stored, and known, so that it is found in prompts."""
-    params = {"mode": "ingest", "spans": [[len(prefix), len(prefix) + len(chunk)]], "namespace": namespace}
+    params = {"mode": "ingest", "span": [len(prefix), len(prefix) + len(chunk)], "namespace": namespace}
     config = llm.llm_engine.vllm_config
     store = config.kv_transfer_config.kv_connector_extra_config["store"]
     make_known(Path(store), Path(config.model_config.model), [chunk], namespace)

@@ -16,18 +16,23 @@ TEXTS = [chunk.text for chunk in CHUNKS]
 
 
 @pytest.fixture
-def deep_model(make_tokenizer, tmp_path):
-    """A random model, of the fewest layers that count as deep."""
-    model_class, changes = FAMILIES["llama"]
-    model = make_model(model_class, **{**SIZES, **changes, "num_hidden_layers": DEEP_MODEL_LAYERS})
-    model.save_pretrained(tmp_path / "deep")
-    make_tokenizer().save_pretrained(tmp_path / "deep")
-    return str(tmp_path / "deep")
+def make_checkpoint(make_tokenizer, tmp_path):
+    """Function from a number of layers to the folder of a random model."""
+
+    def make(num_layers: int) -> str:
+        model_class, changes = FAMILIES["llama"]
+        sizes = {"num_hidden_layers": num_layers, "max_position_embeddings": 4096}
+        make_model(model_class, **{**SIZES, **changes, **sizes}).save_pretrained(tmp_path / "model")
+        make_tokenizer().save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model")
+
+    return make
 
 
-@pytest.mark.parametrize("configured", ["similar", None])
-def test_a_replica_with_an_empty_disk_finds_versions(configured, checkpoint, deep_model, tmp_path):
-    model, url = deep_model if configured is None else str(checkpoint("llama")), f"file://{tmp_path}/shared"
+@pytest.mark.parametrize("configured", ["neutral", None])
+def test_a_replica_with_an_empty_disk_finds_versions(configured, make_checkpoint, tmp_path):
+    url = f"file://{tmp_path}/shared"
+    model = make_checkpoint(DEEP_MODEL_LAYERS if configured is None else DEEP_MODEL_LAYERS - 1)
     (tmp_path / "docs").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "docs" / f"{number}.txt").write_text(text)
@@ -36,9 +41,13 @@ def test_a_replica_with_an_empty_disk_finds_versions(configured, checkpoint, dee
         ingest(tmp_path / "docs", ours, tmp_path / "index", chunk_size=64, embedder="hashing")
         ours.store.flush()
     with load_engine(
-        model, tmp_path / "second", backend="vllm", vllm_options=SMALL | {"block_size": 32}, **options
+        model,
+        tmp_path / "second",
+        backend="vllm",
+        vllm_options=SMALL | {"block_size": 32, "max_model_len": 4096},
+        **options,
     ) as replica:
         make_known(tmp_path / "second", replica.renderer, TEXTS)  # as a catalogue that both share would do
         report = replica.generate(Prompt(TEXTS, "what is the theory?"), mode="reuse", max_tokens=1).report
-        assert [chunk.context for chunk in report.chunks] == ["none", "similar", "similar"]
-        assert (replica.context, replica.store.read_context_policy()) == ("similar", None)
+        assert [chunk.context for chunk in report.chunks] == ["none", "neutral", "neutral"]
+        assert (replica.context, replica.store.read_context_policy()) == ("neutral", None)

@@ -1,4 +1,4 @@
-"""Ingestion contexts inside vLLM: the versions that the transformers engine makes, found under the same keys."""
+"""Ingestion contexts inside vLLM: the variants that the transformers engine makes, found under the same keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SMALL
+from harness import SIZES, SMALL
+from tiny_models import FAMILIES, make_model
 from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine
@@ -19,15 +20,19 @@ TEXTS = (*(chunk.text for chunk in CHUNKS), "that theory and the other theory is
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint):
-    """Its chunks are joined by a blank line."""
-    return str(checkpoint("llama"))
+def model(make_tokenizer, tmp_path_factory):
+    """A random model whose tokenizer makes 2,064 tokens of the neutral text."""
+    path = tmp_path_factory.mktemp("model")
+    model_class, changes = FAMILIES["llama"]
+    make_model(model_class, **{**SIZES, **changes, "max_position_embeddings": 4096}).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
 def vllm(model, tmp_path_factory):
     place = tmp_path_factory.mktemp("contexts")
-    options = {"vllm_options": SMALL | {"block_size": 32}, "dtype": "float32"}
+    options = {"vllm_options": SMALL | {"block_size": 32, "max_model_len": 4096}, "dtype": "float32"}
     with load_engine(model, place / "kv", backend="vllm", **options) as engine:
         yield engine
 
@@ -47,7 +52,7 @@ def index(vllm, tmp_path_factory):
     return fill(vllm, tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("policy", ["similar", "none"])
+@pytest.mark.parametrize("policy", ["neutral", "none"])
 def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm, index, model, tmp_path):
     with open_engine_index(index, vllm, create=False) as opened:
         precompute_index(vllm, opened, policy)
@@ -58,7 +63,7 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
             theirs = {header.key: header for header in DiskStore(root).headers()}
             mine = {header.key: header for header in DiskStore(tmp_path / "kv").headers()}
             assert set(theirs) == set(mine)
-            assert len(mine) == (8 if policy == "similar" else 4)
+            assert len(mine) == (8 if policy == "neutral" else 4)
             for key, header in mine.items():
                 assert theirs[key] == header
                 for layer in range(header.num_layers):
@@ -80,34 +85,15 @@ def test_vllm_makes_and_finds_the_versions_that_transformers_makes(policy, vllm,
                 ]
 
 
-def test_a_damaged_chunk_of_the_context_is_computed_again(vllm):
-    a, b, c = "the answer to that theory", "is the question", "of the other chunk"
-    for text in (a, b):
-        vllm.precompute(Chunk(text, context="none"))
-    similar = Chunk(c, context="similar", context_texts=(a, b))
-    vllm.precompute(similar)
-    disk = next(tier for tier in vllm.store.tiers if isinstance(tier, DiskStore))
-    before = [tuple(disk.get(vllm.key(similar)).layer(layer)) for layer in range(6)]
-    vllm.forget(similar)
-    key = vllm.key(Chunk(a, context="none"))
-    path = next(disk.kv_dir.glob(f"*/{key}*"))
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    vllm.precompute(similar)
-    for (keys, values), layer in zip(before, range(6), strict=True):
-        found = disk.get(vllm.key(similar)).layer(layer)
-        torch.testing.assert_close(found.keys, keys, atol=1e-3, rtol=1e-3)  # the first chunk is exact either way
-        torch.testing.assert_close(found.values, values, atol=1e-3, rtol=1e-3)
-
-
-def test_what_frameworks_bring_is_stored_behind_similar_chunks(vllm, model, tmp_path):
+def test_what_frameworks_bring_is_stored_alone_and_after_the_neutral_text(vllm, model, tmp_path):
     brought = ("the answer of that question", "is that question in the theory", "what is that theory")
-    vllm.set_context_policy("similar")
-    with load_engine(model, tmp_path / "kv", dtype="float32", context="similar") as ours:
+    vllm.set_context_policy("neutral")
+    with load_engine(model, tmp_path / "kv", dtype="float32", context="neutral") as ours:
         for engine in (vllm, ours):
             assert precompute_documents(brought, engine).num_new_kv == 6
             assert precompute_documents(brought, engine).num_new_kv == 0
         for text in brought:
-            key = ours.key(Chunk(text, context="similar"))
+            key = ours.key(Chunk(text, context="neutral"))
             found, expected = (engine.store.get(key) for engine in (vllm, ours))
             assert found.header == expected.header
             torch.testing.assert_close(found.layer(1).keys, expected.layer(1).keys, atol=1e-3, rtol=1e-3)

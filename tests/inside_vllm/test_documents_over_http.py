@@ -219,7 +219,7 @@ def test_documents_with_a_cache_salt_are_found_with_it_alone(served):
     assert (name[:11], "s3cret" in name) == ("acme#salt:" + name[10], False)
     assert served.call("GET", params={"collection": "kb", "namespace": name}).status_code in (400, 403)
     for mode in ("blend", "ingest"):
-        params = {"kv_transfer_params": {"ragblend": {"mode": mode, "namespace": name, "spans": []}}}
+        params = {"kv_transfer_params": {"ragblend": {"mode": mode, "namespace": name}}}
         assert served.call("POST", "/v1/completions", {"model": "demo", "prompt": "a", **params}).status_code == 403
     differing = served.call("DELETE", body={"collection": "kb", "cache_salt": "other"}, headers=salted)
     assert differing.status_code == 400

@@ -199,7 +199,7 @@ def test_after_an_update_answers_are_those_of_vllm_alone(tmp_path, caplog):
         expected = tokens(ask(llm, prompt))
     assert expected != old
     asked: list[dict[str, Any]] = [{"mode": mode, "ratio": 0.5} for mode in ("blend", "blend", "full")]
-    asked += [{"mode": "reuse"}, {"mode": "ingest", "spans": [[4, 40]]}]
+    asked += [{"mode": "reuse"}, {"mode": "ingest", "span": [4, 40]}]
     with running_vllm(WEIGHTS, tmp_path / "kv", {"slice_tokens": 4, "prefix_ids": ids[:4]}) as llm:
         for start, end in ((4, 32), (32, 60)):
             ingest(llm, ids[:4], ids[start:end])

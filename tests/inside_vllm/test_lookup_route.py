@@ -19,11 +19,11 @@ from ragblend.server.routes import make_request_handler
 
 PATH = "/v1/ragblend/lookup"
 FOUND = [
-    (ChunkRun(tuple(range(10)), 0, 0, 10), ["similar-a", "a"]),
-    (ChunkRun(tuple(range(20)), 0, 12, 32), ["similar-b", "b"]),
-    (ChunkRun(tuple(range(40)), 0, 40, 80), ["similar-c", "c"]),
+    (ChunkRun(tuple(range(10)), 0, 0, 10), ["neutral-a", "a"]),
+    (ChunkRun(tuple(range(20)), 0, 12, 32), ["neutral-b", "b"]),
+    (ChunkRun(tuple(range(40)), 0, 40, 80), ["neutral-c", "c"]),
 ]
-IN_MEMORY, ON_DISK, IN_REMOTE = {"a"}, {"similar-a", "b"}, {"a", "b", "similar-c"}
+IN_MEMORY, ON_DISK, IN_REMOTE = {"a"}, {"neutral-a", "b"}, {"a", "b", "neutral-c"}
 
 
 class Site:

@@ -81,7 +81,7 @@ def test_an_aborted_request_adds_no_miss_for_what_is_stored(llm, monkeypatch):
     ids = prompt([*CHUNKS, UNSTORED])
     for name, num_steps in (("900001", 0), ("900002", 1)):
         give_up(llm, name, ids, {"mode": "blend"}, num_steps)
-    give_up(llm, "900003", [*PREFIX, *random_ids(46, 77)], {"mode": "ingest", "spans": [[5, 45]]}, 0)
+    give_up(llm, "900003", [*PREFIX, *random_ids(46, 77)], {"mode": "ingest", "span": [5, 45]}, 0)
     found = Counter({name: value for name, value in counted(llm).items() if name in COUNTERS})
     assert found["requests"] == 3
     assert (found["chunk_misses"], found["ingested_chunks"]) == (2, 0)  # the unstored one, twice

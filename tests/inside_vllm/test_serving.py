@@ -248,7 +248,7 @@ def test_the_store_pulled_away_while_serving(how, serving):
     others = random_requests(8, 4)
     found = [tokens(answer) for answer in ask_all(llm, others, 6, None)]
     assert found == [tokens(ask(llm, other, None, 6, None)) for other, _ in others]  # full computes, all of them
-    ingested = {"mode": "ingest", "spans": [[len(PREFIX), len(PREFIX) + 20]]}
+    ingested = {"mode": "ingest", "span": [len(PREFIX), len(PREFIX) + 20]}
     lost = report(ask(llm, [*PREFIX, *random_ids(20, 77), 7], ingested, max_tokens=1))
     assert (how == "removed") == (lost["refused_reason"] == "")  # a directory is made again, a file stays
     assert how == "removed" or "not stored" in lost["refused_reason"]
@@ -290,8 +290,8 @@ def test_malformed_parameters_are_answered_by_ordinary_prefill(serving):
     llm, _ = serving
     ids = prompt_of(STORED[:3], 0)
     plain = tokens(ask(llm, ids))
-    # No object, a value that `parse_params` rejects (its tests have the others), no rule, and spans beyond the prompt.
-    malformed: list[Any] = [7, {"mode": "guess"}, {"rule": "magic"}, {"mode": "ingest", "spans": [[3, 900]]}]
+    # No object, a value that `parse_params` rejects (its tests have the others), no rule, and a span beyond the prompt.
+    malformed: list[Any] = [7, {"mode": "guess"}, {"rule": "magic"}, {"mode": "ingest", "span": [3, 900]}]
     for params in malformed:
         output = ask(llm, ids, params)
         assert tokens(output) == plain

@@ -161,15 +161,6 @@ def test_a_request_that_ends_while_it_is_looked_up_holds_nobody_up(llm, monkeypa
         assert slow.num_reads == 0
 
 
-def test_a_stream_goes_on_while_an_ingestion_beside_it_reads_what_stands_before(llm):
-    ids = [*IDS[:106], *random_ids(20, 77)]
-    wanted = {"mode": "ingest", "context": "similar", "spans": [[5, 66], [66, 106], [106, 126]]}
-    with slow_disk() as slow:
-        answer = stream_beside(llm, [*ids, 7], wanted, "ingest", slow)
-    assert slow.num_reads >= NUM_LAYERS * len(CHUNKS)
-    assert report_of(answer)["refused_reason"] == ""
-
-
 def test_damage_met_while_others_go_on_starts_the_blend_again_without_the_chunk(llm):
     with slow_disk(damaged_at=3) as slow:
         answer = stream_beside(llm, IDS, params("ask"), "damaged", slow)

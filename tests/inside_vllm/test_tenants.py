@@ -198,8 +198,8 @@ def test_a_cache_salt_is_part_of_the_namespace(served):
     body = {"model": "demo", "prompt": [1, *ids, 7], "max_tokens": 1, "temperature": 0}
 
     def ask(mode: str, **more: Any) -> dict[str, Any]:
-        spans = {"spans": [[1, 41]]} if mode == "ingest" else {}
-        params = {"kv_transfer_params": {"ragblend": {"mode": mode, **spans}}}
+        span = {"span": [1, 41]} if mode == "ingest" else {}
+        params = {"kv_transfer_params": {"ragblend": {"mode": mode, **span}}}
         return dict(served.ask(ACME, "/v1/completions", {**body, **params, **more}).json()["kv_transfer_params"])
 
     with ChunkRegistry(served.home / "kv" / CATALOG_FILE) as registry:
@@ -222,7 +222,7 @@ def test_where_the_store_is_is_not_told(served):
     entries = [path for path in store.rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o777 for path in entries} == {0o600}
     body = {"model": "demo", "prompt": [1, *range(90, 130), 7], "max_tokens": 1}
-    params = {"kv_transfer_params": {"ragblend": {"mode": "ingest", "spans": [[1, 41]]}}}
+    params = {"kv_transfer_params": {"ragblend": {"mode": "ingest", "span": [1, 41]}}}
     for folder in [store, *(path for path in store.rglob("*") if path.is_dir())]:
         folder.chmod(0o500)
     try:

@@ -13,7 +13,7 @@ from ragblend import Prompt, load_engine
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import MiniLMEmbedder
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases, stored_chunks
+from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
 from ragblend.lab.quality.measures import Configuration
 from ragblend.lab.quality.study import measure_prompt, summarize
 
@@ -43,8 +43,7 @@ def records(engine, prompts):
     chosen = [REUSE, *(Configuration("blend", rule, ratio) for rule, ratio in rules)]
     cases = load_cases(ASKED)
     measured = [
-        measure_prompt(engine, prompt, case, chosen, 16, {"none": stored_chunks(prompt, "none", {})})[0]
-        for prompt, case in zip(prompts, cases, strict=True)
+        measure_prompt(engine, prompt, case, chosen, 16)[0] for prompt, case in zip(prompts, cases, strict=True)
     ]
     return {each: [record[each] for record in measured] for each in chosen}
 

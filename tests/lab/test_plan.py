@@ -194,7 +194,7 @@ def test_a_config_alone_gives_a_plan(run, model, tmp_path, monkeypatch):
     facts = run.facts(*command, "--memory", "131072000B")
     assert facts["bytes_per_token"] == {"auto": 1 << 17, "int8": 66_560, "fp8": 66_560}
     assert facts["corpus"]["kv_bytes"]["auto"] == 10**9 << 17
-    assert facts["corpus"]["kv_bytes_similar"]["int8"] == 2 * 10**9 * 66_560
+    assert facts["corpus"]["kv_bytes_neutral"]["int8"] == 2 * 10**9 * 66_560
     assert facts["gpu"]["weight_bytes"] == pytest.approx(16.06e9, rel=0.001)
     assert facts["host"]["tokens"] == 1000
     assert facts["predicted_for"] == "H100"

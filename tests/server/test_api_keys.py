@@ -21,7 +21,7 @@ from ragblend.config import Settings
 from ragblend.engine.namespaces import equals_ignoring_salt, salted_namespace, vllm_cache_salt
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.params import MAX_RUNS, TENANT_KEY, parse_params
+from ragblend.engine.vllm.params import TENANT_KEY, parse_params
 from ragblend.errors import BackendUnreachableError, NotFoundError, RagblendError, StoreFullError, UsageError
 from ragblend.operations.serve import build_server_command
 from ragblend.redaction import redact_url
@@ -236,14 +236,6 @@ def test_a_salt_makes_a_namespace_of_its_own_and_is_not_shown():
     for namespace in (salted_namespace("a", "s"), "x" * 300, "\ud800"):
         with pytest.raises(UsageError):
             parse_params({"namespace": namespace})
-
-
-def test_an_ingestion_has_a_limit_of_chunks():
-    behind = {"mode": "ingest", "context": "similar"}
-    spans = [[2 * index, 2 * index + 1] for index in range(MAX_RUNS + 1)]
-    assert len(parse_params({**behind, "spans": spans[:-1]}).spans) == MAX_RUNS
-    with pytest.raises(UsageError, match=str(MAX_RUNS)):
-        parse_params({**behind, "spans": spans})
 
 
 def test_errors_that_go_out_name_no_place(tmp_path):

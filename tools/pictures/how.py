@@ -77,8 +77,7 @@ def measured() -> list[tuple[str, float, float]]:
         ("full prefill", times[full], 0.0),
         ("full reuse", times[reuse], kl[*reuse, 0.0, "none"]),
         ("CacheBlend's rule, 5 %", times[cacheblend], kl[*cacheblend, 0.05, "none"]),
-        ("ask, 5 %", times[ask], kl[*ask, 0.05, "none"]),
-        ("ask over similar contexts, 5 % (the default)", times[ask], kl[*ask, 0.05, "similar"]),
+        ("ask, 5 % (the default rule)", times[ask], kl[*ask, 0.05, "none"]),
     ]
 
 

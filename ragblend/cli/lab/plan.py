@@ -216,7 +216,7 @@ def _size_lines(plan: Mapping[str, Any]) -> list[str]:
         lines.append(f"{_gb(corpus['text_bytes'])} of text are about {corpus['tokens']:,} tokens")
         columns += [
             ("corpus", ">12", lambda row: format_bytes(corpus["kv_bytes"][row["dtype"]])),
-            ("with similar contexts", ">23", lambda row: format_bytes(corpus["kv_bytes_similar"][row["dtype"]])),
+            ("with neutral variants", ">23", lambda row: format_bytes(corpus["kv_bytes_neutral"][row["dtype"]])),
         ]
     return [*lines, *format_table(columns, rows)]
 
@@ -266,10 +266,10 @@ def _time_lines(plan: Mapping[str, Any]) -> list[str]:
 def _ingest_lines(plan: Mapping[str, Any]) -> list[str]:
     if plan["corpus"] is None:
         return []
-    from ragblend.lab.plan import SIMILAR_PREFILL
+    from ragblend.lab.plan import NEUTRAL_PREFILL
 
     hours = plan["corpus"]["tokens"] / plan["ingested_tokens_per_s"] / 3600
-    return [f"ingestion of the corpus: {hours:,.1f} hours, with similar contexts {SIMILAR_PREFILL * hours:,.1f}"]
+    return [f"ingestion of the corpus: {hours:,.1f} hours, with neutral variants {NEUTRAL_PREFILL * hours:,.1f}"]
 
 
 def _verdict(plan: Mapping[str, Any], waits: bool) -> str:

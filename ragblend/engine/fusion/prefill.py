@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ragblend.engine.fusion.protocols import PromptKVBuffer
-from ragblend.engine.store.format.keys import IngestionContext
 from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ COMPUTED_IN_PROMPT = 32
 UNWRITTEN_BYTES = 512 << 20  # prefilled KV that may wait for the store; with more, the model waits
 
 TokenIds = tuple[int, ...]
-Variant = tuple[TokenIds, IngestionContext]
-"""Chunk to prefill: its ids and its ingestion context."""
 
 
 @torch.inference_mode()
@@ -80,17 +77,17 @@ def batch_by_tokens(chunks: Iterable[TokenIds], limit: int) -> Iterator[list[Tok
 
 
 def prefill_missing(
-    chunks: Iterable[Variant],
-    is_missing: Callable[[TokenIds, IngestionContext], bool],
-    prefill: Callable[[Sequence[TokenIds], IngestionContext], list[MemoryKV]],
+    chunks: Iterable[TokenIds],
+    is_missing: Callable[[TokenIds], bool],
+    prefill: Callable[[Sequence[TokenIds]], list[MemoryKV]],
     put: Callable[[MemoryKV], None],
     pass_tokens: int,
 ) -> Iterator[int]:
     """Prefill the missing chunks, a pass at a time, while the KV of earlier passes is written.
 
-    Adjacent chunks with the same ingestion context share passes. Yields one number per chunk, in order: the bytes that
-    were stored, after they were written, or 0 if the chunk was stored before. Raises the errors of `put`. If the
-    generator is closed early or interrupted, the KV that was prefilled is still stored.
+    Yields one number per chunk, in order: the bytes that were stored, after they were written, or 0 if the chunk was
+    stored before. Raises the errors of `put`. If the generator is closed early or interrupted, the KV that was
+    prefilled is still stored.
     """
     no_write: Future[None] = Future()
     no_write.set_result(None)
@@ -98,9 +95,9 @@ def prefill_missing(
     unwritten_bytes = 0
     with ThreadPoolExecutor(1, thread_name_prefix="ragblend-ingest") as writer:
         try:
-            for context, together in _batch_by_context(chunks, pass_tokens):
-                missing = [ids for ids in dict.fromkeys(together) if is_missing(ids, context)]
-                fresh = dict(zip(missing, prefill(missing, context), strict=True)) if missing else {}
+            for together in batch_by_tokens(chunks, pass_tokens):
+                missing = list(filter(is_missing, dict.fromkeys(together)))
+                fresh = dict(zip(missing, prefill(missing), strict=True)) if missing else {}
                 for chunk in together:
                     kv = fresh.pop(chunk, None)
                     writes.append((writer.submit(put, kv), kv.nbytes) if kv is not None else (no_write, 0))
@@ -116,10 +113,3 @@ def prefill_missing(
         except Exception:
             writer.shutdown(wait=False, cancel_futures=True)  # a store that rejects one write would reject the rest
             raise
-
-
-def _batch_by_context(chunks: Iterable[Variant], limit: int) -> Iterator[tuple[IngestionContext, list[TokenIds]]]:
-    """Yield `batch_by_tokens` of adjacent chunks with the same ingestion context."""
-    for context, run in itertools.groupby(chunks, lambda chunk: chunk[1]):
-        for together in batch_by_tokens((token_ids for token_ids, _ in run), limit):
-            yield context, together

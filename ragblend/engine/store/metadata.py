@@ -160,7 +160,7 @@ class StoreMetadata:
         except (OSError, ValueError) as error:
             raise CorruptError(
                 f"{path} is damaged ({error}), so the ingestion context of the store's chunks is not known. Set it: "
-                f"ragblend precompute --context none|similar --store {self.root}; or delete the file: "
+                f"ragblend precompute --context none|neutral --store {self.root}; or delete the file: "
                 f"ragblend verify --repair --store {self.root}"
             ) from error
         return cast(ContextPolicy, policy)

@@ -26,7 +26,7 @@ from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.format.keys import IngestionContext, LookupContext, chunk_key, lookup_contexts
+from ragblend.engine.store.format.keys import LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
@@ -47,7 +47,7 @@ StoredRuns = dict[int, tuple[Placement, LookupContext]]
 class BlendingEngine(LocalEngine):
     """Base class of TransformersEngine: prefills prompts, and does not decode answers.
 
-    It computes the KV of requests, prefixes and ingestion contexts.
+    It computes the KV of requests, prefixes and the neutral text.
     """
 
     def __init__(
@@ -192,12 +192,10 @@ class BlendingEngine(LocalEngine):
         """Yield the keys of a run's chunk that the request may use, each with its lookup context, the best first."""
         prompt, is_beginning = request.prompt, run.chunk_start == 0
         prefixes = (prompt.prefix_ids, self.default_prefix_ids)
-        for context in lookup_contexts(prompt.token_ids, run.start, prefixes, self.context, is_beginning=is_beginning):
+        neutral_ids = self.neutral_ids if self.context == "neutral" else ()
+        for context in lookup_contexts(prompt.token_ids, run.start, prefixes, neutral_ids, is_beginning=is_beginning):
             if request.mode != "prefix" or context.exact:
-                yield (
-                    chunk_key(self.fingerprint, context.token_ids, run.chunk_ids, self.namespace, context.name),
-                    context,
-                )
+                yield chunk_key(self.fingerprint, context.token_ids, run.chunk_ids, self.namespace), context
 
     # -- decide
 
@@ -285,9 +283,15 @@ class BlendingEngine(LocalEngine):
         """Return the KV of a prefix, computed once and kept in memory."""
         known = self._prefixes.get(prefix_ids)
         if known is None:
-            # Chunks are stored after the default prefix, whose KV must not depend on earlier prompts: one pass.
-            is_default = prefix_ids == self.default_prefix_ids
-            shorter, count = (None, 0) if is_default else self._longest_known_prefix(prefix_ids)
+            # Chunks are stored after the default prefix and the neutral text, whose KV must not depend on earlier
+            # prompts: a pass for each.
+            default = self.default_prefix_ids
+            if prefix_ids == default:
+                shorter, count = None, 0
+            elif prefix_ids == self.ids_before("neutral"):
+                shorter, count = self._prefix(default), len(default)
+            else:
+                shorter, count = self._longest_known_prefix(prefix_ids)
             known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
             if shorter is not None:
                 known.copy_front(shorter, count)
@@ -299,40 +303,6 @@ class BlendingEngine(LocalEngine):
                 self._prefixes.popitem(last=False)
         self._prefixes.move_to_end(prefix_ids)
         return known
-
-    def _ingestion_context_kv(self, context: IngestionContext) -> FusedKV:
-        """Return the KV of the default prefix and an ingestion context.
-
-        Stored chunks of the context are placed without recompute, and the others are computed over them. So the first
-        chunk is exact, and each further stored chunk has attended to the prefix and to itself alone.
-        """
-        prefix = self._prefix(self.default_prefix_ids)
-        if not context.parts:
-            return prefix
-        ids, damaged = self._ids(self.default_prefix_ids + context.token_ids), set[str]()
-        while True:
-            placed = tuple(self._place_context_chunks(context, prefix.length, damaged))
-            fused = FusedKV.allocate(self.layers.kv_shapes, len(ids), self.layers.like)
-            fused.copy_front(prefix, prefix.length)
-            plan = FusePlan(ids, placed, num_resident=prefix.length, num_fused=len(ids))
-            try:
-                self._fuse_untimed(plan, fused)
-            except DamagedEntryError as error:
-                log.warning("%s; computing its KV again", error)
-                damaged.add(error.key)
-                continue
-            return fused
-
-    def _place_context_chunks(self, context: IngestionContext, start: int, damaged: set[str]) -> Iterator[Placement]:
-        """Yield the chunks of `context` that are stored alone, placed from position `start` on."""
-        num_separator, first = len(self.renderer.separator_ids), start
-        for part in context.parts:
-            ids = part[: len(part) - num_separator]
-            key = self.key_of_ids(ids)
-            kv = self.store.get(key, ids) if key not in damaged else None
-            if kv is not None:
-                yield Placement(kv, start, exact=start == first)
-            start += len(part)
 
     def _fuse_untimed(self, plan: FusePlan, fused: FusedKV) -> None:
         layers = self.layers

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from functools import partial
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -39,7 +40,6 @@ from ragblend.engine.report import Generation
 from ragblend.engine.shadow import yields_same_tokens
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.format.kv import KVHeader, MemoryKV, convert_kv_dtype, dtype_name
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.transformers.blend import BlendingEngine
@@ -48,9 +48,9 @@ from ragblend.engine.transformers.model import is_quantised
 from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.options import GenerationKeywords, GenerationOptions
+from ragblend.options import ContextPolicy, GenerationKeywords, GenerationOptions
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Chunk, Part, Prompt
+from ragblend.prompt.types import Part, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -105,61 +105,55 @@ class TransformersEngine(BlendingEngine):
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """Precompute chunks. Yield, for each chunk, the number of bytes stored; 0 if it was stored before.
 
-        Chunks without an ingestion context come first, also in the results. Several short chunks are prefilled in one
-        pass of the model. Their KV is written to the store while the next pass runs.
+        Neutral variants come last, also in the results. Several short chunks are prefilled in one pass of the model.
+        Their KV is written to the store while the next pass runs.
 
         The KV may differ from that of `precompute` by rounding, because a row of a matrix product can depend on the
         number of rows. In float32 it was bit-identical on the CPUs tested.
         """
         self.add_known_chunks(chunks)
         limit = CPU_PASS_TOKENS if self.layers.device.type == "cpu" else GPU_PASS_TOKENS
-        for needs_others in (False, True):
-            variants = (
-                self._chunk_ids(chunk)
-                for chunk in chunks
-                if (isinstance(chunk, Chunk) and bool(chunk.context_texts)) == needs_others
-            )
-            yield from prefill_missing(variants, self._is_missing, self._prefill_chunks, self.store.put, limit)
+        variants = [self._chunk_ids(chunk) for chunk in chunks]
+        for context in get_args(ContextPolicy):
+            is_missing, prefill = partial(self._is_missing, context), partial(self._prefill_chunks, context)
+            some = (token_ids for token_ids, each in variants if each == context)
+            yield from prefill_missing(some, is_missing, prefill, self.store.put, limit)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Load the KV of a later request's chunks into the fastest tier, in the background. Returns at once."""
         self.store.prefetch(self.likely_keys(chunks))
 
-    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill and store a chunk, given as token ids. Return the number of bytes stored; 0 if it was stored before.
+    def precompute_ids(self, token_ids: tuple[int, ...], context: ContextPolicy = "none") -> int:
+        """Prefill and store a variant of a chunk that is given as token ids.
 
-        context: the similar chunks that are put before the chunk.
+        Returns the number of bytes stored, 0 if the KV was stored already.
         """
-        if not self._is_missing(token_ids, context):
+        if not self._is_missing(context, token_ids):
             return 0
-        (kv,) = self._prefill_chunks([token_ids], context)
+        (kv,) = self._prefill_chunks(context, [token_ids])
         self.store.put(kv)
         return kv.nbytes
 
-    def _is_missing(self, token_ids: tuple[int, ...], context: IngestionContext) -> bool:
+    def _is_missing(self, context: ContextPolicy, token_ids: tuple[int, ...]) -> bool:
         self.check_not_forked()
         return bool(token_ids) and not self.store.contains(self.key_of_ids(token_ids, context))
 
-    def _prefill_chunks(
-        self, chunks: Sequence[tuple[int, ...]], context: IngestionContext = NO_CONTEXT
-    ) -> list[MemoryKV]:
-        """Return the KV of chunks given as token ids, prefilled in one pass.
+    def _prefill_chunks(self, context: ContextPolicy, chunks: Sequence[tuple[int, ...]]) -> list[MemoryKV]:
+        """Return the KV of a variant of chunks that are given as token ids, prefilled in one pass.
 
-        Each is prefilled separately after the default prefix and the ingestion context.
+        Each is prefilled separately after the same ids, see `ids_before`.
         """
-        context.validate()
-        prefix_ids, dtype = self.default_prefix_ids + context.token_ids, dtype_name(self.layers.dtype)
+        prefix_ids, dtype = self.ids_before(context), dtype_name(self.layers.dtype)
         headers = []
         for ids in chunks:
             self._check_length(len(prefix_ids) + len(ids), "chunk")
             facts = (self.key_of_ids(ids, context), self.fingerprint, prefix_ids, ids, self.layers.num_layers, dtype)
-            headers.append(KVHeader(*facts, namespace=self.namespace, context=context.part_lengths))
+            headers.append(KVHeader(*facts, namespace=self.namespace))
         num_more = LEAST_PASS_TOKENS - sum(map(len, chunks)) if self.layers.device.type == "cpu" else 0
         filler = [replace(headers[0], token_ids=chunks[0][:1] * num_more)] if num_more > 0 else []
 
         def prefill() -> list[MemoryKV]:
-            context_kv = self._ingestion_context_kv(context)
-            return prefill_chunks(self.layers, context_kv, [*headers, *filler])[: len(headers)]
+            return prefill_chunks(self.layers, self._prefix(prefix_ids), [*headers, *filler])[: len(headers)]
 
         return [convert_kv_dtype(kv, self.store.kv_dtype) for kv in self.loop.call(prefill)]
 

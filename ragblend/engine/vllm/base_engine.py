@@ -22,13 +22,12 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.decoding import AnswerText
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.vllm.params import BlendParams, report_from_params
 from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import EngineClosedError, RagblendError
-from ragblend.options import GenerationKeywords, GenerationOptions
+from ragblend.options import ContextPolicy, GenerationKeywords, GenerationOptions
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import Chunk, Part, Prompt
+from ragblend.prompt.types import Part, Prompt, as_chunk
 
 log = logging.getLogger(__name__)
 
@@ -159,24 +158,21 @@ class VllmEngineBase(LocalEngine):
     def precompute_all(self, chunks: Sequence[Part]) -> Iterator[int]:
         """Precompute chunks by several requests at once. Yield the number of bytes stored for each chunk.
 
-        Chunks without an ingestion context are precomputed first, because the other chunks reuse their KV. The numbers
-        are therefore not in the order of `chunks`: first those of chunks without a context, then the rest.
+        Neutral variants come last, also in the results.
         """
         self.add_known_chunks(chunks)
-        in_context = [chunk for chunk in chunks if isinstance(chunk, Chunk) and chunk.context_texts]
-        alone = [chunk for chunk in chunks if not (isinstance(chunk, Chunk) and chunk.context_texts)]
+        ordered = sorted(chunks, key=lambda chunk: as_chunk(chunk).context == "neutral")
         with ThreadPoolExecutor(INGEST_CONCURRENCY, thread_name_prefix="ragblend-ingest") as pool:
             try:
-                yield from pool.map(self.precompute, alone)
-                yield from pool.map(self.precompute, in_context)
+                yield from pool.map(self.precompute, ordered)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Do nothing, because vLLM's workers read the store only for requests."""
 
-    def precompute_ids(self, token_ids: tuple[int, ...], context: IngestionContext = NO_CONTEXT) -> int:
-        """Prefill a chunk's token ids after an ingestion context, and store the KV.
+    def precompute_ids(self, token_ids: tuple[int, ...], context: ContextPolicy = "none") -> int:
+        """Prefill and store a variant of a chunk that is given as token ids.
 
         Returns the number of bytes stored, 0 if the KV was stored already. Raises RagblendError if vLLM did not
         store the KV.
@@ -200,18 +196,12 @@ class VllmEngineBase(LocalEngine):
             )
         return len(token_ids) * self.bytes_per_token
 
-    def _ingestion(self, token_ids: tuple[int, ...], context: IngestionContext) -> VllmRequest:
-        """Return the request that ingests a variant: the prefix, the chunks of the ingestion context, and the chunk."""
-        context.validate()
-        num_joint = len(self.renderer.separator_ids)
-        ids, spans = [*self.default_prefix_ids], list[tuple[int, int]]()
-        for part in context.parts:
-            spans.append((len(ids), len(ids) + len(part) - num_joint))
-            ids += part
-        spans.append((len(ids), len(ids) + len(token_ids)))
-        params = BlendParams("ingest", namespace=self.namespace, spans=tuple(spans), context=context.policy)
+    def _ingestion(self, token_ids: tuple[int, ...], context: ContextPolicy) -> VllmRequest:
+        """Return the request that ingests a variant: the ids before it, and the chunk."""
+        ids = [*self.ids_before(context), *token_ids]
+        params = BlendParams("ingest", namespace=self.namespace, span=(len(ids) - len(token_ids), len(ids)))
         # vLLM samples from the last token, so any one token follows the chunk.
-        return VllmRequest([*ids, *token_ids, token_ids[-1]], params, GenerationOptions(max_tokens=1))
+        return VllmRequest([*ids, token_ids[-1]], params, GenerationOptions(max_tokens=1))
 
     # -- answering
 

@@ -46,7 +46,7 @@ class BlendTurn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlendJob:
-    """Work for one request: fill positions [0, end) of its blocks. Mode "ingest" also stores the last of `spans`.
+    """Work for one request: fill positions [0, end) of its blocks. Mode "ingest" also stores the only one of `spans`.
 
     `turns`: fused in their order. An ingestion has one, of the chunks that are stored already.
     """

@@ -11,25 +11,22 @@ chunks in the request's token ids. Keys are never sent; the connector computes t
 - "blend", "reuse": stored chunks are placed, and the share `ratio` of their tokens (0 in "reuse") is recomputed. The
   ratio "auto" is calibrated in the server's store. The ratio null is the server's default, "auto" unless configured.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": only vLLM's own prefix cache is reused.
-- "ingest": the last of `spans` is the chunk to store, as positions [start, end) in the token ids. The chunk is computed
-  after the ids before it. At least one id must follow the chunk, because vLLM needs a token to sample from. Request one
-  token and ignore it. `context` is the context policy of the variant. With "similar", the spans of the chunks in the
-  ingestion context come first.
+- "ingest": `span` is the chunk to store, as positions [start, end) in the token ids. It is computed after the ids
+  before it. At least one id must follow it, because vLLM needs a token to sample from. Request one token and ignore it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
 from ragblend.option_fields import check_options, copy_option
-from ragblend.options import CONTEXT, MODES, ContextPolicy, GenerationOptions, Mode, RatioChoice
+from ragblend.options import MODES, GenerationOptions, Mode, RatioChoice
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
@@ -53,8 +50,7 @@ class BlendParams:
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # None: the server's
     namespace: str = ""
     seed: int = 0  # for the rule "random"
-    spans: tuple[tuple[int, int], ...] = ()  # for mode "ingest": token positions [start, end) of the chunks
-    context: ContextPolicy = "none"  # of the ingested variant
+    span: tuple[int, int] | None = None  # for mode "ingest": token positions [start, end) of the chunk
     version: int = PARAMS_VERSION
 
     def __post_init__(self) -> None:
@@ -70,28 +66,20 @@ class BlendParams:
         check_options(self)
         if not _is_int(self.seed):
             raise UsageError(f"seed is {_short(self.seed)}; it must be a whole number")
-        CONTEXT.validate("context", self.context)
-        for span in self.spans:
-            if len(span) != 2 or not all(map(_is_int, span)) or not 0 <= span[0] < span[1]:
-                raise UsageError(f"span {_short(span)} is not [start, end) with 0 <= start < end")
-        for (_, end), (start, _) in pairwise(self.spans):
-            if start < end:
-                raise UsageError(f"a span starts at {start}, but the span before it ends at {end}; send them in order")
-        if self.mode != "ingest" and self.spans:
+        if self.mode == "ingest":
+            if not _is_span(self.span):
+                raise UsageError(f"span is {_short(self.span)}; mode 'ingest' needs [start, end) with 0 <= start < end")
+        elif self.span is not None:
             raise UsageError(
-                f"mode {self.mode!r} has no spans; the server finds the chunks in the token ids; leave them out"
+                f"mode {self.mode!r} has no span; the server finds the chunks in the token ids; leave it out"
             )
-        is_similar = self.mode == "ingest" and self.context == "similar"
-        if self.mode == "ingest" and (len(self.spans) < 2 if is_similar else len(self.spans) != 1):
-            needed = "the spans of the chunks in its context, then its own" if is_similar else "exactly one span"
-            raise UsageError(f"mode 'ingest' needs {needed}, but {len(self.spans)} spans are given")
 
-    def check_tokens_after_spans(self, num_tokens: int) -> None:
-        """Raise UsageError unless a prompt of `num_tokens` has a token after the last span."""
-        if self.spans and self.spans[-1][1] >= num_tokens:
+    def check_tokens_after_span(self, num_tokens: int) -> None:
+        """Raise UsageError unless a prompt of `num_tokens` has a token after the span."""
+        if self.span is not None and self.span[1] >= num_tokens:
             raise UsageError(
-                f"the last span ends at {self.spans[-1][1]}, but the prompt has {num_tokens} tokens, and mode 'ingest' "
-                "needs at least one token after the span; append any token"
+                f"the span ends at {self.span[1]}, but the prompt has {num_tokens} tokens, and mode 'ingest' needs at "
+                "least one token after the span; append any token"
             )
 
     @classmethod
@@ -101,7 +89,7 @@ class BlendParams:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the request's `kv_transfer_params` as JSON values."""
-        return {PARAMS_KEY: {**asdict(self), "spans": [list(span) for span in self.spans]}}
+        return {PARAMS_KEY: {**asdict(self), "span": None if self.span is None else list(self.span)}}
 
     @property
     def reported_mode(self) -> Mode:
@@ -112,8 +100,8 @@ class BlendParams:
 def parse_params(raw: object) -> BlendParams:
     """Return the parameters in `raw`, the value of `kv_transfer_params["ragblend"]`. Raises UsageError if invalid.
 
-    >>> parse_params({"mode": "ingest", "spans": [[1, 4]]}).spans
-    ((1, 4),)
+    >>> parse_params({"mode": "ingest", "span": [1, 4]}).span
+    (1, 4)
     """
     if not isinstance(raw, Mapping):
         raise UsageError(f"ragblend parameters are {type(raw).__name__}; send an object such as {{'mode': 'blend'}}")
@@ -123,12 +111,8 @@ def parse_params(raw: object) -> BlendParams:
     if isinstance(raw.get("namespace"), str):
         # Prompts name a salt itself. The server, which stores documents, knows no more than the salt's hash.
         check_namespace(raw["namespace"], allows_salt=raw.get("mode") == "ingest")
-    spans = raw.get("spans", ())
-    if not _is_list(spans) or not all(map(_is_list, spans)):
-        raise UsageError(f"spans is {_short(spans)}; send a list of [start, end) pairs of token positions")
-    if len(spans) > MAX_RUNS:
-        raise UsageError(f"{len(spans)} spans are given, but a request may have at most {MAX_RUNS}")
-    return BlendParams(**{**raw, "spans": tuple(map(tuple, spans))})
+    span = raw.get("span")
+    return BlendParams(**{**raw, "span": tuple(span) if isinstance(span, list) else span})
 
 
 _OF_THE_CLIENT = frozenset({"ttft_s", "decode_s", "prompt_tokens", "completion_tokens"})
@@ -194,8 +178,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def _is_span(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2 or not all(map(_is_int, value)):
+        return False
+    return bool(0 <= value[0] < value[1])
 
 
 def _is_int(value: object) -> bool:

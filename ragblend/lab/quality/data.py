@@ -30,9 +30,8 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, NotFoundError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
-from ragblend.ingestion.contexts import NUM_SIMILAR
 from ragblend.lab.bench.common.configs import NAMED_DATASETS, QualityConfig
-from ragblend.prompt.types import Chunk, Part, Prompt, as_chunk
+from ragblend.prompt.types import Prompt
 
 SYSTEM = "You will read several passages and then answer a question about them. Answer with a few words only."
 SELECTION_TENTHS = 3  # tenths of the questions that are for selection
@@ -169,37 +168,6 @@ def demo_cases(config: QualityConfig) -> list[QaCase]:
 
 def _is_in_split(question: str, part: str | None) -> bool:
     return part in ("all", get_dataset_split(question))
-
-
-def stored_chunks(prompt: Prompt, context: str, similar_texts: Mapping[str, tuple[str, ...]]) -> list[Part]:
-    """Return the chunk variants to store for the prompt under the context policy `context`.
-
-    For the policy "similar", the result also has the similar variants of the prompt's chunks, and the chunks in the
-    contexts of these variants. similar_texts: the result of `find_similar_texts`; not used for the policy "none".
-    """
-    texts = [as_chunk(chunk).text for chunk in prompt.chunks]
-    if context == "none":
-        return [Chunk(text, context="none") for text in texts]
-    similar = [Chunk(text, context="similar", context_texts=similar_texts[text]) for text in texts]
-    alone = dict.fromkeys([*texts, *(text for chunk in similar for text in chunk.context_texts)])
-    return [*(Chunk(text, context="none") for text in alone), *(chunk for chunk in similar if chunk.context_texts)]
-
-
-def find_similar_texts(
-    cases: Sequence[QaCase], engine: TransformersEngine, embedder: Embedder, config: QualityConfig
-) -> dict[str, tuple[str, ...]]:
-    """Return {text of a chunk: texts of the chunks most similar to it} for all chunks of the cases.
-
-    The most similar text is the last. The KV of a chunk's similar variant is computed after these texts.
-    """
-    texts = list(dict.fromkeys(text for case in cases for text in _chunks_of(case, engine, config)))
-    vectors = embedder.embed(texts)
-    similar = {}
-    for place, text in enumerate(texts):
-        order = (-(vectors @ vectors[place])).argsort()[: NUM_SIMILAR + 1]
-        nearest = [texts[other] for other in order if other != place][:NUM_SIMILAR]
-        similar[text] = tuple(reversed(nearest))
-    return similar
 
 
 def _chunks_of(case: QaCase, engine: TransformersEngine, config: QualityConfig) -> list[str]:

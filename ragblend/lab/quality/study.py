@@ -28,6 +28,7 @@ from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
@@ -35,7 +36,7 @@ from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.engines import with_own_store
 from ragblend.lab.plots import plot_quality
-from ragblend.lab.quality.data import QaCase, build_prompt, find_similar_texts, load_cases, stored_chunks
+from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
 from ragblend.lab.quality.measures import (
     FULL,
     PREFIX,
@@ -54,8 +55,7 @@ from ragblend.lab.quality.measures import (
     token_log_probs,
 )
 from ragblend.lab.tables import Column, Facts, format_table
-from ragblend.options import ContextPolicy
-from ragblend.prompt.types import MatchedPrompt, Part, Prompt
+from ragblend.prompt.types import MatchedPrompt, Prompt, as_chunk
 
 BASE = Configuration("blend", "cacheblend", 0.15)
 """The configuration that the others are compared with, question by question: the paper's rule at the paper's ratio,
@@ -116,15 +116,13 @@ def run_quality(
         config = replace(config, contexts=config.contexts or (base.default_context,))
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
         cases = load_cases(config)
-        similar = find_similar_texts(cases, base, embedder, config) if "similar" in config.contexts else {}
         chosen = configurations(config, base.layers.num_layers)
         records: dict[Configuration, list[QualityRecord]] = {each: [] for each in chosen}
         lengths = []
         for number, case in enumerate(cases):
             on_progress("questions", number, len(cases))
             prompt = build_prompt(case, base, embedder, config)
-            stored = {context: stored_chunks(prompt, context, similar) for context in config.contexts}
-            found, num_tokens = measure_prompt(base, prompt, case, chosen, config.answer_tokens, stored)
+            found, num_tokens = measure_prompt(base, prompt, case, chosen, config.answer_tokens)
             lengths.append(num_tokens)
             for each, record in {**found, **(extra_measures(base, prompt, case) if extra_measures else {})}.items():
                 records.setdefault(each, []).append(record)
@@ -149,20 +147,16 @@ def measure_prompt(
     case: QaCase,
     chosen: Sequence[Configuration],
     answer_tokens: int,
-    stored: Mapping[ContextPolicy, Sequence[Part]],
 ) -> tuple[dict[Configuration, QualityRecord], int]:
-    """Return the record of `prompt` in each configuration, and the number of the prompt's tokens.
-
-    stored: the chunk variants in the store, by context policy.
-    """
+    """Return the record of `prompt` in each configuration, and the number of the prompt's tokens."""
     engine = with_own_store(base, system=case.system, context="none")
     expected = answer_in_full(engine, prompt, case, answer_tokens)
     request, full = expected.request, expected.full
     records = {FULL: expected.record(engine, full, expected.reading, request.prompt)}
-    for context, chunks in stored.items():
+    for context in dict.fromkeys(each.context for each in chosen if each != FULL):
         engine = with_own_store(base, system=case.system, context=context)
-        for chunk in chunks:
-            engine.precompute(chunk)
+        for variant in chunk_variants(map(as_chunk, prompt.chunks), context):
+            engine.precompute(variant)
         for each in chosen:
             if each != FULL and each.context == context:
                 found, seen = answer_and_score(engine, request, each, full)

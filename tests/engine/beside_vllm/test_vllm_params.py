@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.vllm.params import (
-    MAX_RUNS,
     PARAMS_KEY,
     BlendParams,
     parse_params,
@@ -27,7 +26,7 @@ anything = st.recursive(
 
 def test_parameters_survive_json():
     asked = BlendParams("reuse", "random", 0.2, "team", 4)
-    behind = BlendParams("ingest", spans=((3, 9), (9, 20)), context="similar")
+    behind = BlendParams("ingest", span=(3, 9))
     for params in (asked, behind):
         assert parse_params(json.loads(json.dumps(params.as_dict()))[PARAMS_KEY]) == params
     assert parse_params({}) == BlendParams()
@@ -53,11 +52,11 @@ def test_a_report_survives_json_and_newer_fields():
 
 @given(raw=anything)
 def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
-    single = [{name: raw} for name in ("spans", "mode", "ratio", "rule", "namespace", "seed", "context", "version")]
-    spans = [{"mode": "ingest", "spans": sent} for sent in (raw, [raw], [[0, raw]], [[0, 5], raw])]
-    for sent in (raw, *single, *spans, {"rule": raw, "spans": [[0, raw]]}):
+    single = [{name: raw} for name in ("span", "mode", "ratio", "rule", "namespace", "seed", "version")]
+    spans = [{"mode": "ingest", "span": sent} for sent in (raw, [raw], [0, raw], [0, 5, raw])]
+    for sent in (raw, *single, *spans, {"rule": raw, "span": [0, raw]}):
         try:
-            parse_params(sent).check_tokens_after_spans(10)
+            parse_params(sent).check_tokens_after_span(10)
         except UsageError:
             continue
 
@@ -70,20 +69,17 @@ def test_whatever_a_client_sends_is_a_usage_error_at_worst(raw):
         ({"ratio": 1.5}, "1.5"),
         ({"ratio": True}, "True"),
         ({"ratio": "all"}, "'all'"),
-        ({"spans": [[0, 5]]}, "leave them out"),
-        ({"mode": "ingest", "spans": [[4, 4]]}, r"\(4, 4\)"),
-        ({"mode": "ingest", "spans": [[8, 4]]}, r"\(8, 4\)"),
-        ({"mode": "ingest", "spans": "all"}, "send a list"),
-        ({"mode": "ingest", "spans": [[0, 5], [4, 9]]}, "starts at 4"),
-        ({"mode": "ingest", "spans": [[0, 5, 9]]}, r"\(0, 5, 9\)"),
-        ({"mode": "ingest", "spans": [[0, True]]}, "True"),
-        ({"mode": "ingest", "spans": {"0": 5}}, "send a list"),
-        ({"mode": "ingest", "spans": [[0, 5]] * (MAX_RUNS + 1)}, f"{MAX_RUNS + 1} spans"),
-        ({"mode": "ingest"}, "exactly one span"),
-        ({"mode": "ingest", "spans": [[1, 3], [4, 6]]}, "exactly one span"),
-        ({"mode": "ingest", "spans": [[1, 3]], "context": "similar"}, "context"),
-        ({"mode": "ingest", "spans": [[1, 3]], "context": "every"}, "every"),
-        ({"mode": "ingest", "spans": [], "context": "similar"}, "context"),
+        ({"span": [0, 5]}, "leave it out"),
+        ({"mode": "ingest", "span": [4, 4]}, r"\(4, 4\)"),
+        ({"mode": "ingest", "span": [8, 4]}, r"\(8, 4\)"),
+        ({"mode": "ingest", "span": [-1, 4]}, r"\(-1, 4\)"),
+        ({"mode": "ingest", "span": "all"}, "'all'"),
+        ({"mode": "ingest", "span": [0, 5, 9]}, r"\(0, 5, 9\)"),
+        ({"mode": "ingest", "span": [0, True]}, "True"),
+        ({"mode": "ingest", "span": {"0": 5}}, "0 <= start < end"),
+        ({"mode": "ingest", "span": [[1, 3], [4, 6]]}, "0 <= start < end"),
+        ({"mode": "ingest"}, "span is None"),
+        ({"mode": "ingest", "span": [1, 3], "context": "neutral"}, "unknown ragblend parameters: 'context'"),
         ({"around": [[[1], []]]}, "unknown ragblend parameters: 'around'"),
         ({"key": "abc"}, "key"),
     ],
@@ -93,8 +89,8 @@ def test_an_error_names_what_is_wrong(raw, named):
         parse_params(raw)
 
 
-def test_spans_must_fit_the_prompt():
+def test_a_span_must_fit_the_prompt():
     with pytest.raises(UsageError, match="ends at 12"):
-        BlendParams("ingest", spans=((2, 12),)).check_tokens_after_spans(11)
+        BlendParams("ingest", span=(2, 12)).check_tokens_after_span(11)
     with pytest.raises(UsageError, match="after the span"):
-        BlendParams("ingest", spans=((2, 12),)).check_tokens_after_spans(12)
+        BlendParams("ingest", span=(2, 12)).check_tokens_after_span(12)

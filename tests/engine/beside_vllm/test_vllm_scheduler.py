@@ -96,8 +96,7 @@ def test_of_a_prompt_that_ends_with_a_chunk_the_last_token_is_computed(monkeypat
 @pytest.mark.parametrize(
     "sent",
     [
-        {"mode": "ingest", "spans": [[1, 4], [4, 8]], "context": "similar"},
-        {"mode": "ingest", "spans": [[1, 4]], "context": "none"},
+        {"mode": "ingest", "span": [1, 4]},
         {"mode": "reuse", "ratio": 0.5},
     ],
 )

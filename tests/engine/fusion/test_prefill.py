@@ -21,7 +21,6 @@ from ragblend.engine.fusion.prefill import (
     prefill_missing,
 )
 from ragblend.engine.fusion.protocols import PromptKVBuffer
-from ragblend.engine.store.format.keys import NO_CONTEXT, IngestionContext
 from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import StoreFullError
@@ -104,7 +103,7 @@ class Store:
         self.stored.append(kv.header.token_ids)
 
 
-def made_kv(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
+def made_kv(chunks: Sequence[TokenIds]) -> list[MemoryKV]:
     """KV of the right size, made up."""
     return [
         MemoryKV(header(ids), tuple(LayerKV(*(torch.zeros(1, len(ids), 2) for _ in range(2))) for _ in range(6)))
@@ -113,16 +112,13 @@ def made_kv(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) 
 
 
 CHUNKS = [(number,) * 4 for number in range(10)]
-VARIANTS = [(ids, NO_CONTEXT) for ids in CHUNKS]
 NBYTES = 4 * 2 * 2 * 6 * 4
 
 
 def test_every_chunk_is_answered_in_order_and_stored_once_known_ones_with_0_bytes():
     store, known = Store(), {CHUNKS[1], CHUNKS[4]}
     chunks = [*CHUNKS[:6], CHUNKS[5]]
-    nbytes = list(
-        prefill_missing([(ids, NO_CONTEXT) for ids in chunks], lambda ids, _: ids not in known, made_kv, store.put, 8)
-    )
+    nbytes = list(prefill_missing(chunks, lambda ids: ids not in known, made_kv, store.put, 8))
     assert nbytes == [NBYTES, 0, NBYTES, NBYTES, 0, NBYTES, NBYTES]
     assert list(dict.fromkeys(store.stored)) == [CHUNKS[0], CHUNKS[2], CHUNKS[3], CHUNKS[5]]
 
@@ -132,13 +128,13 @@ def test_the_model_goes_on_while_the_store_writes():
     store.hold.clear()
     seen: list[int] = []
 
-    def prefill(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds]) -> list[MemoryKV]:
         seen.append(len(store.stored))
         if chunks[0] == CHUNKS[-1]:
             prefilled.set()
         return made_kv(chunks)
 
-    worker = threading.Thread(target=lambda: list(prefill_missing(VARIANTS, lambda *_: True, prefill, store.put, 4)))
+    worker = threading.Thread(target=lambda: list(prefill_missing(CHUNKS, lambda _: True, prefill, store.put, 4)))
     worker.start()
     assert prefilled.wait(TIMEOUT_S), "prefilling waited for the first write"
     assert seen == [0] * len(CHUNKS)
@@ -151,18 +147,18 @@ def test_the_model_waits_when_too_much_is_unwritten(monkeypatch):
     monkeypatch.setattr(ingestion, "UNWRITTEN_BYTES", 2 * NBYTES)
     store, seen = Store(), []
 
-    def prefill(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds]) -> list[MemoryKV]:
         seen.append(len(store.stored))
         return made_kv(chunks)
 
-    list(prefill_missing(VARIANTS, lambda *_: True, prefill, store.put, 4))
+    list(prefill_missing(CHUNKS, lambda _: True, prefill, store.put, 4))
     assert all(number - stored <= 2 for number, stored in enumerate(seen))
 
 
 def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays():
     store, stored = Store(refuse_from=3), []
     with pytest.raises(StoreFullError):
-        stored.extend(prefill_missing(VARIANTS, lambda *_: True, made_kv, store.put, 4))
+        stored.extend(prefill_missing(CHUNKS, lambda _: True, made_kv, store.put, 4))
     assert stored == [NBYTES] * 3
     assert store.stored == CHUNKS[:3]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ragblend-ingest")]
@@ -171,19 +167,19 @@ def test_a_store_that_refuses_ends_it_and_what_was_stored_before_stays():
 def test_an_interrupted_run_stores_what_it_had_prefilled():
     store = Store()
 
-    def prefill(chunks: Sequence[TokenIds], context: IngestionContext = NO_CONTEXT) -> list[MemoryKV]:
+    def prefill(chunks: Sequence[TokenIds]) -> list[MemoryKV]:
         if chunks[0] == CHUNKS[5]:
             raise KeyboardInterrupt
         return made_kv(chunks)
 
     with pytest.raises(KeyboardInterrupt):
-        list(prefill_missing(VARIANTS, lambda *_: True, prefill, store.put, 4))
+        list(prefill_missing(CHUNKS, lambda _: True, prefill, store.put, 4))
     assert store.stored == CHUNKS[:5]
 
 
 def test_a_reader_that_leaves_early_leaves_no_thread_and_loses_nothing():
     store = Store()
-    run = prefill_missing(VARIANTS, lambda *_: True, made_kv, store.put, 4)
+    run = prefill_missing(CHUNKS, lambda _: True, made_kv, store.put, 4)
     next(run)
     run.close()
     assert store.stored == CHUNKS[: len(store.stored)]

@@ -9,32 +9,39 @@ from hypothesis import strategies as st
 from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine, open_store
-from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.store.format.keys import lookup_contexts
 from ragblend.engine.store.metadata import CONTEXT_FILE
+from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, UsageError
+from ragblend.prompt.render import NEUTRAL_TEXT
 
 ids = st.lists(st.integers(0, 9), max_size=6)
+NEUTRAL_IDS = (11, 12, 13)
 A, B, C = CHUNKS
 
 
-@pytest.mark.parametrize("policy", ["none", "similar"])
+@pytest.mark.parametrize("policy", ["none", "neutral"])
 @given(own=ids, between=ids, default=ids, is_beginning=st.booleans())
 def test_exact_means_a_chunks_beginning_behind_nothing_but_its_prefix(policy, own, between, default, is_beginning):
     prompt = [*own, *between, 7, 7]
     start = len(prompt) - 2
     prefixes = (tuple(own), tuple(default))
-    found = lookup_contexts(prompt, start, prefixes, policy, is_beginning=is_beginning)
+    found = lookup_contexts(
+        prompt, start, prefixes, NEUTRAL_IDS if policy == "neutral" else (), is_beginning=is_beginning
+    )
     assert all(context.exact <= (list(context.token_ids) == prompt[:start]) for context in found)
     assert any(context.exact for context in found) == (is_beginning and tuple(prompt[:start]) in prefixes)
     assert not any(context.exact for context in found[1:])
-    assert not any(context.exact for context in found if context.policy == "similar")
-    policies = ["similar", "none"] if policy == "similar" else ["none"]
+    assert not any(context.exact for context in found if context.policy == "neutral")
+    policies = ["neutral", "none"] if policy == "neutral" else ["none"]
     assert {context.policy for context in found if context.match == "exact"} == set(policies)
     assert [context.policy for context in found if not context.exact] == sorted(
-        (context.policy for context in found if not context.exact), reverse=True
-    )  # similar before none
+        context.policy for context in found if not context.exact
+    )  # neutral before none
+    assert {context.token_ids for context in found if context.policy == "neutral"} == (
+        {prefix + NEUTRAL_IDS for prefix in prefixes} if policy == "neutral" else set()
+    )
     assert len(found) <= 4
 
 
@@ -42,56 +49,47 @@ def first_logits(engine: TransformersEngine, prompt: Prompt, **options: object) 
     return engine.prefill(engine.request(prompt, **options)).logits
 
 
-SIMILAR = Chunk(C.text, C.source, context="similar", context_texts=(A.text, B.text))
+NEUTRAL = Chunk(C.text, C.source, context="neutral")
+
+
+@pytest.fixture
+def neutral_engine(tiny_engine):
+    """Function from a family to an engine of the policy neutral, whose neutral text fits a small model."""
+
+    def build(family: str) -> TransformersEngine:
+        engine = tiny_engine(family, context="neutral")
+        engine.neutral_ids = engine.renderer.chunk_ids(NEUTRAL_TEXT[:400]) + engine.renderer.separator_ids
+        return engine
+
+    return build
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_similar_version_is_the_slice_of_a_prefill_over_the_placed_chunks(family, tiny_engine):
-    engine = tiny_engine(family, context="similar")
-    for chunk in (A, B, SIMILAR):
-        assert engine.precompute(chunk) > 0
-    layers, prefix, joint = engine.layers, engine.default_prefix_ids, engine.renderer.separator_ids
-    ids_of_a, ids_of_b, ids = (engine.renderer.chunk_ids(chunk.text) for chunk in (A, B, C))
-    before = [*prefix, *ids_of_a, *joint, *ids_of_b, *joint]
-    # Independently: the chunks' own KV by the stock model, turned to their places; then, layer by layer, the joints and
-    # the chunk over them.
-    second = len(prefix) + len(ids_of_a) + len(joint)
-    fused = FusedKV.allocate(layers.kv_shapes, len(before) + len(ids), layers.like)
+def test_a_neutral_variant_is_the_slice_of_the_stock_models_prefill(family, neutral_engine):
+    engine = neutral_engine(family)
+    assert engine.precompute(NEUTRAL) > 0
+    layers, ids = engine.layers, engine.renderer.chunk_ids(C.text)
+    before = [*engine.default_prefix_ids, *engine.neutral_ids]
+    rows = torch.arange(len(before), len(before) + len(ids))
     with torch.inference_mode():
-        for start, chunk, own in ((len(prefix), A, ids_of_a), (second, B, ids_of_b)):
-            _, alone = layers.full_prefill(torch.tensor([*prefix, *own]))
-            places = torch.arange(start, start + len(own))
-            for layer, (keys, values) in enumerate(alone):
-                if start == len(prefix):
-                    fused.write(layer, slice(0, start), keys[:, :start], values[:, :start])
-                    placed = keys[:, start:]
-                else:
-                    raw = engine.store.get(engine.key(chunk)).layer(layer).keys
-                    back = layers.place_keys(layer, raw, torch.arange(len(prefix), len(prefix) + len(places)))
-                    torch.testing.assert_close(back, keys[:, len(prefix) :], atol=1e-4, rtol=1e-4)
-                    placed = layers.place_keys(layer, raw, places)
-                fused.write(layer, places, placed, values[:, len(prefix) :])
-        joints = [*range(second - len(joint), second), *range(len(before) - len(joint), len(before))]
-        rows = torch.tensor([*joints, *range(len(before), len(before) + len(ids))])
-        hidden = layers.embed(torch.tensor([*before, *ids])[rows])
-        for layer in range(layers.num_layers):
-            hidden = layers.run_layer(layer, hidden, rows, fused)
-            found, own_rows = engine.store.get(engine.key(SIMILAR)).layer(layer), rows[len(joints) :]
-            placed = layers.place_keys(layer, found.keys, own_rows)
-            torch.testing.assert_close(placed, fused.keys(layer)[:, own_rows], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(found.values, fused.values(layer)[:, own_rows], atol=1e-4, rtol=1e-4)
+        _, whole = layers.full_prefill(torch.tensor([*before, *ids]))
+    kv = engine.store.get(engine.key(NEUTRAL))
+    assert (list(kv.header.prefix_ids), kv.header.token_ids) == (before, ids)
+    for layer, (keys, values) in enumerate(whole):
+        found = kv.layer(layer)
+        placed = layers.place_keys(layer, found.keys, rows)
+        torch.testing.assert_close(placed, keys[:, len(before) :], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.values, values[:, len(before) :], atol=1e-4, rtol=1e-4)
 
 
-def test_a_similar_version_is_found_without_the_texts_of_its_context(tiny_engine):
-    engine = tiny_engine("llama", context="similar")
-    list(engine.precompute_all((A, B, C, SIMILAR)))
-    header = engine.store.get(engine.key(SIMILAR)).header
-    assert sum(header.context) == len(header.prefix_ids) - len(engine.default_prefix_ids)
-    assert engine.key(SIMILAR) == engine.key(Chunk(C.text, context="similar", context_texts=(B.text,))) != engine.key(C)
+def test_a_neutral_variant_is_used_unless_the_chunk_directly_follows_its_prefix(neutral_engine):
+    engine = neutral_engine("llama")
+    list(engine.precompute_all((A, B, C, NEUTRAL)))
+    assert engine.key(NEUTRAL) != engine.key(C)
     report = engine.generate(Prompt([A, C, B], "what?"), mode="reuse", max_tokens=1).report
     assert [(chunk.exact, chunk.context) for chunk in report.chunks] == [
         (True, "none"),
-        (False, "similar"),
+        (False, "neutral"),
         (False, "none"),
     ]
     report = engine.generate(Prompt([C, A, B], "what?"), mode="reuse", max_tokens=1).report
@@ -101,26 +99,44 @@ def test_a_similar_version_is_found_without_the_texts_of_its_context(tiny_engine
     prompt = Prompt([A, C, B], "what?")
     one, full = (first_logits(engine, prompt, **how) for how in ({"recompute_ratio": 1.0}, {"mode": "full"}))
     assert (one - full).abs().max() <= 1e-4
-    with pytest.raises(UsageError, match="ragblend precompute"):
-        engine.precompute(Chunk(A.text, context="similar"))
+
+
+def test_another_neutral_text_makes_other_keys_of_neutral_variants_alone(neutral_engine):
+    engine = neutral_engine("llama")
+    before = engine.key(C), engine.key(NEUTRAL)
+    engine.neutral_ids = engine.neutral_ids[1:]
+    assert (engine.key(C) == before[0], engine.key(NEUTRAL) == before[1]) == (True, False)
+
+
+def test_the_neutral_text_is_computed_once_for_all_chunks(neutral_engine, monkeypatch):
+    engine = neutral_engine("llama")
+    fused, original = [], BlendingEngine._fuse_untimed
+    monkeypatch.setattr(
+        BlendingEngine, "_fuse_untimed", lambda self, plan, kv: fused.append(plan) or original(self, plan, kv)
+    )
+    list(engine.precompute_all([Chunk(chunk.text, context="neutral") for chunk in CHUNKS]))
+    engine.precompute(Chunk(CHUNKS[0].text * 2, context="neutral"))
+    num_ids = len(engine.default_prefix_ids), len(engine.default_prefix_ids) + len(engine.neutral_ids)
+    assert [plan.num_fused for plan in fused] == [*num_ids]
+    assert fused[1].num_resident == num_ids[0]
 
 
 def test_an_engine_opened_later_uses_the_context_policy_of_the_store(tmp_path):
     first, second = "Zenco sells nets and ropes to ports.", "It is in Mirton, and so is Oston."
-    behind = Chunk(second, context="similar", context_texts=(first,))
+    behind = Chunk(second, context="neutral")
     with load_engine("demo", tmp_path) as engine:
         engine.precompute(first)
         assert (engine.context, open_store(tmp_path).read_context_policy()) == ("none", None)
-        engine.set_context_policy("similar")
+        engine.set_context_policy("neutral")
         assert engine.precompute(behind) > 0
         assert engine.precompute(behind) == 0
         assert not engine.is_stored(second)
     with load_engine("demo", tmp_path) as engine:
-        assert engine.context == "similar"
+        assert engine.context == "neutral"
         report = engine.generate(Prompt([first, second], "Where is Zenco?")).report
-        assert [chunk.context for chunk in report.chunks] == ["none", "similar"]
+        assert [chunk.context for chunk in report.chunks] == ["none", "neutral"]
     note = tmp_path / CONTEXT_FILE
-    note.write_bytes(note.read_bytes().replace(b"similar", b"none"))
+    note.write_bytes(note.read_bytes().replace(b"neutral", b"none"))
     with pytest.raises(CorruptError, match="ragblend precompute --context"):
         load_engine("demo", tmp_path)
     with load_engine("demo", tmp_path, context="none") as engine:

@@ -635,8 +635,6 @@ def test_half_a_character_is_named_in_every_other_argument(engine, tiny_engine):
         with pytest.raises(UsageError, match="a chunk holds a lone surrogate"):
             call(HALF)
     with pytest.raises(UsageError, match="a chunk holds"):
-        engine.precompute(Chunk("the other chunk", context="similar", context_texts=(HALF,)))
-    with pytest.raises(UsageError, match="a chunk holds"):
         list(engine.precompute_all([CHUNKS[0], HALF]))
     with pytest.raises(UsageError, match="a stop string holds"):
         engine.generate(PROMPT, stop=[HALF])

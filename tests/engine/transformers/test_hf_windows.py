@@ -98,11 +98,12 @@ def stored_values(engine: TransformersEngine, chunk: Chunk, layer: int) -> Tenso
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, stock_model, tmp_path):
+def test_the_neutral_text_is_seen_through_the_windows(family, saved_model, stock_model, tmp_path):
     """A chunk's KV is the slice that the stock model has of it behind prefix and context, and blending it is exact."""
-    chunk = Chunk(CHUNKS[1].text, context="similar", context_texts=(f"{CHUNKS[2].text}. {CHUNKS[0].text}",))
+    chunk = Chunk(CHUNKS[1].text, context="neutral")
     path = str(saved_model(family, sliding_window=30))
-    with load_engine(path, tmp_path / "kv", on_miss="inline", context="similar") as engine:
+    with load_engine(path, tmp_path / "kv", on_miss="inline", context="neutral") as engine:
+        engine.neutral_ids = engine.neutral_ids[:80]
         engine.precompute(chunk)
         ids = engine.renderer.chunk_ids(CHUNKS[1].text)
         header = engine.store.find_tier(DiskStore).header(engine.key(chunk))
@@ -116,7 +117,7 @@ def test_ingestion_contexts_are_seen_through_the_windows(family, saved_model, st
             )
         prompt = Prompt((CHUNKS[0], CHUNKS[1]), "what is that?")
         blended = engine.generate(prompt, rule="ask", recompute_ratio=0.2, max_tokens=1).report
-        assert blended.chunks[1].context == "similar"
+        assert blended.chunks[1].context == "neutral"
         expected = greedy(stock_model(family), engine.renderer.render(prompt), 6)
         assert engine.generate(prompt, recompute_ratio=1.0, max_tokens=6).token_ids == expected
 

@@ -324,20 +324,20 @@ def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_p
         rules=("cacheblend",),
         ratios=(0.15,),
         embedder="hashing",
-        contexts=("none", "similar"),
+        contexts=("none", "neutral"),
     )
     result = run_quality(config)
     runs = {run_label(run): run for run in result["runs"] if run["kind"] == "all"}
     assert list(runs) == [
         "full",
-        *(f"{what}{behind}" for behind in ("", ", similar") for what in ("reuse", "cacheblend 15.0%")),
+        *(f"{what}{behind}" for behind in ("", ", neutral") for what in ("reuse", "cacheblend 15.0%")),
     ]
     assert runs["full"]["first_token_kl"] == 0.0
     assert len({run["first_token_kl"] for label, run in runs.items() if label.startswith("reuse")}) == 2
     assert runs["cacheblend 15.0%"]["first_token_kl_over_base"] == [0.0, 0.0, 0.0]  # the paper's, chunks and all
-    less = runs["reuse, similar"]["answer_kl"] - runs["cacheblend 15.0%"]["answer_kl"]
-    assert runs["reuse, similar"]["answer_kl_over_base"][0] == pytest.approx(less)
-    alone = run_quality(replace(config, contexts=("similar",)))
+    less = runs["reuse, neutral"]["answer_kl"] - runs["cacheblend 15.0%"]["answer_kl"]
+    assert runs["reuse, neutral"]["answer_kl_over_base"][0] == pytest.approx(less)
+    alone = run_quality(replace(config, contexts=("neutral",)))
     again = {run_label(run): run for run in alone["runs"] if run["kind"] == "all"}
-    assert list(again) == ["full", "reuse, similar", "cacheblend 15.0%, similar"]
-    assert again["reuse, similar"]["first_token_kl"] == runs["reuse, similar"]["first_token_kl"]
+    assert list(again) == ["full", "reuse, neutral", "cacheblend 15.0%, neutral"]
+    assert again["reuse, neutral"]["first_token_kl"] == runs["reuse, neutral"]["first_token_kl"]

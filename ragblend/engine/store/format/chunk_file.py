@@ -5,8 +5,7 @@ deterministically. Its first field is the xxh3_128 of the length prefix and the 
 digits zeroed. The field is at a fixed offset and is checked before anything is parsed; every later format version keeps
 this rule. The tensors of a layer are adjacent under one checksum: keys and values as computed (format version 1), or
 scales, first tokens and codes of KV in eight bits (version 2, `QuantizedLayer`). Token ids are plain JSON numbers:
-about as many bytes as base64 for five-digit ids, and `jq` can show them. The field `context` lists the lengths of the
-similar chunks at the end of `prefix_ids`; the key is computed from the other prefix ids alone (`keys.key_from_header`).
+about as many bytes as base64 for five-digit ids, and `jq` can show them.
 
 xxh3 detects damage but not tampering, because another layer with the same checksum can be constructed. A store with a
 key therefore writes version 3: the layer checksums are BLAKE3 digests, and the header's second field is its signature,
@@ -183,7 +182,6 @@ def _encode_header(
         **({} if header.is_lossless else {"kv_dtype": header.kv_dtype}),
         "num_layers": header.num_layers,
         "prefix_ids": [int(token) for token in header.prefix_ids],
-        **({"context": [int(length) for length in header.context]} if header.context else {}),
         "token_ids": [int(token) for token in header.token_ids],
         _digest_for(store_key).field: list(checksums),
     }
@@ -244,8 +242,8 @@ class _ParsedEntry(NamedTuple):
 def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadRequirements) -> _ParsedEntry:
     """Parse and validate the header `raw` of a file of `file_nbytes` bytes that should hold the entry `key`.
 
-    Every field is checked: against `key`, which is computed from model, prefix, tokens, namespace and context; against
-    the model's spec if it is known; and the sum of all layers against the file's size. No announced size is allocated
+    Every field is checked: against `key`, which is computed from model, prefix, tokens and namespace; against the
+    model's spec if it is known; and the sum of all layers against the file's size. No announced size is allocated
     before these checks. Raises UnreadableEntryError.
     """
     if raw[8 : _DIGITS.start] != _OPENING:
@@ -273,7 +271,6 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadReq
             dtype=facts["dtype"],
             namespace=facts["namespace"],
             kv_dtype=kv_dtype,
-            context=tuple(facts.get("context", ())),
         )
         if header.key != key:
             raise UnreadableEntryError(f"it holds the KV of {_short(str(header.key))}")

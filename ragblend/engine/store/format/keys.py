@@ -2,11 +2,11 @@
 
 Two keys are equal exactly when the KV is the same, and two fingerprints exactly when the model is.
 
-A chunk is prefilled after the prefix alone (context "none"). It can also be prefilled after an *ingestion context*
-between the prefix and the chunk: the most similar chunks of the corpus, which are likely to be retrieved with it
-(context "similar"). The chunk has then attended to text like that of later prompts. Only the chunk's own slice of the
-KV is stored. The context policy of a store is "none", or "similar" to store both variants; the disk tier keeps it. In a
-prompt, KV is exact only if the tokens before it are those after which it was computed.
+A chunk is prefilled after the prefix alone (context "none"). It can also be prefilled after the prefix and an
+*ingestion context*: a fixed text about nothing in particular (context "neutral"). The chunk's tokens have then attended
+to other text than the prompt's first tokens, as in later prompts. Only the chunk's own slice of the KV is stored. The
+context policy of a store is "none", or "neutral" to store both variants; the disk tier keeps it. In a prompt, KV is
+exact only if the tokens before it are those after which it was computed.
 
 Works on token ids, bytes and files. Does not depend on tensors or stores.
 """
@@ -14,7 +14,6 @@ Works on token ids, bytes and files. Does not depend on tensors or stores.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -29,15 +28,12 @@ from typing import Any, SupportsIndex
 
 from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.format.kv import LAYOUT_VERSION, KVHeader
-from ragblend.errors import RagblendError, UsageError
+from ragblend.errors import RagblendError
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
 from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
-
-SIMILAR = "similar"
-"""`chunk_key`'s `context` for KV that was computed after the most similar chunks. Their ids are not in the key."""
 
 
 def chunk_key(
@@ -45,13 +41,12 @@ def chunk_key(
     prefix_ids: Sequence[SupportsIndex],
     token_ids: Sequence[SupportsIndex],
     namespace: str = "",
-    context: str = "",
 ) -> str:
     """Return the key of a chunk's entry: 32 hex digits.
 
     Two keys are equal if and only if all arguments and LAYOUT_VERSION are equal. Ids may be any integers below 2**32,
-    also NumPy's. prefix_ids: the tokens of the prefix, without similar chunks. context: SIMILAR for KV that was
-    computed after similar chunks, "" for KV that was computed after the prefix alone.
+    also NumPy's. prefix_ids: the tokens before the chunk when its KV is computed: the prefix, and the neutral text of a
+    neutral variant.
 
     >>> chunk_key("model", [1], [5, 6]) == chunk_key("model", [1, 5], [6])
     False
@@ -64,7 +59,6 @@ def chunk_key(
         _ids(prefix_ids),
         _ids(token_ids),
         namespace.encode(),
-        *([context.encode()] if context else []),
     ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
@@ -72,22 +66,8 @@ def chunk_key(
 
 
 def key_from_header(header: KVHeader) -> str:
-    """Return the key of the entry with this header.
-
-    Raises ValueError if a length in `header.context` is not positive, or if their sum exceeds `len(prefix_ids)`.
-
-    >>> key_from_header(KVHeader("", "model", (1, 5, 6), (7,), 1, "float32", context=(2,))) == chunk_key(
-    ...     "model", [1], [7], context=SIMILAR
-    ... )
-    True
-    """
-    lengths, prefix_ids = header.context, header.prefix_ids
-    if not lengths:
-        return chunk_key(header.fingerprint, prefix_ids, header.token_ids, header.namespace)
-    if not all(type(length) is int and length > 0 for length in lengths) or sum(lengths) > len(prefix_ids):
-        raise ValueError(f"context lengths {lengths[:8]} in a prefix of {len(prefix_ids)} ids")
-    own = prefix_ids[: len(prefix_ids) - sum(lengths)]
-    return chunk_key(header.fingerprint, own, header.token_ids, header.namespace, SIMILAR)
+    """Return the key of the entry with this header."""
+    return chunk_key(header.fingerprint, header.prefix_ids, header.token_ids, header.namespace)
 
 
 def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
@@ -102,91 +82,46 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class IngestionContext:
-    """The similar chunks that are put between the prefix and a chunk when the chunk is precomputed.
-
-    Each of `parts` has the token ids of one similar chunk and of the separator after it. Without parts, the chunk
-    directly follows the prefix.
-    """
-
-    policy: ContextPolicy = "none"
-    parts: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Return the token ids of all parts.
-
-        They are not part of the chunk's key, because a lookup has only the prompt. The prompt does not show which
-        similar chunks preceded the chunk when its KV was computed.
-        """
-        return tuple(itertools.chain.from_iterable(self.parts))
-
-    @property
-    def part_lengths(self) -> tuple[int, ...]:
-        """Return the number of token ids of each part, for `KVHeader.context`."""
-        return tuple(map(len, self.parts))
-
-    def validate(self) -> None:
-        """Raise UsageError if the policy is "similar" and there are no `parts`."""
-        if self.policy == "similar" and not self.parts:
-            raise UsageError(
-                "context is 'similar' without context_texts, the chunks after which the KV is computed; precompute the "
-                "chunk with its index (ragblend.ingest, ragblend precompute), or name them: "
-                "Chunk(TEXT, context='similar', context_texts=(...))"
-            )
-
-
-NO_CONTEXT = IngestionContext()
-
-
-@dataclass(frozen=True, slots=True)
 class LookupContext:
     """One variant of a chunk to look up in the store: KV computed after this prefix, under this context policy.
 
     `exact`: the variant's KV was computed after exactly the tokens that precede the chunk in the prompt.
     """
 
-    token_ids: tuple[int, ...] = field(repr=False)  # the prefix, `chunk_key`'s `prefix_ids`
-    match: PrefixMatch  # "exact" if the prompt begins with this prefix
+    token_ids: tuple[int, ...] = field(repr=False)  # `chunk_key`'s `prefix_ids`
+    match: PrefixMatch  # "exact" if the prompt begins with the prefix
     exact: bool
     policy: ContextPolicy
-    name: str = ""  # `chunk_key`'s `context`
-
-
-KEY_CONTEXTS: dict[ContextPolicy, str] = {"none": "", "similar": SIMILAR}
-"""`chunk_key`'s `context` for the variants of each policy."""
 
 
 def lookup_contexts(
     token_ids: Sequence[int],
     start: int,
     prefixes: Iterable[tuple[int, ...]],
-    policy: ContextPolicy = "none",
+    neutral_ids: tuple[int, ...] = (),
     *,
     is_beginning: bool = True,
 ) -> list[LookupContext]:
     """Return the contexts in which to look up the chunk at index `start` of a prompt, the best first.
 
-    The exact context comes first, if there is one. The contexts of the store's `policy` follow, and then those of
-    "none". Each policy gives one context per prefix, in the order of `prefixes`. token_ids: the prompt. prefixes: token
-    ids of each prefix. is_beginning: True if the chunk's first token is at `start`. False if a later token of the chunk
-    is there; then no context is exact.
+    The exact context comes first, if there is one. Those of neutral variants follow, and then those of chunks alone,
+    each with one context per prefix, in the order of `prefixes`. token_ids: the prompt. prefixes: token ids of each
+    prefix. neutral_ids: the ids of the neutral text; () if the store has no neutral variants. is_beginning: True if the
+    chunk's first token is at `start`. False if a later token of the chunk is there; then no context is exact.
 
-    >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], policy="similar")
+    >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], neutral_ids=(9,))
     >>> [(context.token_ids, context.policy) for context in found]
-    [((1,), 'similar'), ((2,), 'similar'), ((1,), 'none'), ((2,), 'none')]
+    [((1, 9), 'neutral'), ((2, 9), 'neutral'), ((1,), 'none'), ((2,), 'none')]
     """
-    policies: tuple[ContextPolicy, ...] = ("similar", "none") if policy == "similar" else ("none",)
-    candidates = []
-    for kind in policies:
-        for prefix in dict.fromkeys(prefixes):
-            begins = tuple(token_ids[: len(prefix)]) == prefix
-            match: PrefixMatch = "exact" if begins else "approximate"
-            exact = begins and kind == "none" and len(prefix) == start and is_beginning
-            candidates.append(LookupContext(prefix, match, exact, kind, KEY_CONTEXTS[kind]))
-    return [context for context in candidates if context.exact] + [
-        context for context in candidates if not context.exact
-    ]
+    neutral, alone = list[LookupContext](), list[LookupContext]()
+    for prefix in dict.fromkeys(prefixes):
+        begins = tuple(token_ids[: len(prefix)]) == prefix
+        match: PrefixMatch = "exact" if begins else "approximate"
+        if neutral_ids:
+            neutral.append(LookupContext(prefix + neutral_ids, match, False, "neutral"))
+        alone.append(LookupContext(prefix, match, begins and len(prefix) == start and is_beginning, "none"))
+    exact = [context for context in alone if context.exact]
+    return [*exact, *neutral, *(context for context in alone if not context.exact)]
 
 
 # --- fingerprints

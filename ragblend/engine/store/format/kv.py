@@ -59,7 +59,6 @@ class KVHeader:
     dtype: str  # a name in DTYPES: the dtype in which the KV was computed, and which `layer` returns
     namespace: str = ""
     kv_dtype: str | None = None  # a name in CODE_DTYPES; None: stored as computed, bit for bit
-    context: tuple[int, ...] = ()  # lengths of the similar chunks; their ids end `prefix_ids`; not in the key
 
     @property
     def num_tokens(self) -> int:
@@ -69,15 +68,6 @@ class KVHeader:
     def has_ids(self, token_ids: Sequence[int] | None) -> bool:
         """Return True if the chunk's token ids are `token_ids`. None matches any chunk."""
         return token_ids is None or self.token_ids == tuple(token_ids)
-
-    @property
-    def context_ids(self) -> list[tuple[int, ...]]:
-        """The token ids of the ingestion context, one tuple per similar chunk; see `keys.IngestionContext.parts`."""
-        parts, end = list[tuple[int, ...]](), len(self.prefix_ids)
-        for length in reversed(self.context):
-            parts.append(self.prefix_ids[end - length : end])
-            end -= length
-        return parts[::-1]
 
     @property
     def is_lossless(self) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ragblend.engine.base import default_context_policy
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.format.keys import KEY_CONTEXTS, LookupContext, chunk_key, lookup_contexts
+from ragblend.engine.store.format.keys import LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.params import MAX_RUNS, BlendParams
@@ -59,6 +59,7 @@ class ChunkLookup:
         self._remembered, self._default = disk.read_context_policy(), default_context_policy(num_layers)
         self._matcher = matcher
         self.prefix_ids = config.prefix_ids or (matcher.prefix_ids if matcher is not None else ())
+        self._neutral_ids = matcher.neutral_ids if matcher is not None else ()
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
         if matcher is not None:
             self._pool.submit(matcher.find_runs, (), "")  # builds the token index before any request
@@ -107,8 +108,7 @@ class ChunkLookup:
         # The store's context policy stays as it is: the operator chooses it, for all namespaces. A chunk that is not on
         # this machine is computed, not fetched.
         if params.mode == "ingest":
-            runs = tuple(ChunkRun(tuple(ids[start:end]), 0, start, end) for start, end in params.spans)
-            return LookupResult(runs, self._find_for_ingestion(ids, runs, params))
+            return self._find_for_ingestion(ids, params)
         start_s = perf_counter()
         if runs is None:
             runs = self._match(ids, params.namespace)
@@ -134,10 +134,11 @@ class ChunkLookup:
         """Yield each run with the keys under which its chunk may be stored, the best key first."""
         if not runs:
             return
-        prefixes, policy = (tuple(ids[: runs[0].start]), self.prefix_ids), self.context_policy()
+        prefixes = tuple(ids[: runs[0].start]), self.prefix_ids
+        neutral_ids = self._neutral_ids if self.context_policy() == "neutral" else ()
         for run in runs:
-            found = lookup_contexts(ids, run.start, prefixes, policy, is_beginning=run.chunk_start == 0)
-            yield run, [(self._key(run, namespace, each.token_ids, each.name), each) for each in found]
+            found = lookup_contexts(ids, run.start, prefixes, neutral_ids, is_beginning=run.chunk_start == 0)
+            yield run, [(self._key(run, namespace, each.token_ids), each) for each in found]
 
     def _missing(self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
         """Return the keys that are better than the best key whose entry is on this machine."""
@@ -161,22 +162,15 @@ class ChunkLookup:
                     yield StoredSpan(run.start, run.end, key, *facts, run.chunk_ids, run.chunk_start)
                     break
 
-    def _find_for_ingestion(
-        self, ids: Sequence[int], runs: Sequence[ChunkRun], params: BlendParams
-    ) -> tuple[StoredSpan, ...]:
-        """Return the chunk's own entry if it is stored, else the stored entries of its ingestion context's chunks."""
-        *before, own = runs
-        prefix_ids = tuple(ids[: runs[0].start])
-        own_key = self._key(own, params.namespace, prefix_ids, KEY_CONTEXTS[params.context])
-        if self._disk.contains(own_key):
-            policy, ids = params.context, own.chunk_ids
-            return (StoredSpan(own.start, own.end, own_key, "exact", not before, policy, chunk_ids=ids),)
-        keys = [(run, self._key(run, params.namespace, prefix_ids)) for run in before]
-        return tuple(
-            StoredSpan(run.start, run.end, key, "exact", run.start == len(prefix_ids), chunk_ids=run.chunk_ids)
-            for run, key in keys
-            if self._disk.contains(key)
-        )
+    def _find_for_ingestion(self, ids: Sequence[int], params: BlendParams) -> LookupResult:
+        """Return the chunk to ingest as the only run, with its entry if it is stored."""
+        assert params.span is not None
+        start, end = params.span
+        run = ChunkRun(tuple(ids[start:end]), 0, start, end)
+        key = self._key(run, params.namespace, tuple(ids[:start]))
+        is_stored = self._disk.contains(key)
+        span = StoredSpan(start, end, key, "exact", exact=True, chunk_ids=run.chunk_ids)
+        return LookupResult((run,), (span,) if is_stored else ())
 
-    def _key(self, run: ChunkRun, namespace: str, prefix_ids: Sequence[int], name: str = "") -> str:
-        return chunk_key(self._fingerprint, prefix_ids, run.chunk_ids, namespace, name)
+    def _key(self, run: ChunkRun, namespace: str, prefix_ids: Sequence[int]) -> str:
+        return chunk_key(self._fingerprint, prefix_ids, run.chunk_ids, namespace)

@@ -29,6 +29,7 @@ class PromptMatcher:
         self._registry = open_registry(store)
         self.tail_ids = renderer.tail_ids
         self.prefix_ids = renderer.prefix_ids(pins_date=True)
+        self.neutral_ids = renderer.neutral_ids
         self._known = lru_cache(_NAMESPACES_OPEN)(partial(open_known_chunks, self._registry, renderer.fingerprint))
 
     def find_runs(self, token_ids: Sequence[int], namespace: str) -> list[ChunkRun]:

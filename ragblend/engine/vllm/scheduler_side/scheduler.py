@@ -212,7 +212,7 @@ class BlendScheduler:
         find_rule(params.rule)
         if reason := _no_reuse_reason(request):
             raise UsageError(NO_REUSE_REASONS[reason])
-        params.check_tokens_after_spans(len(request.prompt_token_ids))
+        params.check_tokens_after_span(len(request.prompt_token_ids))
         if not self._reuses:
             state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
         return state

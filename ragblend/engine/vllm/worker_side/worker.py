@@ -40,7 +40,7 @@ from ragblend.prompt.types import common_prefix_length
 
 log = logging.getLogger(__name__)
 
-_PREFIXES_BYTES = 256 << 20  # limit on the prefixes' KV, because clients choose how long prefixes are
+_PREFIXES_BYTES = 512 << 20  # limit on the prefixes' KV, because clients choose how long prefixes are
 
 # Most rows of a shared pass. A pass of few rows spends its time on reading the weights, so one more request costs
 # little. With many rows, sharing would only delay the first request until the last one is done. Not measured on a GPU.
@@ -107,8 +107,7 @@ class BlendWorker:
 
     def submit(self, job: BlendJob) -> None:
         """Queue a job."""
-        is_known = any(span.end == job.end for span in job.stored)
-        steps = self._ingest(job) if job.params.mode == "ingest" and not is_known else self._blend(job)
+        steps = self._ingest(job) if job.params.mode == "ingest" and not job.stored else self._blend(job)
         self._jobs.append(_ActiveJob(job, steps))
 
     def leave_to_vllm(self, jobs: Sequence[BlendJob], reason: str) -> list[JobResult]:
@@ -301,40 +300,18 @@ class BlendWorker:
         return plan, result
 
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
-        """Compute the KV of the last span after the ids before it, and queue it for storing."""
-        layers, spans = self.layers, job.spans
-        start, end = spans[-1]
+        """Compute the KV of the span after the ids before it, and queue it for storing."""
+        layers, ids = self.layers, job.token_ids
+        ((start, end),) = job.spans
         prefix = yield from self._prefix(job)
-        if len(spans) > 1:
-            paged = yield from self._place_context(job, prefix)
-        else:
-            paged = PagedKV(layers, job.block_ids, job.end)
-            for placement in prefix:
-                paged.place_stored_layers(placement)
-        context = tuple(later - earlier for (earlier, _), (later, _) in itertools.pairwise(spans))
-        ids = job.token_ids
-        header = self._header(job, ids[:start], ids[start:end], job.params.namespace, context)
+        paged = PagedKV(layers, job.block_ids, job.end)
+        for placement in prefix:
+            paged.place_stored_layers(placement)
+        header = self._header(job, ids[:start], ids[start:end], job.params.namespace)
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.gather_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = BlendReport("full", "none", 1.0, num_chunks=1, charged_budget=1.0, charged_budget_32=1.0)
         return report, self._writer.submit(self._write, whole) if layers.rank == 0 else None
-
-    def _place_context(self, job: BlendJob, prefix: tuple[Placement, ...]) -> Steps[PagedKV]:
-        """Fill the blocks before the last span. Stored chunks are placed unchanged, and missing ones are computed."""
-        ids, start = torch.tensor(job.token_ids, dtype=torch.int64, device=self.layers.device), job.spans[-1][0]
-        damaged: set[str] = set()
-        while True:
-            placed, num_resident = self._lookup(job.stored, damaged), sum(placement.end for placement in prefix)
-            plan = FusePlan(ids[:start], placed, num_resident=num_resident, num_fused=start)
-            paged = PagedKV(self.layers, job.block_ids, job.end)
-            try:
-                with self._source((*prefix, *placed), paged) as source:
-                    yield from fuse_steps(self.layers, plan, paged, source)
-                    yield source.done
-                return paged
-            except DamagedEntryError as error:
-                log.warning("%s; computing it again for request %s", error, job.request_id)
-                damaged.add(error.key)
 
     def _take_stored(self) -> list[JobResult]:
         """Return the results of ingestions whose write has ended, with or without an error."""
@@ -442,16 +419,9 @@ class BlendWorker:
                 placements.append(Placement(rows, span.start, span.exact, span.policy != "none"))
         return tuple(placements)
 
-    def _header(
-        self,
-        job: BlendJob,
-        prefix_ids: Sequence[int],
-        ids: Sequence[int],
-        namespace: str,
-        context: tuple[int, ...] = (),
-    ) -> KVHeader:
+    def _header(self, job: BlendJob, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str) -> KVHeader:
         facts = (job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype_name(self.layers.dtype))
-        header = KVHeader("", *facts, namespace=namespace, context=context)
+        header = KVHeader("", *facts, namespace=namespace)
         return replace(header, key=key_from_header(header))
 
 

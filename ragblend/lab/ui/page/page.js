@@ -5,7 +5,7 @@
 const MODES = ["full", "prefix", "reuse", "blend"];
 const RATIOS = [0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1];
 const POLL_MS = 700;
-const CONTEXTS = { none: "alone", similar: "after similar chunks" };
+const CONTEXTS = { none: "alone", neutral: "after a neutral text" };
 
 const $ = (id) => document.getElementById(id);
 let facts = null; // what the server said of itself last
@@ -97,7 +97,7 @@ function describe() {
   const around = neighbours ? `, each with the ${neighbours} before and after it` : "";
   const nearest = k === 1 ? "the part of your documents that fits a question best" : `the ${k} parts of your documents that fit a question best`;
   $("about").textContent = `${model} answers from ${nearest}${around}.`;
-  $("about").title = `${count(k, "chunk")} retrieved per question, each stored alone${context === "similar" ? " and after similar chunks" : ""}; rule ${rule} chooses what is recomputed`;
+  $("about").title = `${count(k, "chunk")} retrieved per question, each stored alone${context === "neutral" ? " and after a neutral text" : ""}; rule ${rule} chooses what is recomputed`;
   $("demo-note").hidden = !facts.is_demo;
   const list = $("documents");
   list.hidden = !num_documents;

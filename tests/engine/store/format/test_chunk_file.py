@@ -7,13 +7,11 @@ import hashlib
 import json
 import os
 import resource
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
-from forgery import edited
 from safetensors.torch import save
 from tier_support import as_bytes, assert_same, make_kv, make_random_kv, note_reads, run_threads
 
@@ -28,14 +26,13 @@ from ragblend.engine.store.format.chunk_file import (
     header_nbytes,
     write_chunk,
 )
-from ragblend.engine.store.format.keys import chunk_key, key_from_header
+from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.kv import DTYPES, KVHeader, LayerKV, MemoryKV, convert_kv_dtype
 from ragblend.engine.store.format.quantize import CODE_DTYPES
 from ragblend.errors import DamagedEntryError
 
 GOLDEN_SHA256 = {
     "plain": "426ada46f056ce82c6886ed4ea4ff4d5bddb1a9deb19e72f640f09b311a863e2",
-    "similar": "dd33a9bc1b39c28fbdd2bd654eea123ae1525292f8bec8cbc4535917734165c3",
     "int8": "54eb1df2d70474782f64eda484ad81b9b2df31e53c7986a1ba8d42326a59253c",
     "fp8": "600b06be52105878dda5894d084c0ec95b472820a56e89f2b2852c6c04cead5b",
 }
@@ -84,10 +81,8 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("kind", GOLDEN_SHA256)
 def test_the_format_of_each_version_is_stable(path, kind):
-    """Version 1, version 2 of each kind of code, and version 1 of a chunk behind similar ones."""
+    """Version 1, and version 2 of each kind of code."""
     kv = golden_quantized_kv(kind) if kind in CODE_DTYPES else golden_kv()
-    if kind == "similar":
-        kv = MemoryKV(replace(kv.header, prefix_ids=(1, 2, 5, 6, 7), context=(2, 1)), kv.layers)
     assert hashlib.sha256(write(path, kv).read_bytes()).hexdigest() == GOLDEN_SHA256[kind]
     assert encode_chunk(kv) == path.read_bytes()  # the value of a remote tier
 
@@ -161,43 +156,6 @@ def test_reading_and_writing_work_under_inference_mode(path):
         found = read(write(path, kv), kv)
         assert_same(found, kv)
         assert not found.layer(0).keys.is_inference()
-
-
-def similar_kv() -> MemoryKV:
-    """Behind the prefix (1, 2) and two chunks, of two ids and of one."""
-    whole = make_random_kv()
-    ids = whole.header.token_ids
-    header = replace(
-        whole.header, key=chunk_key("model", (1, 2), ids, whole.header.namespace, "similar"),
-        prefix_ids=(1, 2, 7, 8, 9), context=(2, 1),
-    )  # fmt: skip
-    return MemoryKV(header, whole.layers)
-
-
-def test_a_similar_version_has_its_context_in_its_header_and_not_in_its_key(path):
-    kv = similar_kv()
-    assert_same(read(write(path, kv), kv), kv)
-    behind_others = replace(kv.header, prefix_ids=(1, 2, 5, 5), context=(2,))
-    assert (
-        key_from_header(kv.header)
-        == key_from_header(behind_others)
-        == kv.header.key
-        != key_from_header(replace(kv.header, context=()))
-    )
-
-
-@pytest.mark.parametrize(
-    "context",
-    [[], [2], [3, 1], [2, 1, 1], [5, 1], [3, 0], [4, -1], [True, 2], [2.0, 1], ["2", 1], [[2], 1], "21", 3, None],
-)
-def test_context_lengths_that_do_not_make_the_key_are_refused(path, context):
-
-    kv = similar_kv()
-    path.write_bytes(edited(encode_chunk(kv), context=context))
-    with pytest.raises(UnreadableEntryError):
-        read(path, kv)
-    with pytest.raises(UnreadableEntryError):
-        decode_chunk(path.read_bytes(), kv.header.key)
 
 
 # --- layer by layer ---
