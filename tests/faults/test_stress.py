@@ -152,7 +152,7 @@ def faults(
 
     def suspend(send: Callable[[signal.Signals], None]) -> None:
         send(signal.SIGSTOP)
-        time.sleep(rng.choice([rng.uniform(0.1, 2), 1.5 * stress_server.LEASE_S]))
+        time.sleep(1.5 * stress_server.LEASE_S if rng.random() < 0.2 else rng.uniform(0.1, 1.5))
         send(signal.SIGCONT)
 
     def restart_postgres() -> None:
@@ -175,7 +175,7 @@ def faults(
     }
 
     def run() -> None:
-        while not stopping.wait(rng.uniform(0.5, 2.5)):
+        while not stopping.wait(rng.uniform(0.1, 1.5)):
             kind = rng.choice(sorted(kinds))
             kinds[kind]()
             counts[kind] = counts.get(kind, 0) + 1
