@@ -109,7 +109,7 @@ def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> l
         hf_config=config,
         dtype=choose_dtype(options.dtype, config, find_device("auto")),
         max_model_len=int(text.max_position_embeddings),
-        is_multimodal_model=text is not config,
+        hf_text_config=text,
         use_mla=getattr(text, "kv_lora_rank", None) is not None,
         is_hybrid=False,
     )

@@ -93,10 +93,10 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     """Return all reasons why this vLLM configuration cannot be blended; empty if it can."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = _unsupported_model_reasons(model)
-    has_window, sees_all = _layers_seen(model.hf_config)
+    has_window, sees_all = _layers_seen(model.hf_text_config)
     if has_window and not sees_all:
         reasons.append(
-            f"its layers attend to {model.hf_config.sliding_window} tokens only (sliding window), and vLLM frees older "
+            f"its layers attend to {model.hf_text_config.sliding_window} tokens only (sliding window), and vLLM frees older "
             "blocks; start vLLM with --disable-sliding-window, which limits prompts to that length"
         )
     elif has_window and (0, 0) < vllm_version() < _GLOBAL_LAYERS_FROM:
@@ -120,8 +120,6 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
         reasons.append(
             f"the KV cache is {cache_dtype} and the model {_name(model.dtype)}, but stored KV has the model's dtype"
         )
-    if getattr(vllm_config, "lora_config", None) is not None:
-        reasons.append("LoRA is enabled, but stored KV belongs to the base model's weights")
     drafts = getattr(vllm_config, "speculative_config", None)
     if drafts is not None and drafts.method not in KV_FREE_DRAFT_METHODS:
         reasons.append(
@@ -132,10 +130,8 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
 
 
 def _unsupported_model_reasons(model: Any) -> list[str]:
-    config = model.hf_config
+    config = model.hf_text_config  # of a multimodal model, its decoder's
     reasons = []
-    if getattr(model, "is_multimodal_model", False):
-        reasons.append("it is multimodal, but image tokens have no ids from which keys could be computed")
     if getattr(model, "use_mla", False):
         reasons.append(
             "its attention is MLA, whose layers store one latent per token for all heads; the connector does not "
@@ -156,8 +152,6 @@ def _unsupported_model_reasons(model: Any) -> list[str]:
                 reasons.append(f"its RoPE changes beyond {original} tokens; start vLLM with --max-model-len {original}")
         elif problem := rope_type_problem(kind):
             reasons.append(f"its RoPE type {kind!r} {problem}")
-        if rope.get("mrope_section"):
-            reasons.append("its RoPE has several position axes (M-RoPE)")
     return reasons
 
 

@@ -33,6 +33,7 @@ from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.format.kv import ChunkKV, HeadSlice, LayerKV, concatenate_rows
 from ragblend.engine.vllm.support import kernel_blocks_per_block, reject_kv_groups
+from ragblend.engine.vllm.worker_side.adapters import without_adapters
 from ragblend.engine.vllm.worker_side.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.engine.vllm.worker_side.decoder import StopLayerError, find_decoder, stop_layer
 
@@ -71,6 +72,7 @@ class VllmLayers:
         reject_kv_groups(kv_cache_config)
         self._vllm_config = vllm_config
         self._decoder = find_decoder(model)
+        self._adapters = getattr(model, "lora_manager", None)
         self._attention = self._decoder.attention
         self._names = [attention.layer_name for attention in self._attention]
         self._attention_params = [_attention_params(attention) for attention in self._attention]
@@ -122,7 +124,8 @@ class VllmLayers:
 
         Between layers the states may be [R, 2, hidden size]: the second part is the residual, which embeddings lack.
         """
-        return self._decoder.embed(token_ids)
+        parts = [self._decoder.embed(part) for part in torch.split(token_ids, self.max_rows)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. The layer's attention does not run."""
@@ -341,6 +344,10 @@ class VllmLayers:
         torch.distributed.all_reduce(counts, group=get_tp_group().cpu_group)
         numbers: list[int] = counts.tolist()
         return numbers
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Return a context in which the layers run with the base model's weights, if vLLM serves LoRA adapters."""
+        return without_adapters(self._adapters, self.max_rows)
 
     # -- helpers
 
