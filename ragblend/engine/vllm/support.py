@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ragblend.engine.fusion.attention import rope_type_problem
 from ragblend.engine.store.format.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.checkpoints import find_model
@@ -34,6 +36,7 @@ TESTED_ARCHITECTURES = (
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
     "GlmForCausalLM",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
@@ -53,11 +56,15 @@ TESTED_ARCHITECTURES = (
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3VLForConditionalGeneration",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
 )
 """Architectures that tests/inside_vllm runs, most of them beside an independent CacheBlend over the transformers
 counterpart. Others are served, too, if they pass the exactness check at start."""
+
+FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""vLLM's `--kv-cache-dtype` of eight bits with one scale per layer or head, and the dtypes of their elements."""
 
 KV_FREE_DRAFT_METHODS = ("ngram",)
 """Methods of speculative decoding that compute drafts from token ids only, so that drafts need no KV."""
@@ -96,8 +103,8 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     has_window, sees_all = _layers_seen(model.hf_text_config)
     if has_window and not sees_all:
         reasons.append(
-            f"its layers attend to {model.hf_text_config.sliding_window} tokens only (sliding window), and vLLM frees older "
-            "blocks; start vLLM with --disable-sliding-window, which limits prompts to that length"
+            f"its layers attend to {model.hf_text_config.sliding_window} tokens only (sliding window), and vLLM frees "
+            "older blocks; start vLLM with --disable-sliding-window, which limits prompts to that length"
         )
     elif has_window and (0, 0) < vllm_version() < _GLOBAL_LAYERS_FROM:
         reasons.append(
@@ -116,9 +123,10 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
             "engines, which do not run them for a blend; start as many servers and a router (docs/deploy.md)"
         )
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    if cache_dtype not in ("auto", "bfloat16", "float16", "float32") or cache_dtype not in ("auto", _name(model.dtype)):
+    if cache_dtype not in ("auto", _name(model.dtype), *FP8_CACHES):
         reasons.append(
-            f"the KV cache is {cache_dtype} and the model {_name(model.dtype)}, but stored KV has the model's dtype"
+            f"the KV cache is {cache_dtype} and the model {_name(model.dtype)}, but stored KV is placed in the model's "
+            f"dtype or in {', '.join(FP8_CACHES)}; choose one by --kv-cache-dtype"
         )
     drafts = getattr(vllm_config, "speculative_config", None)
     if drafts is not None and drafts.method not in KV_FREE_DRAFT_METHODS:

@@ -32,7 +32,14 @@ def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None
     )
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            **{"hf_config": hf_config, "hf_text_config": hf_config, "dtype": torch.bfloat16, "model": "m", "max_model_len": 4096, **(model or {})}
+            **{
+                "hf_config": hf_config,
+                "hf_text_config": hf_config,
+                "dtype": torch.bfloat16,
+                "model": "m",
+                "max_model_len": 4096,
+                **(model or {}),
+            }
         ),
         parallel_config=SimpleNamespace(**{"pipeline_parallel_size": 1, **rest.pop("parallel", {})}),
         cache_config=SimpleNamespace(cache_dtype=rest.pop("cache_dtype", "auto")),
@@ -61,6 +68,8 @@ def test_what_is_supported_is_not_refused():
     # The check at start decides about architectures, with the model itself.
     assert unsupported_reasons(config({"architectures": ["SomeNewForCausalLM"]})) == []
     assert unsupported_reasons(config(speculative_config=SimpleNamespace(method="ngram"))) == []
+    for cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        assert unsupported_reasons(config(cache_dtype=cache_dtype)) == []
     # Adapters and images concern requests, which are left to vLLM.
     assert unsupported_reasons(config(lora_config=object())) == []
     assert unsupported_reasons(config(model={"is_multimodal_model": True})) == []
@@ -95,7 +104,8 @@ def test_what_is_supported_is_not_refused():
             config(model={"is_moe": True}, parallel={"data_parallel_size": 2}),
             "data_parallel_size is 2 and it has experts",
         ),
-        (config(cache_dtype="fp8"), "fp8"),
+        (config(cache_dtype="int8_per_token_head"), "int8_per_token_head.*fp8_e5m2.*--kv-cache-dtype"),
+        (config(cache_dtype="float16"), "the KV cache is float16 and the model bfloat16"),
         (config(speculative_config=SimpleNamespace(method="eagle3")), "speculative decoding is on by eagle3"),
     ],
 )
