@@ -6,6 +6,7 @@ Reads vLLM's configuration objects by their attributes. Errors contain the reaso
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,8 @@ from ragblend.engine.transformers.positions import WINDOWED, rope_parameters
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions
+
+log = logging.getLogger(__name__)
 
 OLDEST, BEFORE = (0, 28), (0, 34)
 """Supported vLLM releases, from OLDEST up to but not including BEFORE. `make test-vllm` and
@@ -66,7 +69,7 @@ counterpart. Others are served, too, if they pass the exactness check at start."
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """vLLM's `--kv-cache-dtype` of eight bits with one scale per layer or head, and the dtypes of their elements."""
 
-KV_FREE_DRAFT_METHODS = ("ngram",)
+KV_FREE_DRAFT_METHODS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that compute drafts from token ids only, so that drafts need no KV."""
 
 FIX_HINT = "Serve it without the ragblend connector, or with backend='transformers'"
@@ -86,9 +89,28 @@ def vllm_version() -> tuple[int, int]:
 
 
 def require_supported_version(found: tuple[int, int] | None = None) -> None:
-    """Raise RagblendError unless the installed vLLM is in the supported range."""
+    """Raise RagblendError unless the installed vLLM is in the supported range, or newer and equal in what is used.
+
+    A newer release that declares otherwise what ragblend uses of it is rejected with the names. Without a difference a
+    warning is logged, and the exactness check at start decides.
+    """
     found = vllm_version() if found is None else found
-    if not OLDEST <= found < BEFORE:
+    if found >= BEFORE:
+        from ragblend.engine.vllm.releases.contract import find_differences
+
+        tested, differences = f"{BEFORE[0]}.{BEFORE[1]}", find_differences()
+        if differences:
+            raise RagblendError(
+                f"vLLM is {found[0]}.{found[1]}, newer than the tested releases, and {len(differences)} names that "
+                f"ragblend uses are gone or changed: {', '.join(differences)}. Use vLLM before {tested}: pip "
+                f"install 'vllm<{tested}', or a newer ragblend"
+            )
+        log.warning(
+            "vLLM is %d.%d, and ragblend was tested with releases before %s; all names that it uses are unchanged",
+            *found,
+            tested,
+        )
+    elif found < OLDEST:
         name = "not installed" if found == (0, 0) else f"{found[0]}.{found[1]}"
         raise RagblendError(
             f"vLLM is {name}; {OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]} is needed: "
@@ -128,13 +150,18 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
             f"the KV cache is {cache_dtype} and the model {_name(model.dtype)}, but stored KV is placed in the model's "
             f"dtype or in {', '.join(FP8_CACHES)}; choose one by --kv-cache-dtype"
         )
-    drafts = getattr(vllm_config, "speculative_config", None)
-    if drafts is not None and drafts.method not in KV_FREE_DRAFT_METHODS:
-        reasons.append(
-            f"speculative decoding is on by {drafts.method}: its draft model's KV would be missing for blended tokens; "
-            f"drafts from the text itself need none: method {' or '.join(KV_FREE_DRAFT_METHODS)}"
-        )
     return reasons
+
+
+def draft_note(vllm_config: Any) -> str:
+    """Return a note on drafts by a model, whose KV is missing for blended tokens; "" without such drafts."""
+    drafts = getattr(vllm_config, "speculative_config", None)
+    if drafts is None or drafts.method in KV_FREE_DRAFT_METHODS:
+        return ""
+    return (
+        f"drafts by {drafts.method} lack the KV of blended tokens: answers are the served model's, but fewer drafts "
+        f"are accepted; drafts from the text need no KV: method {' or '.join(KV_FREE_DRAFT_METHODS)}"
+    )
 
 
 def _unsupported_model_reasons(model: Any) -> list[str]:

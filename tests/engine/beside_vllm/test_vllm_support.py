@@ -12,6 +12,7 @@ import torch
 from ragblend.engine.vllm.launch import CONNECTOR, find_checkpoint, unsupported_model_reasons, untested_model_note
 from ragblend.engine.vllm.plugin import reserve_blend_memory
 from ragblend.engine.vllm.support import (
+    draft_note,
     kernel_blocks_per_block,
     model_fingerprint,
     reject_kv_groups,
@@ -54,7 +55,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("found", [(0, 0), (0, 27), (0, 34), (1, 0)])
+@pytest.mark.parametrize("found", [(0, 0), (0, 27)])
 def test_other_versions_are_refused_with_the_range(found):
     for supported in ((0, 28), (0, 30), (0, 33)):
         require_supported_version(supported)
@@ -67,7 +68,10 @@ def test_what_is_supported_is_not_refused():
     assert unsupported_reasons(config(cache_dtype="bfloat16")) == []
     # The check at start decides about architectures, with the model itself.
     assert unsupported_reasons(config({"architectures": ["SomeNewForCausalLM"]})) == []
-    assert unsupported_reasons(config(speculative_config=SimpleNamespace(method="ngram"))) == []
+    for method, loses in (("ngram", False), ("suffix", False), ("eagle3", True), ("mtp", True), ("draft_model", True)):
+        drafting = config(speculative_config=SimpleNamespace(method=method))
+        assert unsupported_reasons(drafting) == []
+        assert (f"drafts by {method} lack the KV" in draft_note(drafting)) == loses
     for cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         assert unsupported_reasons(config(cache_dtype=cache_dtype)) == []
     # Adapters and images concern requests, which are left to vLLM.
@@ -106,7 +110,6 @@ def test_what_is_supported_is_not_refused():
         ),
         (config(cache_dtype="int8_per_token_head"), "int8_per_token_head.*fp8_e5m2.*--kv-cache-dtype"),
         (config(cache_dtype="float16"), "the KV cache is float16 and the model bfloat16"),
-        (config(speculative_config=SimpleNamespace(method="eagle3")), "speculative decoding is on by eagle3"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(refused, reason):
