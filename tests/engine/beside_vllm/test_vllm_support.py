@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend.engine.vllm.launch import CONNECTOR, find_checkpoint, unsupported_model_reasons, untested_model_note
+from ragblend.engine.vllm.launch import CONNECTOR, find_checkpoint, forecast_serving
 from ragblend.engine.vllm.plugin import reserve_blend_memory
 from ragblend.engine.vllm.support import (
     draft_note,
@@ -204,8 +204,8 @@ def test_two_revisions_of_a_model_share_no_kv(hub):
     for revision, fingerprint in ((None, of_main), ("main", of_main), ("v2", of_v2)):
         options = ModelOptions(dtype="float32", revision=revision)
         assert find_checkpoint(REPO, options).fingerprint == fingerprint
-        assert unsupported_model_reasons(REPO, options) == []
-        assert ("SomeNewForCausalLM, which was not tested" in untested_model_note(REPO, options)) == (revision == "v2")
+        forecast = forecast_serving(REPO, options=options)
+        assert (forecast.reasons, forecast.is_tested) == ((), revision != "v2")
     # vLLM ignores the revision of a directory.
     assert model_fingerprint(served(str(hub / ("1" * 40)), revision="v2")) == of_v2
     # A config from elsewhere may compute other KV with the same weights.
