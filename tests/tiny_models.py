@@ -37,6 +37,7 @@ from transformers.models.phi3 import Phi3ForCausalLM
 from transformers.models.qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3ForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
+from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.siglip import SiglipVisionConfig
 from transformers.models.smollm3 import SmolLM3ForCausalLM
 
@@ -249,10 +250,10 @@ def stock_models(**sizes: Any) -> Callable[[str], Any]:
     return build
 
 
-def make_multimodal_gemma3() -> Any:
+def make_multimodal_gemma3(**sizes: Any) -> Any:
     """Return the model of the family "gemma3" in the multimodal class, with a vision tower of one layer."""
     model_class, changes = FAMILIES["gemma3"]
-    text = make_model(model_class, **changes)
+    text = make_model(model_class, **{**sizes, **changes})
     eye = SiglipVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
@@ -273,6 +274,23 @@ def make_multimodal_gemma4() -> Any:
     )  # fmt: skip
     config = Gemma4Config(text_config=text.config, vision_config=eye, tie_word_embeddings=False)
     return _with_text_of(text, Gemma4ForConditionalGeneration(config))
+
+
+def make_multimodal_qwen3(**sizes: Any) -> Any:
+    """Return the model of the family "qwen3" in the class Qwen3-VL, with a vision tower of two layers."""
+    text = make_model(FAMILIES["qwen3"][0], **sizes)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    eye = {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 8,
+        "out_hidden_size": text.config.hidden_size, "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    described = {**text.config.to_dict(), "model_type": "qwen3_vl_text", "rope_parameters": rope}
+    start, end, image, video = range(6, 10)
+    config = Qwen3VLConfig(
+        text_config=described, vision_config=eye, image_token_id=image, video_token_id=video,
+        vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=False,
+    )  # fmt: skip
+    return _with_text_of(text, Qwen3VLForConditionalGeneration(config))
 
 
 def _with_text_of(text: Any, model: Any) -> Any:

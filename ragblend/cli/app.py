@@ -52,13 +52,16 @@ app = typer.Typer(
 
 
 @with_settings("model backend store remote")
-def doctor(settings: Settings, json_: JsonOption = False) -> None:
-    """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Prints how to fix what is missing."""
+def doctor(settings: Settings, given: typer.Context, json_: JsonOption = False) -> None:
+    """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Prints how to fix what is missing.
+
+    Flags not listed here are vLLM's, such as --enable-lora: would vLLM blend the model with them?
+    """
     from ragblend.operations.doctor import run_diagnostics
 
     checks = [
         check._replace(finding=arguments_to_flags(check.finding), fix=arguments_to_flags(check.fix))
-        for check in run_diagnostics(settings)
+        for check in run_diagnostics(settings, given.args)
     ]
     marks = ["ok " if check.ok else "-  " if check.optional else "NO " for check in checks]
     lines = [f"{mark} {check.name}: {check.finding}" for mark, check in zip(marks, checks, strict=True)]
@@ -136,7 +139,6 @@ def demo(
 for _command in (
     demo,
     ui,
-    doctor,
     ingest,
     precompute,
     documents,
@@ -147,7 +149,8 @@ for _command in (
     explain,
 ):  # in the order of GROUPS
     app.command()(_command)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+for _command in (doctor, serve):  # further flags are vLLM's
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_command)
 for _command in (stats, verify, gc, pin, unpin, push, init_key, sign, calibrate, profile, plan, analyze):
     app.command()(_command)
 app.add_typer(bench_app, name="bench", epilog=examples_epilog("bench"))

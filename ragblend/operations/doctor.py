@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,11 @@ class DiagnosticResult(NamedTuple):
     optional: bool = False
 
 
-def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
-    """Run all checks and return their results. The result of a failed check has a `fix` if one is known."""
+def run_diagnostics(settings: Settings, flags: Sequence[str] = ()) -> list[DiagnosticResult]:
+    """Run all checks and return their results. The result of a failed check has a `fix` if one is known.
+
+    `flags`: vLLM's own, such as --enable-lora. With them, a model that vLLM would not blend makes `doctor` fail.
+    """
     ingest = f"ragblend ingest DOCS --store {settings.store}"
     no_model = DiagnosticResult(
         "model",
@@ -67,7 +70,7 @@ def run_diagnostics(settings: Settings) -> list[DiagnosticResult]:
             _check(package, partial(_find_package, package), f"pip install 'ragblend[{extra}]'", optional=True)
             for extra, package in _EXTRAS.items()
         ),
-        *run_vllm_diagnostics(settings),
+        *run_vllm_diagnostics(settings, flags),
     ]
 
 
@@ -98,11 +101,11 @@ def _check(
         return DiagnosticResult(name, False, str(error), fix, optional)
 
 
-def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
+def run_vllm_diagnostics(settings: Settings, flags: Sequence[str] = ()) -> list[DiagnosticResult]:
     """Check vLLM's version, plugin, model and store. If the backend in `settings` is a server, check only the server.
 
-    Without a supported version of vLLM, the rest is not checked. The checks are optional if the backend is neither vLLM
-    nor a server.
+    Without a supported version of vLLM, only the model is checked, by its config. The checks are optional if the
+    backend is neither vLLM nor a server. `flags`: see `run_diagnostics`.
     """
     if settings.is_served:
         fix = "run ragblend serve MODEL --store DIR on the machine of this address"
@@ -112,16 +115,12 @@ def run_vllm_diagnostics(settings: Settings) -> list[DiagnosticResult]:
     optional = settings.backend != "vllm"
     checks = [_check_vllm(optional)]
     if checks[0].ok:
-        checks += [
-            _check_plugin(optional),
-            _check_architecture(settings, optional),
-            _check_writable(settings, optional),
-        ]
-    return checks
+        checks += [_check_plugin(optional), _check_writable(settings, optional)]
+    return [*checks, _check_architecture(settings, flags, optional and not flags)]
 
 
 def _check_vllm(optional: bool) -> DiagnosticResult:
-    from ragblend.engine.vllm.support import BEFORE, OLDEST, vllm_version
+    from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, vllm_version
 
     found = vllm_version()
     wanted = f"{OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]}"
@@ -129,7 +128,11 @@ def _check_vllm(optional: bool) -> DiagnosticResult:
     if found == (0, 0):
         return DiagnosticResult("vllm", False, f"not installed; needed for serving only ({wanted})", fix, optional)
     shown = f"{found[0]}.{found[1]}"
-    return DiagnosticResult("vllm", OLDEST <= found < BEFORE, f"{shown}; supported: {wanted}", fix, optional)
+    try:
+        require_supported_version(found)
+    except RagblendError as error:
+        return DiagnosticResult("vllm", False, str(error), fix, optional)
+    return DiagnosticResult("vllm", True, f"{shown}; tested: {wanted}", fix, optional)
 
 
 def _check_plugin(optional: bool) -> DiagnosticResult:
@@ -139,21 +142,17 @@ def _check_plugin(optional: bool) -> DiagnosticResult:
     return DiagnosticResult("vllm plugin", not problem, problem or "installed; vLLM will load it", fix, optional)
 
 
-def _check_architecture(settings: Settings, optional: bool) -> DiagnosticResult:
-    from ragblend.engine.vllm.launch import unsupported_model_reasons, untested_model_note
+def _check_architecture(settings: Settings, flags: Sequence[str], optional: bool) -> DiagnosticResult:
+    from ragblend.engine.vllm.launch import forecast_serving
 
     name, fix = "vllm model", "use backend 'transformers', or serve it without the connector (vLLM as it is)"
     if settings.model is None:
         return DiagnosticResult(name, False, "no model is named", "choose one: --model", optional=True)
     try:
-        reasons = unsupported_model_reasons(settings.model, settings.model_options)
-        note = untested_model_note(settings.model, settings.model_options)
+        forecast = forecast_serving(settings.model, flags, settings.model_options)
     except (RagblendError, OSError, ValueError) as error:
         return DiagnosticResult(name, False, str(error), "choose another --model, or --model demo", optional)
-    served = (
-        f"{settings.model} {note}; the exactness check at start decides" if note else f"{settings.model} can be blended"
-    )
-    return DiagnosticResult(name, not reasons, "; ".join(reasons) or served, fix, optional)
+    return DiagnosticResult(name, not forecast.reasons, f"{settings.model}: {forecast}", fix, optional)
 
 
 def _check_writable(settings: Settings, optional: bool) -> DiagnosticResult:
@@ -218,7 +217,7 @@ def _find_model(settings: Settings) -> str:
     from ragblend.engine.transformers.model import summarize_fusable_model
 
     assert settings.model is not None
-    path = find_model(settings.model)
+    path = find_model(settings.model, weights=False, options=settings.model_options)
     return f"{settings.model}: {summarize_fusable_model(path, settings.trust_remote_code)}"
 
 

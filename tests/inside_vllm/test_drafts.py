@@ -1,4 +1,4 @@
-"""Speculative decoding with drafts from the text: answers over blended KV are those without it, in fewer steps."""
+"""Speculative decoding: answers over blended KV are those without drafts; drafts by a model are accepted less often."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from harness import PREFIX, SIZES, ask, engine, ingest, random_ids, report, tokens
+from safetensors.torch import save_file
+from tiny_models import FAMILIES, make_model
+
+CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
+WAYS: list[dict[str, Any]] = [
+    {"mode": "full"},
+    {"mode": "reuse"},
+    {"mode": "blend", "rule": "ask", "ratio": 0.3},
+    {"mode": "blend", "rule": "cacheblend", "ratio": 1.0},
+]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
@@ -31,3 +44,61 @@ def test_answers_are_those_without_drafts_in_fewer_steps(tmp_path):
     for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "refused_reason"):
         assert [each[name] for each in drafted["reports"]] == [each[name] for each in plain["reports"]], name
     assert [each["num_chunk_hits"] for each in plain["reports"]] == [0, 4, 4, 4, 4]
+
+
+def save_eagle(path: Path) -> None:
+    """Save a random EAGLE head for the tiny Llama: one layer over the target's states and embeddings."""
+    model, hidden = make_model(FAMILIES["llama"][0], **{**SIZES, "num_hidden_layers": 1}), SIZES["hidden_size"]
+    names = {name: name.removeprefix("model.") for name in model.state_dict()}
+    left_out = ("lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight")
+    weights = {names[name]: each for name, each in model.state_dict().items() if names[name] not in left_out}
+    weights["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(0)) * 0.1
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = {**model.config.to_diff_dict(), "architectures": ["EagleLlamaForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def answered(model: Path, store: Path, drafts: dict[str, Any]) -> tuple[list[Any], list[int]]:
+    """Answers in each of WAYS, and the engine's steps that each took."""
+    options = {"speculative_config": drafts} if drafts else {}
+    with engine(model, store, **options) as llm:
+        for chunk in CHUNKS:
+            assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
+        core, counts = llm.llm_engine.engine_core, list[int]()
+        step = core.get_output
+
+        def counting() -> Any:
+            counts[-1] += 1
+            return step()
+
+        core.get_output = counting
+        found = []
+        for way in WAYS:
+            counts.append(0)
+            ids = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
+            found.append(ask(llm, ids, way, max_tokens=32, logprobs=None))
+    return found, counts
+
+
+@pytest.fixture(scope="module")
+def undrafted(checkpoint, tmp_path_factory):
+    return answered(checkpoint("llama"), tmp_path_factory.mktemp("kv"), {})
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_drafts_by_a_model_change_no_answer_but_lose_acceptance(method, undrafted, checkpoint, tmp_path):
+    draft = checkpoint("llama")  # its drafts are all accepted, if it has the KV of all tokens
+    if method == "eagle":
+        draft = tmp_path / "eagle"
+        draft.mkdir()
+        save_eagle(draft)
+    drafts = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+    answers, steps = answered(checkpoint("llama"), tmp_path / "kv", drafts)
+    expected, plain_steps = undrafted
+    assert [tokens(each) for each in answers] == [tokens(each) for each in expected]
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "refused_reason"):
+        assert [report(each)[name] for each in answers] == [report(each)[name] for each in expected], name
+    if method == "draft_model":
+        full, *blended = steps
+        assert full < plain_steps[0] / 2
+        assert min(blended) > full, "the draft model has not seen the blended tokens"

@@ -33,6 +33,7 @@ from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
 from ragblend.engine.vllm.scheduler_side.loading import MemoryTierDelta, MemoryTierTracker
 from ragblend.engine.vllm.scheduler_side.scheduler import WEIGHTS_UPDATED, BlendScheduler
 from ragblend.engine.vllm.support import (
+    draft_note,
     model_fingerprint,
     model_kv_spec,
     reject_unsupported_config,
@@ -113,6 +114,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._reports: dict[str, BlendReport] = {}
         self._recent_reports: OrderedDict[str, BlendReport] = OrderedDict()
         if role.name == "SCHEDULER":
+            if note := draft_note(vllm_config):
+                log.warning("%s", note)
             self.scheduler = BlendScheduler(vllm_config, self.config)
             self._metric_sources = [self.scheduler.metrics, self.scheduler.tier_metrics]
             self._closeables = [self.scheduler]

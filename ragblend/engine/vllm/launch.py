@@ -20,7 +20,15 @@ from ragblend.engine.store.format.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.model import choose_dtype, find_device, load_tokenizer, model_name
-from ragblend.engine.vllm.support import require_supported_version, unsupported_reasons, untested_architecture_note
+from ragblend.engine.transformers.positions import rope_parameters
+from ragblend.engine.vllm.support import (
+    FAILING_ARCHITECTURES,
+    FP8_CACHES,
+    draft_note,
+    require_supported_version,
+    unsupported_reasons,
+    untested_architecture_note,
+)
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
@@ -41,6 +49,13 @@ SHUTDOWN_TIMEOUT_S = 30
 """Longest time after SIGTERM for open answers of `ragblend serve`, unless `--shutdown-timeout` sets another one."""
 
 _MIB = 1 << 20
+_RECURRENT_FIELDS = ("mamba_", "ssm_", "conv_L_cache", "time_step_", "lru_width")  # of configs with recurrent layers
+_PARALLEL_SIZES = {  # vLLM's names, and the short forms of their flags
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+    "decode_context_parallel_size": "-dcp",
+    "prefill_context_parallel_size": "-pcp",
+}
 _CONTEXTS_ON_CPU = 4  # prompts of the longest length that fit into vLLM's paged KV on a CPU by default
 _MEMORY_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override")
 _COMPILATION_FLAG = re.compile(r"--(no-)?enforce-eager$|(--compilation-config|-cc)(\.|$)|--optimization-level$|-O")
@@ -98,28 +113,92 @@ def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
     )
 
 
-def unsupported_model_reasons(model: str, options: ModelOptions = AS_IT_IS) -> list[str]:
-    """Return the reasons why vLLM's default configuration of `model` cannot be blended; empty if it can.
+class ServingForecast(NamedTuple):
+    """Whether vLLM would blend a model with given flags: `reasons` why not, else how (`notes`)."""
 
-    Needs no vLLM. Raises UnsupportedModelError for a GGUF file or an adapter.
+    architecture: str
+    is_tested: bool  # else the exactness check at start decides
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.reasons:
+            return f"{self.architecture} would be rejected: {'; '.join(self.reasons)}"
+        how = "tested exact" if self.is_tested else "not tested in vLLM, the exactness check at start decides"
+        return "; ".join([f"{self.architecture} would be served: {how}", *self.notes])
+
+
+def forecast_serving(model: str, flags: Sequence[str] = (), options: ModelOptions = AS_IT_IS) -> ServingForecast:
+    """Return whether vLLM would blend `model` with its own `flags`, from the model's config alone.
+
+    `model`: a Hugging Face id, a directory, or the path of a config.json. Weights are not downloaded, and vLLM need not
+    be installed. Raises UsageError for a flag's invalid value, UnsupportedModelError for a GGUF file or an adapter.
     """
+    if Path(model).name == "config.json":
+        model = str(Path(model).parent)
     _, config = _load_config(model, options, weights=False)
-    text = config.get_text_config()
+    text, named = config.get_text_config(), {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    if "--disable-sliding-window" in named:
+        text.sliding_window = None
+    drafts = _json_flag(flags, "--speculative-config")
+    method = str(drafts.get("method") or "draft_model") if drafts else ""
     described = SimpleNamespace(
         hf_config=config,
+        hf_text_config=text,
         dtype=choose_dtype(options.dtype, config, find_device("auto")),
-        max_model_len=int(text.max_position_embeddings),
-        is_multimodal_model=text is not config,
+        max_model_len=_int_flag(flags, "--max-model-len", int(getattr(text, "max_position_embeddings", 0))),
         use_mla=getattr(text, "kv_lora_rank", None) is not None,
-        is_hybrid=False,
+        is_hybrid=any(name.startswith(_RECURRENT_FIELDS) for name in text.to_dict()),
+        is_moe=any("experts" in name and value for name, value in text.to_dict().items()),
     )
-    parallel, cache = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(cache_dtype="auto")
-    return unsupported_reasons(SimpleNamespace(model_config=described, parallel_config=parallel, cache_config=cache))
+    vllm_config = SimpleNamespace(
+        model_config=described,
+        parallel_config=SimpleNamespace(**{name: _parallel_size(flags, name) for name in _PARALLEL_SIZES}),
+        cache_config=SimpleNamespace(cache_dtype=split_flag(flags, "--kv-cache-dtype")[0] or "auto"),
+        speculative_config=SimpleNamespace(method=method) if method else None,
+    )
+    architecture = ", ".join(getattr(config, "architectures", None) or ["a model of unknown class"])
+    reasons = unsupported_reasons(vllm_config)
+    if not any(rope for rope in rope_parameters(text).values()):
+        reasons.append("its config has no RoPE, so stored keys cannot be moved")
+    if known := FAILING_ARCHITECTURES.get(architecture):
+        reasons.append(known)
+    notes = {
+        "requests with an adapter are left to vLLM": "--enable-lora" in named,
+        "requests with images or other media are left to vLLM": text is not config,
+        "stored KV is rounded to the cache's eight bits": vllm_config.cache_config.cache_dtype in FP8_CACHES,
+        draft_note(vllm_config): bool(draft_note(vllm_config)),
+    }
+    return ServingForecast(
+        architecture,
+        not untested_architecture_note(config),
+        tuple(reasons),
+        tuple(note for note, applies in notes.items() if applies),
+    )
 
 
-def untested_model_note(model: str, options: ModelOptions = AS_IT_IS) -> str:
-    """Return a note that vLLM was not tested with the architecture of `model`; "" if it was."""
-    return untested_architecture_note(_load_config(model, options, weights=False)[1])
+def _int_flag(flags: Sequence[str], name: str, default: int) -> int:
+    value = split_flag(flags, name)[0]
+    if value is None:
+        return default
+    if not value.isdecimal():
+        raise UsageError(f"{name} is {value!r}; give a number")
+    return int(value)
+
+
+def _parallel_size(flags: Sequence[str], name: str) -> int:
+    return _int_flag(flags, f"--{name.replace('_', '-')}", _int_flag(flags, _PARALLEL_SIZES[name], 1))
+
+
+def _json_flag(flags: Sequence[str], name: str) -> dict[str, Any]:
+    value = split_flag(flags, name)[0]
+    try:
+        found = json.loads(value or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f'{name} is {value!r}; give a JSON object, such as \'{{"method": "ngram"}}\'')
+    return found
 
 
 def _load_config(model: str, options: ModelOptions, weights: bool = True) -> tuple[Path, Any]:

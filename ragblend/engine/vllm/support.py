@@ -6,10 +6,13 @@ Reads vLLM's configuration objects by their attributes. Errors contain the reaso
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ragblend.engine.fusion.attention import rope_type_problem
 from ragblend.engine.store.format.kv import KVSpec, dtype_name
@@ -19,6 +22,8 @@ from ragblend.engine.transformers.positions import WINDOWED, rope_parameters
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.reading import read_file
 from ragblend.options import ModelOptions
+
+log = logging.getLogger(__name__)
 
 OLDEST, BEFORE = (0, 28), (0, 34)
 """Supported vLLM releases, from OLDEST up to but not including BEFORE. `make test-vllm` and
@@ -34,6 +39,7 @@ TESTED_ARCHITECTURES = (
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
     "GlmForCausalLM",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
@@ -53,13 +59,21 @@ TESTED_ARCHITECTURES = (
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3VLForConditionalGeneration",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
 )
 """Architectures that tests/inside_vllm runs, most of them beside an independent CacheBlend over the transformers
 counterpart. Others are served, too, if they pass the exactness check at start."""
 
-KV_FREE_DRAFT_METHODS = ("ngram",)
+_NORMED_AFTER_ROPE = "its keys are normed after RoPE, but the connector takes them before it; the check at start fails"
+FAILING_ARCHITECTURES = dict.fromkeys(("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"), _NORMED_AFTER_ROPE)
+"""Architectures that are known to fail the exactness check at start, with the reason."""
+
+FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""vLLM's `--kv-cache-dtype` of eight bits with one scale per layer or head, and the dtypes of their elements."""
+
+KV_FREE_DRAFT_METHODS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that compute drafts from token ids only, so that drafts need no KV."""
 
 FIX_HINT = "Serve it without the ragblend connector, or with backend='transformers'"
@@ -79,9 +93,28 @@ def vllm_version() -> tuple[int, int]:
 
 
 def require_supported_version(found: tuple[int, int] | None = None) -> None:
-    """Raise RagblendError unless the installed vLLM is in the supported range."""
+    """Raise RagblendError unless the installed vLLM is in the supported range, or newer and equal in what is used.
+
+    A newer release that declares otherwise what ragblend uses of it is rejected with the names. Without a difference a
+    warning is logged, and the exactness check at start decides.
+    """
     found = vllm_version() if found is None else found
-    if not OLDEST <= found < BEFORE:
+    if found >= BEFORE:
+        from ragblend.engine.vllm.releases.contract import find_differences
+
+        tested, differences = f"{BEFORE[0]}.{BEFORE[1]}", find_differences()
+        if differences:
+            raise RagblendError(
+                f"vLLM is {found[0]}.{found[1]}, newer than the tested releases, and {len(differences)} names that "
+                f"ragblend uses are gone or changed: {', '.join(differences)}. Use vLLM before {tested}: pip "
+                f"install 'vllm<{tested}', or a newer ragblend"
+            )
+        log.warning(
+            "vLLM is %d.%d, and ragblend was tested with releases before %s; all names that it uses are unchanged",
+            *found,
+            tested,
+        )
+    elif found < OLDEST:
         name = "not installed" if found == (0, 0) else f"{found[0]}.{found[1]}"
         raise RagblendError(
             f"vLLM is {name}; {OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]} is needed: "
@@ -93,11 +126,11 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
     """Return all reasons why this vLLM configuration cannot be blended; empty if it can."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = _unsupported_model_reasons(model)
-    has_window, sees_all = _layers_seen(model.hf_config)
+    has_window, sees_all = _layers_seen(model.hf_text_config)
     if has_window and not sees_all:
         reasons.append(
-            f"its layers attend to {model.hf_config.sliding_window} tokens only (sliding window), and vLLM frees older "
-            "blocks; start vLLM with --disable-sliding-window, which limits prompts to that length"
+            f"its layers attend to {model.hf_text_config.sliding_window} tokens only (sliding window), and vLLM frees "
+            "older blocks; start vLLM with --disable-sliding-window, which limits prompts to that length"
         )
     elif has_window and (0, 0) < vllm_version() < _GLOBAL_LAYERS_FROM:
         reasons.append(
@@ -116,26 +149,28 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
             "engines, which do not run them for a blend; start as many servers and a router (docs/deploy.md)"
         )
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    if cache_dtype not in ("auto", "bfloat16", "float16", "float32") or cache_dtype not in ("auto", _name(model.dtype)):
+    if cache_dtype not in ("auto", _name(model.dtype), *FP8_CACHES):
         reasons.append(
-            f"the KV cache is {cache_dtype} and the model {_name(model.dtype)}, but stored KV has the model's dtype"
-        )
-    if getattr(vllm_config, "lora_config", None) is not None:
-        reasons.append("LoRA is enabled, but stored KV belongs to the base model's weights")
-    drafts = getattr(vllm_config, "speculative_config", None)
-    if drafts is not None and drafts.method not in KV_FREE_DRAFT_METHODS:
-        reasons.append(
-            f"speculative decoding is on by {drafts.method}: its draft model's KV would be missing for blended tokens; "
-            f"drafts from the text itself need none: method {' or '.join(KV_FREE_DRAFT_METHODS)}"
+            f"the KV cache is {cache_dtype} and the model {_name(model.dtype)}, but stored KV is placed in the model's "
+            f"dtype or in {', '.join(FP8_CACHES)}; choose one by --kv-cache-dtype"
         )
     return reasons
 
 
+def draft_note(vllm_config: Any) -> str:
+    """Return a note on drafts by a model, whose KV is missing for blended tokens; "" without such drafts."""
+    drafts = getattr(vllm_config, "speculative_config", None)
+    if drafts is None or drafts.method in KV_FREE_DRAFT_METHODS:
+        return ""
+    return (
+        f"drafts by {drafts.method} lack the KV of blended tokens: answers are the served model's, but fewer drafts "
+        f"are accepted; drafts from the text need no KV: method {' or '.join(KV_FREE_DRAFT_METHODS)}"
+    )
+
+
 def _unsupported_model_reasons(model: Any) -> list[str]:
-    config = model.hf_config
+    config = model.hf_text_config  # of a multimodal model, its decoder's
     reasons = []
-    if getattr(model, "is_multimodal_model", False):
-        reasons.append("it is multimodal, but image tokens have no ids from which keys could be computed")
     if getattr(model, "use_mla", False):
         reasons.append(
             "its attention is MLA, whose layers store one latent per token for all heads; the connector does not "
@@ -156,8 +191,6 @@ def _unsupported_model_reasons(model: Any) -> list[str]:
                 reasons.append(f"its RoPE changes beyond {original} tokens; start vLLM with --max-model-len {original}")
         elif problem := rope_type_problem(kind):
             reasons.append(f"its RoPE type {kind!r} {problem}")
-        if rope.get("mrope_section"):
-            reasons.append("its RoPE has several position axes (M-RoPE)")
     return reasons
 
 

@@ -11,41 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import ragblend.engine.vllm
+from ragblend.engine.vllm.releases.contract import ATTRIBUTES, CONNECTOR_BASE, calls, connector_methods, imports
 
 NEWEST = "0.33.0"
-PACKAGE = Path(ragblend.engine.vllm.__file__).parent
-CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-
-ATTRIBUTES = {
-    ("vllm.v1.request", "Request"): (
-        "request_id", "prompt_token_ids", "prompt_embeds", "cache_salt", "block_hashes", "update_block_hashes",
-        "kv_transfer_params", "skip_reading_prefix_cache", "num_preemptions", "num_output_tokens", "arrival_time",
-        "mm_features", "lora_request", "sampling_params", "prefill_stats",
-    ),
-    ("vllm.v1.metrics.stats", "PrefillStats"): ("set", "num_prompt_tokens", "num_local_cached_tokens"),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): ("get_computed_blocks",),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): ("get_block_ids",),
-    ("vllm.v1.core.sched.output", "SchedulerOutput"): ("total_num_scheduled_tokens",),
-    ("vllm.v1.kv_cache_interface", "KVCacheConfig"): ("num_blocks", "kv_cache_groups"),
-    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): ("kv_cache_spec", "layer_names"),
-    ("vllm.v1.kv_cache_interface", "KVCacheSpec"): ("block_size", "copy_with_new_block_size"),
-    ("vllm.v1.outputs", "KVConnectorOutput"): ("kv_connector_worker_meta",),
-    ("vllm.v1.worker.gpu_worker", "Worker"): ("load_model", "get_model", "reload_weights"),
-    ("vllm.v1.attention.backend", "AttentionBackend"): ("get_builder_cls",),
-    ("vllm.v1.attention.backend", "AttentionMetadataBuilder"): ("build",),
-    ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl"): ("do_kv_cache_update", "scale", "sinks"),
-    ("vllm.v1.attention.backends.triton_attn", "TritonAttentionImpl"): ("do_kv_cache_update", "scale", "sinks"),
-    ("vllm.model_executor.layers.attention.attention", "Attention"): (
-        "impl", "kv_cache", "layer_name", "head_size", "head_size_v", "num_heads", "num_kv_heads", "sliding_window",
-        "get_attn_backend",
-    ),
-    ("vllm.model_executor.models.llama", "LlamaAttention"): ("rotary_emb", "qkv_proj", "total_num_kv_heads"),
-    ("vllm.config.vllm", "VllmConfig"): ("model_config", "cache_config", "parallel_config", "scheduler_config"),
-    ("vllm.v1.engine.async_llm", "AsyncLLM"): ("generate", "collective_rpc", "errored", "output_processor"),
-    ("vllm.v1.engine.output_processor", "OutputProcessor"): ("get_num_unfinished_requests",),
-}  # fmt: skip
-"""Attributes that connector, layers and server read of objects that vLLM hands them, by module and class."""
 
 
 class Source:
@@ -125,14 +93,14 @@ def source(tmp_path_factory):
 
 
 def test_every_import_is_there(source):
-    used = {(module, name) for module, name, _ in _imports()}
+    used = {(module, name) for module, name, _ in imports()}
     assert len(used) > 20
     assert [each for each in sorted(used) if not source.has_name(*each)] == []
 
 
 def test_every_keyword_is_a_parameter(source):
     checked = 0
-    for module, name, keywords in _calls():
+    for module, name, keywords in calls():
         accepted, takes_any = _parameters(source.definition(module, name))
         checked += len(keywords)
         assert takes_any or keywords <= accepted, (module, name, keywords - accepted)
@@ -143,41 +111,20 @@ def test_the_connector_has_what_the_base_class_demands_and_overrides_with_its_pa
     base = source.definition(CONNECTOR_BASE, "KVConnectorBase_V1")
     assert isinstance(base, ast.ClassDef)
     theirs = _methods(base)
-    ours = _methods(_class_in(PACKAGE / "connector.py", "BlendConnector"))
+    ours = connector_methods()
     demanded = {name for name, method in theirs.items() if "abstractmethod" in map(ast.unparse, method.decorator_list)}
     assert demanded
     assert demanded <= ours.keys()
     shared = theirs.keys() & ours.keys() - {"__init__"}
     assert len(shared) > 15
     for name in shared:
-        expected, found = (_positional(methods[name]) for methods in (theirs, ours))
-        assert found[: len(expected)] == expected, name
+        expected = _positional(theirs[name])
+        assert ours[name][: len(expected)] == expected, name
 
 
 @pytest.mark.parametrize(("module", "name"), ATTRIBUTES, ids=[name for _, name in ATTRIBUTES])
 def test_every_attribute_is_there(source, module, name):
     assert [each for each in ATTRIBUTES[module, name] if each not in _attributes(source, module, name)] == []
-
-
-def _trees() -> Iterator[ast.Module]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield ast.parse(path.read_text())
-
-
-def _imports() -> Iterator[tuple[str, str, ast.Module]]:
-    """Yield module, name and importing file of each `from vllm... import ...` in ragblend."""
-    for tree in _trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
-                yield from ((node.module, alias.name, tree) for alias in node.names)
-
-
-def _calls() -> Iterator[tuple[str, str, set[str]]]:
-    """Yield module, name and keywords of each call of something imported from vLLM."""
-    for module, name, tree in _imports():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
-                yield module, name, {keyword.arg for keyword in node.keywords if keyword.arg}
 
 
 def _names_in(tree: ast.Module) -> Iterator[str]:
@@ -194,12 +141,6 @@ def _names_in(tree: ast.Module) -> Iterator[str]:
 
 def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
-
-
-def _class_in(path: Path, name: str) -> ast.ClassDef:
-    return next(
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef) and node.name == name
-    )
 
 
 def _positional(method: ast.FunctionDef) -> list[str]:

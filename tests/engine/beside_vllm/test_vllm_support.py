@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from ragblend.engine.vllm.launch import CONNECTOR, find_checkpoint, unsupported_model_reasons, untested_model_note
+from ragblend.engine.vllm.launch import CONNECTOR, find_checkpoint, forecast_serving
 from ragblend.engine.vllm.plugin import reserve_blend_memory
 from ragblend.engine.vllm.support import (
+    draft_note,
     kernel_blocks_per_block,
     model_fingerprint,
     reject_kv_groups,
@@ -32,7 +33,14 @@ def config(hf: dict[str, Any] | None = None, model: dict[str, Any] | None = None
     )
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            **{"hf_config": hf_config, "dtype": torch.bfloat16, "model": "m", "max_model_len": 4096, **(model or {})}
+            **{
+                "hf_config": hf_config,
+                "hf_text_config": hf_config,
+                "dtype": torch.bfloat16,
+                "model": "m",
+                "max_model_len": 4096,
+                **(model or {}),
+            }
         ),
         parallel_config=SimpleNamespace(**{"pipeline_parallel_size": 1, **rest.pop("parallel", {})}),
         cache_config=SimpleNamespace(cache_dtype=rest.pop("cache_dtype", "auto")),
@@ -47,7 +55,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("found", [(0, 0), (0, 27), (0, 34), (1, 0)])
+@pytest.mark.parametrize("found", [(0, 0), (0, 27)])
 def test_other_versions_are_refused_with_the_range(found):
     for supported in ((0, 28), (0, 30), (0, 33)):
         require_supported_version(supported)
@@ -60,7 +68,16 @@ def test_what_is_supported_is_not_refused():
     assert unsupported_reasons(config(cache_dtype="bfloat16")) == []
     # The check at start decides about architectures, with the model itself.
     assert unsupported_reasons(config({"architectures": ["SomeNewForCausalLM"]})) == []
-    assert unsupported_reasons(config(speculative_config=SimpleNamespace(method="ngram"))) == []
+    for method, loses in (("ngram", False), ("suffix", False), ("eagle3", True), ("mtp", True), ("draft_model", True)):
+        drafting = config(speculative_config=SimpleNamespace(method=method))
+        assert unsupported_reasons(drafting) == []
+        assert (f"drafts by {method} lack the KV" in draft_note(drafting)) == loses
+    for cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        assert unsupported_reasons(config(cache_dtype=cache_dtype)) == []
+    # Adapters and images concern requests, which are left to vLLM.
+    assert unsupported_reasons(config(lora_config=object())) == []
+    assert unsupported_reasons(config(model={"is_multimodal_model": True})) == []
+    assert unsupported_reasons(config({"rope_parameters": {"mrope_section": [16, 24, 24]}})) == []
     assert unsupported_reasons(config({"sliding_window": 4096, "use_sliding_window": False})) == []
     assert unsupported_reasons(config(model={"is_moe": True})) == []
     assert unsupported_reasons(config(parallel={"data_parallel_size": 2})) == []
@@ -83,8 +100,6 @@ def test_what_is_supported_is_not_refused():
             config({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}),
             "--max-model-len 2048",
         ),
-        (config({"rope_parameters": {"mrope_section": [16, 24, 24]}}), "M-RoPE"),
-        (config(model={"is_multimodal_model": True}), "multimodal"),
         (config(model={"use_mla": True}), "MLA"),
         (config(model={"is_hybrid": True}), "recurrent"),
         (config(parallel={"pipeline_parallel_size": 2}), "pipeline_parallel_size is 2"),
@@ -93,9 +108,8 @@ def test_what_is_supported_is_not_refused():
             config(model={"is_moe": True}, parallel={"data_parallel_size": 2}),
             "data_parallel_size is 2 and it has experts",
         ),
-        (config(cache_dtype="fp8"), "fp8"),
-        (config(lora_config=object()), "LoRA"),
-        (config(speculative_config=SimpleNamespace(method="eagle3")), "speculative decoding is on by eagle3"),
+        (config(cache_dtype="int8_per_token_head"), "int8_per_token_head.*fp8_e5m2.*--kv-cache-dtype"),
+        (config(cache_dtype="float16"), "the KV cache is float16 and the model bfloat16"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(refused, reason):
@@ -190,8 +204,8 @@ def test_two_revisions_of_a_model_share_no_kv(hub):
     for revision, fingerprint in ((None, of_main), ("main", of_main), ("v2", of_v2)):
         options = ModelOptions(dtype="float32", revision=revision)
         assert find_checkpoint(REPO, options).fingerprint == fingerprint
-        assert unsupported_model_reasons(REPO, options) == []
-        assert ("SomeNewForCausalLM, which was not tested" in untested_model_note(REPO, options)) == (revision == "v2")
+        forecast = forecast_serving(REPO, options=options)
+        assert (forecast.reasons, forecast.is_tested) == ((), revision != "v2")
     # vLLM ignores the revision of a directory.
     assert model_fingerprint(served(str(hub / ("1" * 40)), revision="v2")) == of_v2
     # A config from elsewhere may compute other KV with the same weights.

@@ -211,6 +211,7 @@ class BlendScheduler:
             return state
         find_rule(params.rule)
         if reason := _no_reuse_reason(request):
+            self._count_left(reason)
             raise UsageError(NO_REUSE_REASONS[reason])
         params.check_tokens_after_span(len(request.prompt_token_ids))
         if not self._reuses:

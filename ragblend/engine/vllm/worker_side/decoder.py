@@ -107,8 +107,10 @@ class VllmDecoder:
         """Rotate the contiguous tensor `keys` [R, H, D] in place to positions `rows` [R]. Without RoPE, do nothing."""
         if not self._has_rope[layer]:
             return
-        flat = keys.view(len(keys), -1)
-        rotated, _ = self._rotary[layer](rows, flat, None)
+        flat, rotary = keys.view(len(keys), -1), self._rotary[layer]
+        # M-RoPE, which is plain RoPE for positions [R], requires both of its arguments.
+        other = keys[:, 0].clone() if hasattr(rotary, "mrope_section") else None
+        rotated, _ = rotary(rows, flat, other)
         if rotated.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
             flat.copy_(rotated)
 
@@ -160,8 +162,9 @@ class VllmDecoder:
         return normed
 
     def _run_model(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        output: Tensor = self._decoder.forward(token_ids, positions, None)
-        return output
+        output: Any = self._decoder.forward(token_ids, positions, None)
+        normed: Tensor = output[0] if isinstance(output, tuple) else output  # with EAGLE 3, more states follow
+        return normed
 
     @cached_property
     def _rotary(self) -> list[Any]:
@@ -293,7 +296,12 @@ class TransformersDecoder(VllmDecoder):
 
 
 def find_decoder(model: Any) -> VllmDecoder:
-    """Return the decoder of vLLM's `model`. Raises UnsupportedModelError if it cannot be run a layer at a time."""
+    """Return the decoder of vLLM's `model`. Raises UnsupportedModelError if it cannot be run a layer at a time.
+
+    Of a multimodal model it is the language model's, which runs prompts of text alone.
+    """
+    if hasattr(model, "get_language_model"):
+        model = model.get_language_model()
     is_transformers = type(model).__module__.startswith("vllm.model_executor.models.transformers")
     return TransformersDecoder(model) if is_transformers else VllmDecoder(model)
 
@@ -305,6 +313,8 @@ def _num_weights(module: Any) -> int:
     """
     count = 0
     for part in module.modules():
+        if hasattr(part, "base_layer"):  # a LoRA layer around a linear one, which is counted itself
+            continue
         inputs = getattr(part, "input_size_per_partition", getattr(part, "input_size", 0))
         outputs = getattr(part, "output_size_per_partition", getattr(part, "output_size", 0))
         count += max(int(inputs * outputs), sum(parameter.numel() for parameter in part.parameters(recurse=False)))

@@ -17,11 +17,9 @@ return one tensor (Granite) have [R, 1, hidden size].
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,11 +30,12 @@ from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, atte
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.format.kv import ChunkKV, HeadSlice, LayerKV, concatenate_rows
-from ragblend.engine.vllm.support import kernel_blocks_per_block, reject_kv_groups
+from ragblend.engine.vllm.support import reject_kv_groups
+from ragblend.engine.vllm.worker_side.adapters import without_adapters
 from ragblend.engine.vllm.worker_side.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.engine.vllm.worker_side.decoder import StopLayerError, find_decoder, stop_layer
+from ragblend.engine.vllm.worker_side.paged_cache import PagedCache
 
-_DIGITS = 128  # base of the numbers written into the paged cache; bfloat16 represents all integers up to 256
 _APART = 1 << 32  # distance between the positions of two requests, so that no run spans both
 
 
@@ -71,6 +70,7 @@ class VllmLayers:
         reject_kv_groups(kv_cache_config)
         self._vllm_config = vllm_config
         self._decoder = find_decoder(model)
+        self._adapters = getattr(model, "lora_manager", None)
         self._attention = self._decoder.attention
         self._names = [attention.layer_name for attention in self._attention]
         self._attention_params = [_attention_params(attention) for attention in self._attention]
@@ -87,11 +87,15 @@ class VllmLayers:
         builder = self._attention[0].get_attn_backend().get_builder_cls()
         # The latest result of `attention_calls`: its rows and blocks, `together`, and the calls.
         self._latest_calls: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []
-        # A kernel with smaller blocks than the cache manager's splits each of those into consecutive ones. A token's
-        # slot number is the same in both; only the block tables passed to the kernel count its own blocks.
-        shape, num_blocks = self._attention[0].kv_cache.shape, kv_cache_config.num_blocks
-        self._kernel_blocks = kernel_blocks_per_block(shape, num_blocks, self.block_size)
-        self._block_dim = list(shape[:2]).index(num_blocks * self._kernel_blocks)
+        self.cache = PagedCache(
+            self._attention,
+            kv_cache_config.num_blocks,
+            self.block_size,
+            self.dtype,
+            str(vllm_config.cache_config.cache_dtype),
+        )
+        # Block tables passed to the kernel count its own blocks.
+        self._kernel_blocks = self.cache.kernel_blocks
         if self._kernel_blocks > 1:
             spec = spec.copy_with_new_block_size(self.block_size // self._kernel_blocks)
         with set_current_vllm_config(vllm_config):
@@ -122,7 +126,8 @@ class VllmLayers:
 
         Between layers the states may be [R, 2, hidden size]: the second part is the residual, which embeddings lack.
         """
-        return self._decoder.embed(token_ids)
+        parts = [self._decoder.embed(part) for part in torch.split(token_ids, self.max_rows)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def project_kv(self, layer: int, hidden: Tensor) -> LayerKV:
         """Return a layer's pre-RoPE keys (after QK-norm) and values [H, R, D]. The layer's attention does not run."""
@@ -215,39 +220,11 @@ class VllmLayers:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write rotated `keys` and `values` [R, H, D] to the paged cache at `slots` [R]."""
-        attention = self._attention[layer]
-        attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
+        self.cache.write(layer, slots, keys, values)
 
     def read(self, layer: int, blocks: Tensor) -> LayerKV:
         """Return the rotated keys and values [R, H, D] of all tokens in `blocks` [B] of the paged cache."""
-        parts = torch.arange(self._kernel_blocks, device=self.device)
-        numbers = (blocks[:, None] * self._kernel_blocks + parts).flatten()
-        cache = self._attention[layer].kv_cache.index_select(self._block_dim, numbers)
-        found = cache.movedim(self._block_dim, 0).flatten(1)[:, self._block_layout]
-        return LayerKV(found[:, 0].flatten(0, 1), found[:, 1].flatten(0, 1))
-
-    @cached_property
-    def _block_layout(self) -> Tensor:
-        """Indices [2, tokens, H, D] of a block's keys and values in the flattened block.
-
-        Every backend has its own layout. It is found by writing a number for each element into vLLM's null block, which
-        contains no token's KV. The numbers are written digit by digit, because small dtypes represent only small ones.
-        """
-        attention, size = self._attention[0], self.block_size // self._kernel_blocks
-        shape = (2, size, self._num_heads, attention.head_size)
-        numbers = torch.arange(1, math.prod(shape) + 1, device=self.device).view(shape)
-        block = attention.kv_cache.select(self._block_dim, 0)
-        found, unit = torch.zeros(block.numel(), dtype=torch.int64, device=self.device), 1
-        block.zero_()
-        while unit <= math.prod(shape):
-            digits = (numbers // unit % _DIGITS).to(self.dtype)
-            self.write(0, torch.arange(size, device=self.device), digits[0], digits[1])
-            found += block.flatten().to(torch.int64) * unit
-            unit *= _DIGITS
-        block.zero_()
-        indices = torch.full((len(found) + 1,), -1, device=self.device)
-        indices[found] = torch.arange(len(found), device=self.device)
-        return indices[numbers]
+        return self.cache.read(layer, blocks)
 
     def attention_calls(
         self, rows: Sequence[Tensor], fused: Sequence[_BlockKV], together: bool = False
@@ -341,6 +318,10 @@ class VllmLayers:
         torch.distributed.all_reduce(counts, group=get_tp_group().cpu_group)
         numbers: list[int] = counts.tolist()
         return numbers
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Return a context in which the layers run with the base model's weights, if vLLM serves LoRA adapters."""
+        return without_adapters(self._adapters, self.max_rows)
 
     # -- helpers
 

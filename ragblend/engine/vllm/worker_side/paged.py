@@ -91,8 +91,11 @@ class PagedKV:
         """Write rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         if self._resident_layer is not None and self._resident_layer[0] == layer:
-            kept = self._resident_layer[1]
-            kept.keys[rows], kept.values[rows] = keys, values
+            kept, fresh = self._resident_layer[1], LayerKV(keys, values)
+            if self._layers.cache.rounds:
+                fresh = LayerKV(keys.clone(), values.clone())
+                self._layers.cache.round(layer, fresh)
+            kept.keys[rows], kept.values[rows] = fresh
         if self._capacity > self._num_rows:
             count = bisect_left(positions_on_host(rows), self._num_rows)
             rows, keys, values = rows[:count], keys[:count], values[:count]
@@ -134,6 +137,8 @@ class PagedKV:
                     target[index][here] = own.transpose(0, 1)  # copies and transposes at once
             self._layers.rotate_keys(layer, target.keys, self._positions[rows])
             yield rows, target
+            if layer in self._kept:  # after the backend has rounded it: not every backend's result stays when repeated
+                self._layers.cache.round(layer, target)
 
     def _target_buffer(self, layer: int, rows: slice, like: LayerKV) -> LayerKV:
         """Return tensors [R, H, D] for these rows: views of the resident layer if `layer` is kept, else new tensors."""

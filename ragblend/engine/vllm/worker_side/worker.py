@@ -135,7 +135,15 @@ class BlendWorker:
 
         `is_idle`: vLLM schedules no tokens in this step. The slice then waits longer for a layer that is being read.
         """
-        finished, budget = self._take_stored(), self._slice
+        finished = self._take_stored()
+        if not self._jobs:
+            return finished
+        with self.layers.without_adapters():
+            self._run_jobs(finished, self._slice, is_idle)
+        return finished
+
+    def _run_jobs(self, finished: list[JobResult], budget: int, is_idle: bool) -> None:
+        """Run jobs for at most `budget` token-layers, and append the results of those that end to `finished`."""
         patience_s = IDLE_PATIENCE_S if is_idle else _PATIENCE_S
         while self._jobs and budget > 0:
             self._pass = self._pass or self._next_pass()
@@ -147,7 +155,6 @@ class BlendWorker:
                 budget -= self._run_layer(finished)
             else:
                 break
-        return finished
 
     def _resume_read_jobs(self, patience_s: float) -> float:
         """Resume the jobs of the pass whose layer has been read on all ranks. Return the seconds this took.

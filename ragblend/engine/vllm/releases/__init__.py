@@ -1,0 +1,1 @@
+"""Releases of vLLM: what ragblend uses of them."""
