@@ -19,7 +19,7 @@ os.environ.update(XDG_CONFIG_HOME="/nonexistent")
 os.environ.pop("RAGBLEND_STORE_KEY", None)
 os.environ.pop("RAGBLEND_STORE_KEY_FILE", None)
 # Without a GPU, Triton's kernels run in its interpreter.
-if not os.path.exists("/dev/nvidiactl"):
+if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest

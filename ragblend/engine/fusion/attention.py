@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ragblend.engine.store.format.kv import LayerKV
 from ragblend.errors import UnsupportedModelError
 
 # --- rotation of keys
@@ -327,21 +326,13 @@ def attention_mass(queries: ProbeQueries, keys: Tensor) -> Tensor:
 
 
 def attend_with_weights(
-    queries: ProbeQueries, keys: Tensor, values: Tensor, num_question_rows: int, out: Tensor | None = None
+    queries: ProbeQueries, keys: Tensor, values: Tensor, num_question_rows: int
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output [Hq, Q, D] of all queries, and the attention mass of the question's queries.
 
     See `attend_rows` for the output, and `attention_mass` for the mass [T]. The question's queries are the last
-    `num_question_rows`. `keys`, `values`: [H, T, D]. `out` [T or more] float32: memory that the mass may take.
+    `num_question_rows`. `keys`, `values`: [H, T, D].
     """
-    if queries.uses_kernels:
-        from ragblend.engine.fusion.kernels import PagedLayer, attend
-
-        mass = keys.new_empty(keys.shape[1], dtype=torch.float32) if out is None else out[: keys.shape[1]]
-        states, rows, scale, params, *_ = queries
-        layer, how = PagedLayer.from_contiguous(LayerKV(keys, values)), {"num_question_rows": num_question_rows}
-        attended = attend(states[None], layer, rows, scale, params, mass=mass, **how)
-        return attended[0].transpose(0, 1), mass
     question = queries.slice_rows(slice(-num_question_rows, None))
     num_heads, num_queries, _ = question.states.shape
     early = len(queries.rows) - num_queries

@@ -253,7 +253,12 @@ def _probe(
         if values is None:
             masses.append(attention_mass(queries.slice_rows(slice(-plan.num_queries, None)), keys))
             return None
-        output, mass = attend_with_weights(queries, keys, values, plan.num_queries, memory[len(masses)])
+        if queries.uses_kernels:
+            from ragblend.engine.fusion import kernels
+
+            masses.append(memory[len(masses), : keys.shape[1]])
+            return kernels.attend_with_weights(queries, keys, values, plan.num_queries, masses[-1])
+        output, mass = attend_with_weights(queries, keys, values, plan.num_queries)
         masses.append(mass)
         return output
 

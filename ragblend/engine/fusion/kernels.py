@@ -19,8 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ragblend.engine.fusion import jit
-from ragblend.engine.fusion.attention import PLAIN, AttentionExtras, Rotation, positions_on_host
+from ragblend.engine.fusion import jit_attention, jit_rows
+from ragblend.engine.fusion.attention import PLAIN, AttentionExtras, ProbeQueries, Rotation, positions_on_host
 from ragblend.engine.fusion.rules import MAX_DRIFT_RATIO, DriftCorrection
 from ragblend.engine.store.format.kv import LayerKV, StoredLayer
 
@@ -121,15 +121,22 @@ def place(
     """Write one stored layer of some chunks into `target`: dequantised, corrected for drift, rotated to its positions.
 
     Reference: `dequantized`, `DriftCorrection`, `rotate`. `parts`: tensors [H, T, D] of each chunk, on the target's
-    device; rows of a token are contiguous. `drift` [H, M, D] and `shares` [positions, M] as in DriftCorrection.
+    device. `drift` [H, M, D] and `shares` [positions, M] as in DriftCorrection.
     """
+    # The copies must exist until the launch, which reads them by address.
+    parts = [type(part)(*map(_with_packed_tokens, part)) for part in parts]
     pieces.locate(parts, target.keys.device)
     heads, dim_k, dim_v = target.keys.shape[2], target.keys.shape[3], target.values.shape[3]
     _launch(
-        jit.place, (len(pieces.tiles), heads), pieces.table, pieces.tiles, pieces.base,
+        jit_rows.place, (len(pieces.tiles), heads), pieces.table, pieces.tiles, pieces.base,
         **target.arguments, **_rotation_arguments(rotation, dim_k), **_drift_arguments(target, drift, shares),
         DIM_V=dim_v, DIM_V_PADDED=_padded(dim_v), TOKENS=PLACED_TOKENS,
     )  # fmt: skip
+
+
+def _with_packed_tokens(tensor: Tensor) -> Tensor:
+    """Return [H, T, D] whose heads are T * D adjacent numbers each: the tensor, or a copy."""
+    return tensor if tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()
 
 
 def write_rows(
@@ -150,7 +157,7 @@ def write_rows(
     dim_k, dim_v = target.keys.shape[3], target.values.shape[3]
     rotation = rotation if rotation is not None else Rotation(_no_table(rows.device), _no_table(rows.device))
     _launch(
-        jit.write_rows, (triton.cdiv(num_tokens, PLACED_TOKENS), target.keys.shape[2]), *fresh, source, num_tokens,
+        jit_rows.write_rows, (triton.cdiv(num_tokens, PLACED_TOKENS), target.keys.shape[2]), *fresh, source, num_tokens,
         *fresh.keys.stride()[:2], *fresh.values.stride()[:2],
         **target.arguments, **_rotation_arguments(rotation, dim_k),
         **_drift_arguments(target, drift, None if correction is None else correction.shares),
@@ -171,17 +178,19 @@ def fit_drift(
     heads, dim_k, dim_v = fresh.keys.shape[0], fresh.keys.shape[2], fresh.values.shape[2]
     device = fresh.keys.device
     lengths = _scratch("lengths", (2, heads, num_rows), device)
-    drift = LayerKV(*(_scratch(name, (heads, num_landmarks, dim), device) for name, dim in (("k", dim_k), ("v", dim_v))))
+    drift = LayerKV(
+        *(_scratch(name, (heads, num_landmarks, dim), device) for name, dim in (("k", dim_k), ("v", dim_v)))
+    )
     arguments = {
         **target.arguments, **_rotation_arguments(rotation, dim_k), "DIM_V": dim_v, "DIM_V_PADDED": _padded(dim_v),
     }  # fmt: skip
     rows = (*fresh, indices, correction.rows, num_rows, *fresh.keys.stride()[:2], *fresh.values.stride()[:2], lengths)
-    _launch(jit.change_lengths, (triton.cdiv(num_rows, 32), heads, 2), *rows, **arguments, TOKENS=32)
+    _launch(jit_rows.change_lengths, (triton.cdiv(num_rows, 32), heads, 2), *rows, **arguments, TOKENS=32)
     block = 32
     _launch(
-        jit.fit_drift, (triton.cdiv(max(dim_k, dim_v), block), heads, 2), *rows, correction.weights, *drift, num_landmarks,
-        **arguments, TOKENS=32, BLOCK=block, ROWS_PADDED=_padded(num_rows), LANDMARKS=_padded(num_landmarks),
-        MAX_RATIO=MAX_DRIFT_RATIO, PRECISION=_precision(fresh.keys),
+        jit_rows.fit_drift, (triton.cdiv(max(dim_k, dim_v), block), heads, 2), *rows, correction.weights, *drift,
+        num_landmarks, **arguments, TOKENS=32, BLOCK=block, ROWS_PADDED=_padded(num_rows),
+        LANDMARKS=_padded(num_landmarks), MAX_RATIO=MAX_DRIFT_RATIO, PRECISION=_precision(fresh.keys),
     )  # fmt: skip
     return drift
 
@@ -227,7 +236,7 @@ def attend(
     sinks = params.sinks if params.sinks is not None else output
     queries = (query, rows, sinks, num_rows, *query.stride()[1:3])
     _launch(
-        jit.attend, (tiles, heads, num_splits), *queries, parts, sums, span, **arguments,
+        jit_attention.attend, (tiles, heads, num_splits), *queries, parts, sums, span, **arguments,
         DIM_V=dim_v, DIM_V_PADDED=_padded(dim_v), STORES_SUMS=has_weights or is_split,
         num_warps=8 if max(dim_k, dim_v) > 128 else 4,
     )  # fmt: skip
@@ -235,11 +244,23 @@ def attend(
         num_masses, mass = (0, parts) if mass is None else (len(mass), mass)
         num_mass_tiles = triton.cdiv(num_masses, keys)
         _launch(
-            jit.finish, (num_mass_tiles + is_split * num_rows * num_heads,), *queries, parts, sums, output, mass,
-            num_mass_tiles, num_masses, num_question_rows, **arguments, DIM_V=dim_v, DIM_V_PADDED=_padded(dim_v),
+            jit_attention.finish, (num_mass_tiles + is_split * num_rows * num_heads,), *queries, parts, sums, output,
+            mass, num_mass_tiles, num_masses, num_question_rows, **arguments, DIM_V=dim_v, DIM_V_PADDED=_padded(dim_v),
             SPLITS=num_splits, SPLITS_PADDED=triton.next_power_of_2(num_splits),
         )  # fmt: skip
     return output
+
+
+def attend_with_weights(
+    queries: ProbeQueries, keys: Tensor, values: Tensor, num_question_rows: int, mass: Tensor
+) -> Tensor:
+    """Return the attention output [Hq, Q, Dv] of all queries over `keys`, `values` [H, T, D], and set `mass` [T].
+
+    Reference: `attention.attend_with_weights`.
+    """
+    layer, (states, rows, scale, params, *_) = PagedLayer.from_contiguous(LayerKV(keys, values)), queries
+    output = attend(states[None], layer, rows, scale, params, mass=mass, num_question_rows=num_question_rows)
+    return output[0].transpose(0, 1)
 
 
 def _drift_arguments(target: PagedLayer, drift: LayerKV | None, shares: Tensor | None) -> dict[str, Any]:
@@ -252,7 +273,7 @@ def _drift_arguments(target: PagedLayer, drift: LayerKV | None, shares: Tensor |
             "LANDMARKS": _padded(count), "PRECISION": _precision(target.keys)}  # fmt: skip
 
 
-INTERPRETS = not isinstance(jit.place, triton.runtime.JITFunction)
+INTERPRETS = not isinstance(jit_rows.place, triton.runtime.JITFunction)
 """True if the kernels run in Triton's interpreter, on tensors of the CPU."""
 
 _LOCAL = threading.local()

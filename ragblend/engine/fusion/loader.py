@@ -58,7 +58,9 @@ class _Group:
         chunks = [each.kv for each in self.placements]
         self._copies = LayerCopies(copier, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, DEPTH)
 
-    def place_by_kernels(self, layer: int, parts: Sequence[StoredLayer], model: TransformersLayers, fused: FusedKV) -> None:
+    def place_by_kernels(
+        self, layer: int, parts: Sequence[StoredLayer], model: TransformersLayers, fused: FusedKV
+    ) -> None:
         """Place one layer of all chunks, given as stored on the device, by one launch of a kernel."""
         from ragblend.engine.fusion import kernels
 

@@ -32,7 +32,6 @@ from ragblend.engine.report import BlendReport, PrefixMatch
 from ragblend.engine.store.format.kv import ChunkKV, LayerKV
 from ragblend.options import ContextPolicy
 
-
 # Layers whose KV is one allocation. With all layers in one, enlarging it would need twice its memory for a moment.
 ALLOCATED_LAYERS = 8
 
@@ -112,8 +111,8 @@ class FusedKV:
     def copy_front(self, other: FusedKV, count: int) -> None:
         """Copy the first `count` rows of every layer from `other`."""
         if count:
-            fronts = ([tensor[:, :count] for layer in each._layers for tensor in layer] for each in (self, other))
-            torch._foreach_copy_(*fronts)
+            mine, theirs = ([tensor[:, :count] for layer in each._layers for tensor in layer] for each in (self, other))
+            torch._foreach_copy_(mine, theirs)
         self.length = max(self.length, count)
 
 
@@ -121,7 +120,8 @@ def _allocate_layers(shapes: Sequence[tuple[int, int, int]], capacity: int, like
     """Yield one KV of `capacity` tokens for each shape, (H, D of keys, D of values), in one block of memory."""
     sizes = [(heads, capacity, dim) for heads, *dims in shapes for dim in dims]
     counts = [math.prod(size) for size in sizes]
-    tensors = (part.view(size) for part, size in zip(like.new_empty(sum(counts)).split(counts), sizes, strict=True))
+    parts = torch.split(like.new_empty(sum(counts)), counts)
+    tensors = (part.view(size) for part, size in zip(parts, sizes, strict=True))
     yield from itertools.starmap(LayerKV, zip(tensors, tensors, strict=True))
 
 

@@ -280,7 +280,9 @@ class DriftCorrection(NamedTuple):
     def _limited_mean(self, change: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(change, dim=2, keepdim=True)
         most = MAX_DRIFT_RATIO * length.median(1, keepdim=True).values  # of each head
-        return self.weights @ (change * (most / length.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(1.0))
+        limited = change * (most / length.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(1.0)
+        drift: Tensor = self.weights @ limited
+        return drift
 
 
 def similarity_layer(num_layers: int, deepest: int) -> int:

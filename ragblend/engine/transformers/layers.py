@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, Rotation, RotaryLayout, has_kernels
+from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, Rotation, has_kernels
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
@@ -28,7 +28,6 @@ from ragblend.engine.transformers.batched_decode import (
     assign_rows,
 )
 from ragblend.engine.transformers.families import (
-    AttentionFamily,
     family_of,
     kv_source_layers,
     text_decoder,
@@ -218,7 +217,7 @@ class TransformersLayers:
     def _position_embeddings(self, layer: int, rows: Tensor, dtype: torch.dtype) -> Any:
         """Return the rotary embeddings of `rows`, as a decoder layer takes them. Layers of one kind share them."""
         tables = self._rotary.of_rows(rows, self._kinds[layer])
-        known = tables.embeddings.get(dtype)
+        known: Any = tables.embeddings.get(dtype)
         if known is None:
             width = tables.cos.shape[1] // 2 if self._family.half_tables else tables.cos.shape[1]
             cos, sin = tables.cos[None, :, :width], tables.sin[None, :, :width]

@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragblend.engine.fusion.attention import BLOCK_SCORES, AttentionExtras, ProbeQueries, Rotation, attend_rows
+from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, SequenceAttention
@@ -66,11 +67,13 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def _write_by_kernels(self, layer: int, fresh: LayerKV, rotation: Rotation) -> None:
         from ragblend.engine.fusion import kernels
 
+        assert isinstance(self._fused, FusedKV)
         target = kernels.PagedLayer.from_contiguous(self._fused.layer(layer, self._end))
-        if self._hook is None or self._hook.correction is None:
+        correction = None if self._hook is None else self._hook.correction
+        if self._hook is None or correction is None:
             kernels.write_rows(target, self._rows, fresh)
             return
-        row_indices, _, correction, _ = self._hook
+        row_indices = self._hook.row_indices
         drift = kernels.fit_drift(target, fresh, row_indices, correction, rotation)
         kernels.write_rows(target, self._rows, fresh, rotation, correction, drift)
 

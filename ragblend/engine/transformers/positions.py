@@ -23,8 +23,9 @@ from ragblend.engine.fusion.attention import (
     rotate,
 )
 
-# Cached rotations per kind of layers: of the rows that the loader places, and of those that run before and after the
-# check, and that are measured for drift correction. They stay from one request to the next; each is as large as its rows of the model's own tables.
+# Cached rotations per kind of layers: of the rows that the loader places, of those that run before and after the check,
+# and of those that are measured for drift correction. They stay from one request to the next; each is as large as its
+# rows of the model's own tables.
 MAX_CACHED_TABLES = 5
 
 WINDOWED = "sliding_attention"
@@ -78,8 +79,8 @@ class RowTables:
         return replace(self, layout=layout, cos=cos, sin=sin)
 
     @cached_property
-    def embeddings(self) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
-        """Cosine and sine [1, R, rotary dimensions] by dtype, as layers take them; filled by their first use."""
+    def embeddings(self) -> dict[torch.dtype, Any]:
+        """Rotary embeddings of the rows by dtype, in the form that layers take; filled by their first use."""
         return {}
 
     @cached_property
