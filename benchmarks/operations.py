@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ragblend
 from benchmarks.results import OutOption, write_both
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.engine.fusion import attention, kernels
+from ragblend.engine.fusion import attention, kernels, plan
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.lab.bench.common.shapes import SHAPES, DecoderShape
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts
@@ -160,6 +160,7 @@ def gpu_branches() -> Iterator[None]:
     """Take the branches on the CPU that a GPU of 132 processors (H100) takes."""
     with (
         patch.object(kernels, "num_processors", lambda _: 132),
+        patch.dict(plan.ALLOCATED_LAYERS, cpu=8),
         patch.dict(attention.BLOCK_ROWS, cpu=512),
         patch.dict(attention.BLOCK_SCORES, cpu=1 << 22),
         patch.object(attention, "CAUSAL_KERNEL_DEVICES", frozenset({"cpu"})),

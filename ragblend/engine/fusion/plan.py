@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -32,8 +33,9 @@ from ragblend.engine.report import BlendReport, PrefixMatch
 from ragblend.engine.store.format.kv import ChunkKV, LayerKV
 from ragblend.options import ContextPolicy
 
-# Layers whose KV is one allocation. With all layers in one, enlarging it would need twice its memory for a moment.
-ALLOCATED_LAYERS = 8
+# Layers whose KV is one allocation; 0: each tensor is one. With all layers in one, enlarging it would need twice its
+# memory for a moment. On a CPU, the C library returns blocks above 32 MiB to the system, and new ones are zeroed again.
+ALLOCATED_LAYERS = defaultdict(lambda: 8, cpu=0)
 
 
 class Placement(NamedTuple):
@@ -67,9 +69,14 @@ class FusedKV:
     @classmethod
     def allocate(cls, shapes: Sequence[tuple[int, int, int]], capacity: int, like: Tensor) -> FusedKV:
         """Return KV for `capacity` tokens, of `like`'s dtype and device. `shapes[l]`: (H, D of keys, D of values)."""
+        count = ALLOCATED_LAYERS[like.device.type]
+        if not count:
+            return cls(
+                [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
+            )
         layers: list[LayerKV] = []
-        for start in range(0, len(shapes), ALLOCATED_LAYERS):
-            layers += _allocate_layers(shapes[start : start + ALLOCATED_LAYERS], capacity, like)
+        for start in range(0, len(shapes), count):
+            layers += _allocate_layers(shapes[start : start + count], capacity, like)
         return cls(layers, 0)
 
     @property
