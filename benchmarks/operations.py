@@ -4,8 +4,10 @@
 
 On a GPU the host starts each operation, which takes longer than the operation itself over the few rows that a blend
 recomputes. So the number of operations a layer limits a short request. It is the slope between a model of 12 layers and
-one of 24, of a prompt of 8 chunks; views do not count. The branches that a GPU takes are forced. Host reads are waits
-for the device: operations that read a tensor's values. `per_chunk` is how many operations each further chunk adds.
+one of 24, of a prompt of 8 chunks; views do not count. The branches that a GPU takes are forced. A launch of one of
+Triton's kernels counts as one operation and is not executed. `runs_without_kernels` are the counts of torch alone. Host
+reads are waits for the device: operations that read a tensor's values. `per_chunk` is how many operations each further
+chunk adds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ragblend
 from benchmarks.results import OutOption, write_both
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.engine.fusion import attention
+from ragblend.engine.fusion import attention, kernels, plan
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.lab.bench.common.shapes import SHAPES, DecoderShape
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts
@@ -99,6 +101,21 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.num = 0
 
+    def __enter__(self) -> Operations:
+        """Count, and let launches of kernels count instead of running."""
+        self._patch = patch.object(kernels, "_launch", self._count_launch)
+        self._patch.start()
+        entered: Operations = super().__enter__()  # type: ignore[no-untyped-call]
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop counting."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patch.stop()
+
+    def _count_launch(self, kernel: Any, *args: Any, **options: Any) -> None:
+        self.num += 1
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -114,9 +131,9 @@ class Count(NamedTuple):
     host_reads: dict[str, int]
 
 
-def count_operations(num_layers: int, num_chunks: int) -> dict[str, Count]:
-    """Return the counts of one request of each case, by a model of the Llama architecture and little width."""
-    shape = DecoderShape("llama", num_layers, 64, 128, 4, 2, 16, 2048, 131072, 500000.0)
+def count_operations(num_layers: int, num_chunks: int, *, with_kernels: bool) -> dict[str, Count]:
+    """Return the counts of one request of each case, by a model with the heads of Llama 3.1 8B and little width."""
+    shape = DecoderShape("llama", num_layers, 64, 128, 32, 8, 16, 2048, 131072, 500000.0)
     chunks, prompts = make_prompts(num_chunks, CHUNK_TOKENS, QUESTION_TOKENS, 1, shape.vocab_size)
     found = {}
     with (
@@ -126,10 +143,12 @@ def count_operations(num_layers: int, num_chunks: int) -> dict[str, Count]:
     ):
         for _ in engine.precompute_all(chunks):
             pass
+        engine.layers.uses_kernels = with_kernels
         for name, (mode, rule, ratio) in CASES.items():
             request = engine.request(prompts[0], mode=mode, rule=rule, recompute_ratio=ratio)
             prefill = engine.prepare_prefill(request)
-            prefill()  # what is made once: the prefix, tables of rotations
+            with Operations():
+                prefill()  # what is made once: the prefix, tables of rotations
             with Operations() as operations, DeviceLooks() as looks:
                 prefill()
             found[name] = Count(operations.num, dict(looks.places))
@@ -138,8 +157,10 @@ def count_operations(num_layers: int, num_chunks: int) -> dict[str, Count]:
 
 @contextmanager
 def gpu_branches() -> Iterator[None]:
-    """Take the branches on the CPU that attention takes on a GPU."""
+    """Take the branches on the CPU that a GPU of 132 processors (H100) takes."""
     with (
+        patch.object(kernels, "num_processors", lambda _: 132),
+        patch.dict(plan.ALLOCATED_LAYERS, cpu=8),
         patch.dict(attention.BLOCK_ROWS, cpu=512),
         patch.dict(attention.BLOCK_SCORES, cpu=1 << 22),
         patch.object(attention, "CAUSAL_KERNEL_DEVICES", frozenset({"cpu"})),
@@ -148,10 +169,10 @@ def gpu_branches() -> Iterator[None]:
         yield
 
 
-def measure() -> dict[str, dict[str, Any]]:
+def measure(*, with_kernels: bool) -> dict[str, dict[str, Any]]:
     """Return per case the operations a layer, those of each further chunk in 12 layers, and the host reads."""
-    few, many = (count_operations(num_layers, NUM_CHUNKS[0]) for num_layers in LAYERS)
-    more_chunks = count_operations(LAYERS[0], NUM_CHUNKS[1])
+    few, many = (count_operations(num_layers, NUM_CHUNKS[0], with_kernels=with_kernels) for num_layers in LAYERS)
+    more_chunks = count_operations(LAYERS[0], NUM_CHUNKS[1], with_kernels=with_kernels)
     return {
         name: {
             "per_layer": (many[name].num_operations - few[name].num_operations) / (LAYERS[1] - LAYERS[0]),
@@ -167,7 +188,8 @@ def main(out: OutOption = None) -> None:
     """Count, and write the result as JSON."""
     quiet_libraries()
     set_num_threads(1)
-    write_both({"num_chunks": NUM_CHUNKS[0], "chunk_tokens": CHUNK_TOKENS, "runs": measure()}, out)
+    runs = {"runs": measure(with_kernels=True), "runs_without_kernels": measure(with_kernels=False)}
+    write_both({"num_chunks": NUM_CHUNKS[0], "chunk_tokens": CHUNK_TOKENS, **runs}, out)
 
 
 if __name__ == "__main__":

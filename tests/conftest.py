@@ -18,6 +18,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 os.environ.update(XDG_CONFIG_HOME="/nonexistent")
 os.environ.pop("RAGBLEND_STORE_KEY", None)
 os.environ.pop("RAGBLEND_STORE_KEY_FILE", None)
+# Without a GPU, Triton's kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
@@ -29,11 +32,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from ragblend.engine.fusion import attention
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.prompt.render import Renderer
 
+if os.environ.get("RAGBLEND_TEST_KERNELS"):  # every test with Triton's kernels, also on a CPU: many times slower
+    attention.KERNEL_DEVICES |= {"cpu"}
 # The libraries keep a million objects, which each full collection would scan for a second or two.
 gc.disable()
 torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,15 @@ ROTARY_LAYOUTS = (
     RotaryLayout(adjacent=True, direction=-1),
 )
 """The layouts that are tried for each layer of a model."""
+
+
+class Rotation(NamedTuple):
+    """Rotation of one layer's keys by position."""
+
+    cos: Tensor  # [positions, R] float32, of the positions from 0 on; see `rotate`
+    sin: Tensor
+    adjacent: bool = False
+    weight: Tensor | None = None  # [D], by which rotated keys are multiplied; None: by 1
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
@@ -147,6 +157,15 @@ BLOCK_ROWS = defaultdict(lambda: 512, cpu=64)
 # the scores after a row, and computes the others faster than a kernel that reads a mask.
 CAUSAL_KERNEL_DEVICES = frozenset({"cuda"})
 
+# Devices on which Triton's kernels compute a blend, if Triton is there. Tests add "cpu", for Triton's interpreter.
+KERNEL_DEVICES = frozenset({"cuda"})
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return True if `kernels` can be imported and runs on `device`."""
+    return device.type in KERNEL_DEVICES and find_spec("triton") is not None
+
+
 # Float32 scores per block, 16 MiB: a question of 100 tokens over 100 000 would take gigabytes at once. On a CPU 2 MiB,
 # which stay in its cache from the product to the sum and take a third of the time.
 BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
@@ -199,6 +218,7 @@ class ProbeQueries(NamedTuple):
     scale: float
     params: AttentionExtras = PLAIN
     host_rows: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
+    uses_kernels: bool = False  # True: Triton's kernels compute the attention of these queries
 
     def slice_rows(self, part: slice) -> ProbeQueries:
         """Return the queries of the rows in `part`."""
@@ -320,7 +340,7 @@ def attend_with_weights(
     plain = queries.slice_rows(slice(0, early)) if makes_weights else queries
     output = values.new_empty(num_heads, early + num_queries, values.shape[2])
     if len(plain.rows):
-        states, rows, scale, params, host_rows = plain
+        states, rows, scale, params, host_rows, _ = plain
         attended = attend_rows(states[None], keys[None], values[None], rows, scale, params, host_rows)
         output[:, : len(rows)] = attended[0]
     if not makes_weights:

@@ -247,11 +247,17 @@ def _probe(
     rows = state.fresh_rows
     hidden = model.embed(plan.token_ids[rows])
     masses: list[Tensor] = []
+    memory = torch.empty(len(plan.probe_layers), len(plan.token_ids), device=rows.device)
 
     def hook(queries: ProbeQueries, keys: Tensor, values: Tensor | None) -> Tensor | None:
         if values is None:
             masses.append(attention_mass(queries.slice_rows(slice(-plan.num_queries, None)), keys))
             return None
+        if queries.uses_kernels:
+            from ragblend.engine.fusion import kernels
+
+            masses.append(memory[len(masses), : keys.shape[1]])
+            return kernels.attend_with_weights(queries, keys, values, plan.num_queries, masses[-1])
         output, mass = attend_with_weights(queries, keys, values, plan.num_queries)
         masses.append(mass)
         return output
@@ -347,12 +353,13 @@ def _drift_correction_hook(
         state.last_correction = (active, _fit_correction(model, plan, source, active, state))
     correction = state.last_correction[1]
 
-    def apply_correction(fresh: LayerKV) -> None:
-        source.apply_drift(
-            layer, correction.estimate_drift(fresh, source.read_stored(layer, correction.rows)), correction.shares
-        )
+    def apply_drift(drift: LayerKV) -> None:
+        source.apply_drift(layer, drift, correction.shares)
 
-    return FreshRowsCallback(active.candidates, apply_correction)
+    def apply_correction(fresh: LayerKV) -> None:
+        apply_drift(correction.estimate_drift(fresh, source.read_stored(layer, correction.rows)))
+
+    return FreshRowsCallback(active.candidates, apply_correction, correction, apply_drift)
 
 
 def _fit_correction(
@@ -361,9 +368,12 @@ def _fit_correction(
     """Return the regression from the candidates among the rows `active` to the kept ones."""
     values = source.read_stored(similarity_layer(model.num_layers, plan.probe_layers[-1]), state.rows).values
     shares = state.drift_gain.index_fill(0, active.rows, 0.0)
-    return fit_drift_correction(
+    fitted = fit_drift_correction(
         values, state.rows, state.chunks, active.chosen, active.candidate_rows, shares, partial(_mean_over_ranks, plan)
     )
+    sources = torch.full_like(plan.token_ids, -1, dtype=torch.int32)
+    sources[active.rows] = torch.arange(len(active.rows), dtype=torch.int32, device=sources.device)
+    return fitted._replace(sources=sources)
 
 
 def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:

@@ -21,9 +21,10 @@ from torch import Tensor
 from ragblend.engine.fusion.attention import positions_on_device
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.store.format.kv import LayerKV, concatenate_rows, dequantized, is_in_memory
+from ragblend.engine.store.format.kv import LayerKV, StoredLayer, concatenate_rows, dequantized, is_in_memory
 
 if TYPE_CHECKING:
+    from ragblend.engine.fusion.kernels import Pieces
     from ragblend.engine.transformers.layers import TransformersLayers
 
 # Layers the reader may be ahead. Rules that measure deviation run far more tokens in the first layer than in later
@@ -37,6 +38,8 @@ class _Group:
     def __init__(self, placements: Sequence[Placement], device: torch.device, read_s: dict[int, float]) -> None:
         self.placements, self._read_s = placements, read_s
         self._copies: LayerCopies | None = None
+        self._pieces: Pieces | None = None
+        self._end = placements[-1].end
         self.rows = positions_on_device(
             np.concatenate([np.arange(each.start, each.end) for each in placements]), device
         )
@@ -55,8 +58,21 @@ class _Group:
         chunks = [each.kv for each in self.placements]
         self._copies = LayerCopies(copier, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, DEPTH)
 
-    def read(self, layer: int, copier: HostToDeviceCopier | None, computed: Iterator[LayerKV] | None = None) -> LayerKV:
-        """Return one layer of all chunks, concatenated: [H, T of all, D]. Raises DamagedEntryError.
+    def place_by_kernels(
+        self, layer: int, parts: Sequence[StoredLayer], model: TransformersLayers, fused: FusedKV
+    ) -> None:
+        """Place one layer of all chunks, given as stored on the device, by one launch of a kernel."""
+        from ragblend.engine.fusion import kernels
+
+        if self._pieces is None:
+            self._pieces = kernels.Pieces([each.start for each in self.placements])
+        target = kernels.PagedLayer.from_contiguous(fused.layer(layer, self._end))
+        kernels.place(target, parts, self._pieces, model.kernel_rotation(layer, self._end))
+
+    def read(
+        self, layer: int, copier: HostToDeviceCopier | None, computed: Iterator[LayerKV] | None = None
+    ) -> list[StoredLayer]:
+        """Return one layer of each chunk, as stored, on the device. Raises DamagedEntryError.
 
         `computed` yields the layer of each chunk that is not in memory; those are not read.
         """
@@ -71,10 +87,8 @@ class _Group:
                     self._read_s[placement.start] += perf_counter() - start_s
             if copier is not None:
                 stored = copier.copy_to_device(stored)  # eight-bit KV is copied as eight bits
-        arrived = map(dequantized, stored)
-        return concatenate_rows(
-            [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
-        )
+        arrived = iter(stored)
+        return [next(computed) if computed is not None and skips else next(arrived) for skips in is_computed]
 
     def read_through(self, layer: int) -> None:
         """Read one layer of all chunks, so that the store verifies and promotes the whole entries. Raises
@@ -119,7 +133,8 @@ class LayerLoader:
     The reader still reads layer 0, as the last one, because the store verifies and promotes whole entries. Leaving the
     context waits for this read.
 
-    `correctable` is the model and the FusedKV that `write` fills. Only `read_stored` and `apply_drift` need it.
+    `correctable` is the model and the FusedKV that `write` fills. Only `read_stored` and `apply_drift` need it, and a
+    model that places stored KV by kernels, instead of `place` and `write`.
     """
 
     def __init__(
@@ -244,7 +259,8 @@ class LayerLoader:
             self._rows = positions_on_device(np.arange(count), shares.device)
         # Zero is added to rows without a share: that is faster than to gather and scatter nearly all rows.
         model.add_key_drift(layer, fused.keys(layer)[:, :count], shares @ drift.keys, self._rows)
-        fused.values(layer)[:, :count] += (shares @ drift.values).to(fused.values(layer).dtype)
+        values = fused.values(layer)[:, :count]
+        values += (shares @ drift.values).to(values.dtype)
 
     def timeline(self, ends_s: Sequence[float]) -> Timeline:
         """Return the events of all layers. `ends_s`: the end of fusing each layer, in `perf_counter` seconds."""
@@ -276,7 +292,11 @@ class LayerLoader:
         start_s = perf_counter()
         computed = self._compute_first_layer() if layer == self._computed_layer else None
         for group in self._groups:
-            keys, values = group.read(layer, self._copier, computed)
+            parts = group.read(layer, self._copier, computed)
+            if self._correctable is not None and self._correctable[0].uses_kernels:
+                group.place_by_kernels(layer, parts, *self._correctable)
+                continue
+            keys, values = concatenate_rows(list(map(dequantized, parts)))
             keys = self._place(layer, keys, group.rows)
             for span, taken in group.spans:
                 self._write(layer, span, keys[:, taken], values[:, taken])

@@ -6,8 +6,11 @@ Depends on tensors, positions and stored KV, not on the fusing itself (`fuse`), 
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,6 +32,10 @@ from ragblend.engine.fusion.rules import (
 from ragblend.engine.report import BlendReport, PrefixMatch
 from ragblend.engine.store.format.kv import ChunkKV, LayerKV
 from ragblend.options import ContextPolicy
+
+# Layers whose KV is one allocation; 0: each tensor is one. With all layers in one, enlarging it would need twice its
+# memory for a moment. On a CPU, the C library returns blocks above 32 MiB to the system, and new ones are zeroed again.
+ALLOCATED_LAYERS = defaultdict(lambda: 8, cpu=0)
 
 
 class Placement(NamedTuple):
@@ -62,9 +69,15 @@ class FusedKV:
     @classmethod
     def allocate(cls, shapes: Sequence[tuple[int, int, int]], capacity: int, like: Tensor) -> FusedKV:
         """Return KV for `capacity` tokens, of `like`'s dtype and device. `shapes[l]`: (H, D of keys, D of values)."""
-        return cls(
-            [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
-        )
+        count = ALLOCATED_LAYERS[like.device.type]
+        if not count:
+            return cls(
+                [LayerKV(like.new_empty(h, capacity, dk), like.new_empty(h, capacity, dv)) for h, dk, dv in shapes], 0
+            )
+        layers: list[LayerKV] = []
+        for start in range(0, len(shapes), count):
+            layers += _allocate_layers(shapes[start : start + count], capacity, like)
+        return cls(layers, 0)
 
     @property
     def num_layers(self) -> int:
@@ -87,6 +100,12 @@ class FusedKV:
         self._layers[layer].keys[:, rows] = keys
         self._layers[layer].values[:, rows] = values
 
+    def layer(self, layer: int, capacity: int) -> LayerKV:
+        """Return keys and values of one layer, after enlarging the capacity to `capacity` tokens if it is smaller."""
+        if capacity > self._layers[layer].keys.shape[1]:
+            self._grow(capacity)
+        return self._layers[layer]
+
     def _grow(self, needed: int) -> None:
         # A quarter more at a time keeps the copying linear in the number of decoded tokens.
         for index, (keys, values) in enumerate(self._layers):
@@ -98,10 +117,19 @@ class FusedKV:
 
     def copy_front(self, other: FusedKV, count: int) -> None:
         """Copy the first `count` rows of every layer from `other`."""
-        for mine, theirs in zip(self._layers, other._layers, strict=True):
-            mine.keys[:, :count] = theirs.keys[:, :count]
-            mine.values[:, :count] = theirs.values[:, :count]
+        if count:
+            mine, theirs = ([tensor[:, :count] for layer in each._layers for tensor in layer] for each in (self, other))
+            torch._foreach_copy_(mine, theirs)
         self.length = max(self.length, count)
+
+
+def _allocate_layers(shapes: Sequence[tuple[int, int, int]], capacity: int, like: Tensor) -> Iterator[LayerKV]:
+    """Yield one KV of `capacity` tokens for each shape, (H, D of keys, D of values), in one block of memory."""
+    sizes = [(heads, capacity, dim) for heads, *dims in shapes for dim in dims]
+    counts = [math.prod(size) for size in sizes]
+    parts = torch.split(like.new_empty(sum(counts)), counts)
+    tensors = (part.view(size) for part, size in zip(parts, sizes, strict=True))
+    yield from itertools.starmap(LayerKV, zip(tensors, tensors, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import ProbeQueries
+from ragblend.engine.fusion.rules import DriftCorrection
 from ragblend.engine.store.format.kv import LayerKV
 
 
@@ -33,10 +34,13 @@ class FreshRowsCallback(NamedTuple):
     """Function that a layer calls with the fresh keys and values of some rows, and the indices of these rows.
 
     The call comes after the layer has computed the keys and values, and before it writes them to the PromptKVBuffer.
+    Instead of calling the function, a model that reads the buffer may compute the drift itself, by `correction`.
     """
 
     row_indices: Tensor  # indices into the rows that are run
     callback: Callable[[LayerKV], None]  # gets those rows' pre-RoPE keys, and values, [H, N, D]
+    correction: DriftCorrection | None = None  # the correction that the function applies to the layer
+    apply_drift: Callable[[LayerKV], None] | None = None  # applies the correction's drift [H, M, D]
 
 
 class LayerSource(Protocol):

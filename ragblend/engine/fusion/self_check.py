@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
-from ragblend.engine.fusion.rules import RULES
+from ragblend.engine.fusion.rules import DRIFT_GAIN, DRIFT_GAIN_IN_CONTEXT, RULES
 from ragblend.engine.store.format.kv import KVHeader, dtype_name
 from ragblend.errors import UnsupportedModelError
 
@@ -32,6 +33,7 @@ GATES = (
     "ratio 1.0 against full prefill",
     "scattered rows over exact KV",
 )
+KERNEL_GATE = "Triton's kernels against torch"  # only of a model that uses the kernels
 PREFIX_TOKENS, NUM_CHUNKS, CHUNK_TOKENS, QUESTION_TOKENS = 5, 3, 24, 7
 WINDOW_TOKENS = 16  # of layers with a sliding window, for the check: less than a chunk
 
@@ -62,18 +64,21 @@ def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quan
     - Positions and scattering: recomputing all tokens over stale KV gives full prefill's logits.
     - Mask of scattered rows: recomputing scattered tokens over exact KV changes no logit.
 
+    If the model uses Triton's kernels, a fifth check compares a blend with query probe and drift correction by the
+    kernels with the same blend by torch.
+
     In half precision or with quantised weights, a model's results vary with the number of tokens that run together.
     An error of up to twice this variation is accepted and logged as a warning. Without quantised weights,
     an error above MAX_TOLERANCE is never accepted. `vocabulary`: number of token ids. `name`: the model's, for errors.
     """
-    allowed = dict.fromkeys(GATES, TOLERANCE[model.like.dtype])
+    allowed = dict.fromkeys((*GATES, KERNEL_GATE), TOLERANCE[model.like.dtype])
     most = math.inf if is_quantised else MAX_TOLERANCE if model.like.dtype != torch.float32 else 0.0
     try:
         with model.self_check_mode(WINDOW_TOKENS):
             gates = _gates(model, vocabulary)
             if most and any(gates[gate] > allowed[gate] for gate in GATES):
                 noise = _own_noise(model, vocabulary)
-                allowed = {gate: max(least, min(NOISE_FACTOR * noise[gate], most)) for gate, least in allowed.items()}
+                allowed |= {gate: max(allowed[gate], min(NOISE_FACTOR * noise[gate], most)) for gate in GATES}
                 found = "; ".join(f"{gate} {gates[gate]:.2g} of {allowed[gate]:.2g}" for gate in gates)
                 log.warning(
                     "the results of %s depend on how many tokens run together (logits by %.2g, KV by %.2g of their "
@@ -141,7 +146,8 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     headers = [KVHeader("check", "check", (), chunk, model.num_layers, dtype) for chunk in chunks]
     stored = prefill_chunks(model, prefix, headers)
     placements = [Placement(kv, start, exact=False) for kv, start in zip(stored, starts, strict=True)]
-    with LayerLoader(placements, model.num_layers, model.place_keys, fused.write, model.device) as loader:
+    to = (model.num_layers, model.place_keys, fused.write, model.device)
+    with LayerLoader(placements, *to, correctable=(model, fused)) as loader:
         for index in range(model.num_layers):
             loader.wait(index)
 
@@ -163,7 +169,25 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
         fused.write(index, torch.arange(total, device=ids.device), layer.keys, layer.values)
     scattered = FusePlan(ids, tuple(placements), RULES["random"], 0.5, num_resident=PREFIX_TOKENS)
     gates[GATES[3]] = relative_error(fuse(model, scattered, fused).logits, reference)
+    if model.uses_kernels:
+        gates[KERNEL_GATE] = _kernel_error(model, scattered, prefix)
     return gates
+
+
+def _kernel_error(model: TransformersLayers, plan: FusePlan, prefix: FusedKV) -> float:
+    """Return the relative error of a blend's logits by Triton's kernels to its logits by torch."""
+    # A rule that chooses the same tokens in both, because attention that differs by rounding might choose others.
+    rule = replace(plan.rule, drift_gain=DRIFT_GAIN, drift_gain_in_context=DRIFT_GAIN_IN_CONTEXT)
+    plan = replace(plan, rule=rule, probe_layers=tuple(range(model.num_layers)))
+    logits = []
+    for uses_kernels in (False, True):
+        fused = FusedKV.allocate(model.kv_shapes, len(plan.token_ids), model.like)
+        fused.copy_front(prefix, PREFIX_TOKENS)
+        to = (model.num_layers, model.place_keys, fused.write, model.device)
+        model.uses_kernels = uses_kernels
+        with LayerLoader(plan.placements, *to, together=True, correctable=(model, fused)) as loader:
+            logits.append(fuse(model, plan, fused, loader).logits)
+    return relative_error(logits[1], logits[0])
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -90,10 +90,28 @@ class TransformersEngine(BlendingEngine):
         """Ids that end an answer: the tokenizer's and the generation config's."""
         self._grammars = GrammarCompiler(renderer, layers.config.vocab_size, self.stop_ids)
         if check:
-            self_check(layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config))
+            self._self_check()
             # Computed at load, so that the first request reuses it also in a process that has ingested nothing.
             if 0 < len(self.default_prefix_ids) < self.context_length:
                 self.loop.call(lambda: self._prefix(self.default_prefix_ids))
+
+    def _self_check(self) -> None:
+        """Run `self_check`. Do without Triton's kernels if the model passes it only without them."""
+        layers = self.layers
+        check = partial(
+            self_check, layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config)
+        )
+        if not layers.uses_kernels:
+            check()
+            return
+        try:
+            check()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # also those of Triton's compiler
+            layers.uses_kernels = False
+            check()
+            log.warning("%s is blended without Triton's kernels, which fail its exactness check: %s", self.name, error)
 
     @property
     def bytes_per_token(self) -> int:

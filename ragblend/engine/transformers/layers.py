@@ -10,14 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout
+from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, Rotation, has_kernels
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
@@ -28,12 +28,11 @@ from ragblend.engine.transformers.batched_decode import (
     assign_rows,
 )
 from ragblend.engine.transformers.families import (
-    AttentionFamily,
     family_of,
     kv_source_layers,
     text_decoder,
 )
-from ragblend.engine.transformers.model_attention import PackedCache, wrap_attention
+from ragblend.engine.transformers.model_attention import PackedCache, RowCache, wrap_attention
 from ragblend.engine.transformers.positions import (
     KeyRotation,
     RotaryTables,
@@ -44,42 +43,6 @@ from ragblend.engine.transformers.positions import (
 from ragblend.errors import RagblendError
 
 _TRIED_POSITIONS = (1, 7, 30)  # at which the rotation of a layer is found
-
-
-class _RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Cache over fused KV: `update` writes the fresh rows and returns the layer up to the last of them."""
-
-    def __init__(
-        self,
-        fused: PromptKVBuffer,
-        rotation: KeyRotation,
-        family: AttentionFamily,
-        hook: FreshRowsCallback | None = None,
-    ) -> None:
-        super().__init__(layers=[])
-        self._fused = fused
-        self._rotation = rotation
-        self._family = family
-        self._hook = hook
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write [1, H, R, D] at the rows; return keys and values [1, H, end, D]."""
-        fresh = self._family.to_stored(LayerKV(key_states[0], value_states[0]))
-        if self._hook is not None:
-            row_indices, callback = self._hook
-            keys = self._rotation.undo(fresh.keys[:, row_indices], row_indices)
-            callback(LayerKV(keys, fresh.values[:, row_indices]))
-        self._fused.write(layer_idx, self._rotation.tables.rows, *fresh)
-        return self.read(layer_idx)
-
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [1, H, end, D] of a layer, as its attention reads them."""
-        end = self._rotation.tables.end
-        stored = LayerKV(self._fused.keys(layer)[:, :end], self._fused.values(layer)[:, :end])
-        keys, values = self._family.from_stored(stored)
-        return keys[None], values[None]
 
 
 class _StopError(Exception):
@@ -133,6 +96,8 @@ class TransformersLayers:
         self.global_layers = seeing_all if len(seeing_all) < self.num_layers else ()
         """Layers without an attention window, if other layers have one; else ()."""
         self.kv_shapes = [self._family.kv_shape(layer.self_attn) for layer in self._layers[: self.num_layers]]
+        self.uses_kernels = has_kernels(self.device)
+        """True if Triton's kernels place stored KV and compute the attention of scattered rows."""
         self._layer_input_size: int = getattr(self.config, "hidden_size_per_layer_input", None) or 0
         kv_modules = self._family.stored_kv_projections(self._layers[0].self_attn)
         self.kv_share = _num_parameters(*kv_modules) / _num_parameters(self._layers[0])
@@ -203,9 +168,9 @@ class TransformersLayers:
         values of `rows[hook.row_indices]`. In some models, the last layers make no KV and read the KV of earlier
         layers. The call for the last layer that makes KV then also runs the layers that make none.
         """
-        cache = _RowCache(fused, self._rotation(layer, rows), self._family, hook)
+        cache = self._row_cache(layer, rows, fused, hook)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
-            hidden = self._run(index, hidden, rows, cache, blend_rows=rows)
+            hidden = self._run(index, hidden, rows, cache, blend_rows=rows, blend_kernels=self.uses_kernels)
         return hidden
 
     def run_probe_layer(
@@ -216,16 +181,19 @@ class TransformersLayers:
         It differs from `run_layer` in two ways. `probe_hook` receives the queries, keys and values of the attention; if
         it returns a tensor, this is the attention's output. Layers that make no KV do not run.
         """
-        cache = _RowCache(fused, self._rotation(layer, rows), self._family)
-        return self._run(layer, hidden, rows, cache, blend_rows=rows, blend_probe_hook=probe_hook)
+        cache, how = self._row_cache(layer, rows, fused), {"blend_rows": rows, "blend_kernels": self.uses_kernels}
+        return self._run(layer, hidden, rows, cache, blend_probe_hook=probe_hook, **how)
+
+    def _row_cache(
+        self, layer: int, rows: Tensor, fused: PromptKVBuffer, hook: FreshRowsCallback | None = None
+    ) -> RowCache:
+        rotations, rotation = partial(self._rotation, layer), None
+        if self.uses_kernels:
+            rotation = self.kernel_rotation(layer, rotations(rows).tables.end)
+        return RowCache(fused, rotations, rows, self._family, hook, rotation)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
         """Return the decoder layer's output [R, hidden size] over `rows`; `how` are arguments of `_attention`."""
-        rotary = self._rotary.of_rows(rows, self._kinds[layer])
-        width = rotary.cos.shape[1] // 2 if self._family.half_tables else rotary.cos.shape[1]
-        cos, sin = rotary.cos[None, :, :width], rotary.sin[None, :, :width]
-        is_complex = self._family.complex_tables
-        embeddings = torch.complex(cos, sin) if is_complex else (cos.to(hidden.dtype), sin.to(hidden.dtype))
         if self._family.shares_kv:
             source, kind = self._kv_sources[layer], self._layers[layer].self_attn.layer_type
             how["shared_kv_states"] = {} if source == layer else {kind: cache.read(source)}
@@ -238,13 +206,24 @@ class TransformersLayers:
             attention_mask=None,
             position_ids=rows[None],
             use_cache=True,
-            position_embeddings=embeddings,
+            position_embeddings=self._position_embeddings(layer, rows, hidden.dtype),
             blend_window=self._windows[layer],
             **{self._layer_cache_argument: cache},
             **how,
         )
         hidden = (output[0] if isinstance(output, tuple) else output)[0]
         return torch.cat((hidden, later_inputs), dim=1) if later_inputs.shape[1] else hidden
+
+    def _position_embeddings(self, layer: int, rows: Tensor, dtype: torch.dtype) -> Any:
+        """Return the rotary embeddings of `rows`, as a decoder layer takes them. Layers of one kind share them."""
+        tables = self._rotary.of_rows(rows, self._kinds[layer])
+        known: Any = tables.embeddings.get(dtype)
+        if known is None:
+            width = tables.cos.shape[1] // 2 if self._family.half_tables else tables.cos.shape[1]
+            cos, sin = tables.cos[None, :, :width], tables.sin[None, :, :width]
+            known = torch.complex(cos, sin) if self._family.complex_tables else (cos.to(dtype), sin.to(dtype))
+            tables.embeddings[dtype] = known
+        return known
 
     def run_packed_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer
@@ -351,6 +330,11 @@ class TransformersLayers:
                 router.top_k = count
                 if hasattr(router, "topk_group"):
                     router.topk_group = groups
+
+    def kernel_rotation(self, layer: int, end: int) -> Rotation:
+        """Return the rotation of a layer's keys to any position before `end`, as `kernels` take it."""
+        layout, weight = self._layouts[layer], self._family.rotated_key_weight(self._layers[layer].self_attn)
+        return Rotation(*self._rotary.of_all(end, self._kinds[layer], layout), layout.adjacent, weight)
 
     def _rotation(self, layer: int, rows: Tensor) -> KeyRotation:
         """Return the rotation of a layer's keys to the positions `rows` [R], in any order."""

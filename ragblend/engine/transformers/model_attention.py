@@ -19,13 +19,80 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import BLOCK_SCORES, AttentionExtras, ProbeQueries, attend_rows
-from ragblend.engine.fusion.protocols import QueryProbeHook
+from ragblend.engine.fusion.attention import BLOCK_SCORES, AttentionExtras, ProbeQueries, Rotation, attend_rows
+from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, SequenceAttention
 from ragblend.engine.transformers.families import AttentionFamily
+from ragblend.engine.transformers.positions import KeyRotation
 
 ATTENTION = "ragblend"
+
+
+class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Transformers cache over one prompt's KV: `update` writes the rows and returns the layer up to the last of them.
+
+    `rotation(rows)` is the rotation of the layer's keys to positions `rows` [R]. With `kernel_rotation`, that of all
+    positions, Triton's kernels write.
+    """
+
+    def __init__(
+        self,
+        fused: PromptKVBuffer,
+        rotation: Callable[[Tensor], KeyRotation],
+        rows: Tensor,
+        family: AttentionFamily,
+        hook: FreshRowsCallback | None = None,
+        kernel_rotation: Rotation | None = None,
+    ) -> None:
+        super().__init__(layers=[])
+        self._fused, self._rotation, self._rows, self._family = fused, rotation, rows, family
+        self._hook, self._kernel_rotation = hook, kernel_rotation
+        self._end = rotation(rows).tables.end
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write [1, H, R, D] at the rows; return keys and values [1, H, end, D]."""
+        fresh = self._family.to_stored(LayerKV(key_states[0], value_states[0]))
+        if self._kernel_rotation is not None:
+            self._write_by_kernels(layer_idx, fresh, self._kernel_rotation)
+            return self.read(layer_idx)
+        if self._hook is not None:
+            self._call_hook(self._hook, layer_idx, fresh)
+        self._fused.write(layer_idx, self._rows, *fresh)
+        return self.read(layer_idx)
+
+    def _write_by_kernels(self, layer: int, fresh: LayerKV, rotation: Rotation) -> None:
+        from ragblend.engine.fusion import kernels
+
+        assert isinstance(self._fused, FusedKV)
+        target = kernels.PagedLayer.from_contiguous(self._fused.layer(layer, self._end))
+        correction = None if self._hook is None else self._hook.correction
+        if self._hook is None or correction is None:
+            kernels.write_rows(target, self._rows, fresh)
+            return
+        row_indices = self._hook.row_indices
+        drift = kernels.fit_drift(target, fresh, row_indices, correction, rotation)
+        kernels.write_rows(target, self._rows, fresh, rotation, correction, drift)
+
+    def _call_hook(self, hook: FreshRowsCallback, layer: int, fresh: LayerKV) -> None:
+        row_indices, callback, correction, apply_drift = hook
+        fresh = LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices])
+        if correction is None or apply_drift is None:
+            callback(LayerKV(self._rotation(self._rows).undo(fresh.keys, row_indices), fresh.values))
+            return
+        stored = (self._fused.keys(layer)[:, correction.rows], self._fused.values(layer)[:, correction.rows])
+        keys, values = (new.float() - old.float() for new, old in zip(fresh, stored, strict=True))
+        # The rotation is linear, so one inverse of the difference replaces those of fresh and stored keys.
+        apply_drift(correction.drift_of(LayerKV(self._rotation(correction.rows).undo(keys), values)))
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [1, H, end, D] of a layer, as its attention reads them."""
+        stored = LayerKV(self._fused.keys(layer)[:, : self._end], self._fused.values(layer)[:, : self._end])
+        keys, values = self._family.from_stored(stored)
+        return keys[None], values[None]
 
 
 class PackedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -112,6 +179,7 @@ def _attention(
     blend_probe_hook: QueryProbeHook | None = None,
     blend_sequences: PackedCache | BatchedDecodeCache | None = None,
     blend_window: int | None = None,
+    blend_kernels: bool = False,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     whole: Callable[..., tuple[Tensor, Any]] = sdpa_attention_forward,
@@ -138,10 +206,15 @@ def _attention(
         output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
     if blend_probe_hook is not None:
-        queries = ProbeQueries(query[0], blend_rows, query.shape[-1] ** -0.5 if scaling is None else scaling, params)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        queries = ProbeQueries(query[0], blend_rows, scale, params, uses_kernels=blend_kernels)
         attended = blend_probe_hook(queries, key[0], value[0])
         if attended is not None:
             return attended[None].transpose(1, 2).contiguous(), None
+    if blend_kernels:
+        from ragblend.engine.fusion.kernels import PagedLayer, attend
+
+        return attend(query, PagedLayer.from_contiguous(LayerKV(key[0], value[0])), blend_rows, scaling, params), None
     return attend_rows(query, key, value, blend_rows, scaling, params).transpose(1, 2).contiguous(), None
 
 

@@ -23,9 +23,10 @@ from ragblend.engine.fusion.attention import (
     rotate,
 )
 
-# Cached rotations per kind of layers: of the rows that the loader places, and of those that run before and after the
-# check. They stay from one request to the next; each is as large as its rows of the model's own tables.
-MAX_CACHED_TABLES = 4
+# Cached rotations per kind of layers: of the rows that the loader places, of those that run before and after the check,
+# and of those that are measured for drift correction. They stay from one request to the next; each is as large as its
+# rows of the model's own tables.
+MAX_CACHED_TABLES = 5
 
 WINDOWED = "sliding_attention"
 """transformers' name for a layer with an attention window."""
@@ -76,6 +77,11 @@ class RowTables:
         """Return these tables, which must be the rotary module's own, for another layout."""
         cos, sin = layout.arrange(self.cos, self.sin)
         return replace(self, layout=layout, cos=cos, sin=sin)
+
+    @cached_property
+    def embeddings(self) -> dict[torch.dtype, Any]:
+        """Rotary embeddings of the rows by dtype, in the form that layers take; filled by their first use."""
+        return {}
 
     @cached_property
     def inverse(self) -> tuple[Tensor, Tensor]:
@@ -129,11 +135,15 @@ class RotaryTables:
                 return each
         # Positions start again in each packed chunk, so the last one may not be the highest.
         end = max(positions_on_host(rows), default=0) + 1
-        known = self._tables.get((kind, layout))
-        cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind, layout)
+        cos, sin = self.of_all(end, kind, layout)
         found = RowTables(rows, kind, layout, end, cos[rows], sin[rows])
         self._cached = (found, *cached[: MAX_CACHED_TABLES * len(self._tables) - 1])
         return found
+
+    def of_all(self, end: int, kind: str, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
+        """Return the tables of the first `end` positions or more, [positions, R] each."""
+        known = self._tables.get((kind, layout))
+        return known if known is not None and len(known[0]) >= end else self._make_tables(end, kind, layout)
 
     def _make_tables(self, length: int, kind: str, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
         """Return the model's cosine and sine tables [length or more, R], arranged for `layout`."""

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
-from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement
+from ragblend.engine.fusion.plan import ALLOCATED_LAYERS, FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
 from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, validate_check_layer
 from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
@@ -485,7 +485,9 @@ def test_no_token_attends_to_a_later_one(family, ratio, tiny_layers):
 # --- FusedKV ---
 
 
-def test_fused_kv_grows_when_written_beyond_its_capacity():
+@pytest.mark.parametrize("layers_per_allocation", [0, 8])
+def test_fused_kv_grows_when_written_beyond_its_capacity(layers_per_allocation, monkeypatch):
+    monkeypatch.setitem(ALLOCATED_LAYERS, "cpu", layers_per_allocation)
     fused = FusedKV.allocate([(2, 4, 4)] * 2, 3, torch.empty(0))
     for layer in range(2):
         fused.write(layer, slice(0, 3), torch.full((2, 3, 4), 1.0), torch.full((2, 3, 4), 2.0))

@@ -355,7 +355,7 @@ class VllmLayers:
 
         def call_hooks() -> None:
             fresh = self._as_heads(layer, *kept)
-            for row_indices, callback in hooks:
+            for row_indices, callback, *_ in hooks:
                 callback(LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices]))
 
         with self._decoder.capture(layer, call_hooks) as kept:
