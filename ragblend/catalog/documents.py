@@ -1,4 +1,4 @@
-"""The documents of an index in the catalogue: chunks with vectors, the files they came from, and pending deletions.
+"""The documents of an index in the catalogue: chunks with vectors, the files they came from, and texts that they lost.
 
 A document is added, replaced or removed in one transaction, so a reader never sees half of one. The texts that it loses
 are recorded in the same transaction, so that their KV is deleted even if the process is killed first. Does not depend
@@ -20,7 +20,6 @@ from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func,
 from ragblend.catalog.index_rows import (
     IngestedFile,
     OrphanedTexts,
-    PendingDeletion,
     as_chunk,
     chunk_values,
     is_intact_chunk,
@@ -35,7 +34,6 @@ from ragblend.catalog.schema import (
     INDEX_MARK,
     INDEX_TABLES,
     ORPHANED_TEXTS,
-    PENDING_DELETIONS,
     equals_parameters,
     find_existing,
     insert_rows,
@@ -62,9 +60,6 @@ _IDS_SINCE = (
 _A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_in_values(CHUNKS.c.text_key)).group_by(CHUNKS.c.text_key)
 _KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_in_values(CHUNKS.c.text_key)).distinct()
 _KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_in_values(DOCUMENTS.c.source))
-_HAS_TEXT = select(CHUNKS.c.id).where(CHUNKS.c.text_key == bindparam("text_key")).limit(1)
-_OF_ENTRY = equals_parameters(PENDING_DELETIONS, "key", "place")
-_PENDING = select(*(PENDING_DELETIONS.c[name] for name in PendingDeletion._fields))
 _DELETE_EMPTY_FILE = delete(FILES).where(
     equals_parameters(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
 )
@@ -225,7 +220,7 @@ class IndexedDocuments:
         span = {"first": row.ordinal - distance, "last": row.ordinal + distance}
         return self._intact_rows(_AROUND, document=row.document, **span)
 
-    # --- texts and entries that are to be deleted ---
+    # --- texts whose entries are to be deleted ---
 
     def orphaned_texts(self) -> OrphanedTexts:
         """Return the texts that were removed from documents of the index and that no chunk has any more.
@@ -246,36 +241,10 @@ class IndexedDocuments:
                 max((row.number for row in rows), default=0),
             )
 
-    def schedule_deletions(self, entries: Iterable[PendingDeletion], orphaned: OrphanedTexts) -> None:
-        """In one transaction, record `entries` as pending deletions and delete the records of the `orphaned` texts."""
+    def clear_orphaned_texts(self, orphaned: OrphanedTexts) -> None:
+        """Delete the records of the `orphaned` texts, because their entries are scheduled for deletion."""
         with self._write() as connection:
-            last_of = {(entry.key, entry.place): entry for entry in entries}
-            self.clear_deletions(last_of.values())
-            insert_rows(connection, PENDING_DELETIONS, (entry._asdict() for entry in last_of.values()))
             connection.execute(delete(ORPHANED_TEXTS).where(ORPHANED_TEXTS.c.number <= orphaned.last_number))
-
-    def pending_deletions(self) -> list[PendingDeletion]:
-        """Return the pending deletions, in the order in which `schedule_deletions` recorded them."""
-        return [PendingDeletion._make(row) for row in self._rows(_PENDING.order_by(PENDING_DELETIONS.c.number))]
-
-    def current_deletions(self, entries: Iterable[PendingDeletion]) -> list[PendingDeletion]:
-        """Return these pending deletions as they are recorded now, because other processes may have changed them.
-
-        A deletion that is no longer recorded is left out. If another process has recorded the deletion of the same
-        entry again, the returned record may differ in `source` and `text_key`.
-        """
-        rows = (self._rows(_PENDING.where(_OF_ENTRY), b_key=entry.key, b_place=entry.place) for entry in entries)
-        return [PendingDeletion._make(row) for found in rows for row in found]
-
-    def has_chunk_with(self, key: bytes) -> bool:
-        """Return True if a chunk has the text with this `text_key`."""
-        return bool(self._rows(_HAS_TEXT, text_key=key))
-
-    def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:
-        """Remove the records of `entries`, because the entries were deleted or are needed again."""
-        if rows := [{"b_key": entry.key, "b_place": entry.place} for entry in entries]:
-            with self._write() as connection:
-                connection.execute(delete(PENDING_DELETIONS).where(_OF_ENTRY), rows)
 
     # --- writing ---
 

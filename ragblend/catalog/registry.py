@@ -16,7 +16,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from sqlalchemy import Connection, Table, bindparam, delete, func, insert, selec
 
 from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
+    DELETIONS,
     DOCUMENT_FACTS,
     DOCUMENT_TEXTS,
     ENTRY_CHUNKS,
@@ -37,6 +38,7 @@ from ragblend.catalog.schema import (
     TOKEN_IDS,
     DocumentFacts,
     DocumentKey,
+    PendingDeletion,
     equals_parameters,
     find_existing,
     insert_rows,
@@ -102,6 +104,10 @@ _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
 _FACTS_OF_DOCUMENT = equals_parameters(DOCUMENT_FACTS, *DocumentKey._fields)
 _FACTS = select(DOCUMENT_FACTS.c.version, DOCUMENT_FACTS.c.source).where(_FACTS_OF_DOCUMENT)
+_CLEAR_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key", "tier"))
+_CANCEL_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key"))
+_PENDING = select(DELETIONS.c.key).where(is_in_values(DELETIONS.c.key))
+_PENDING_IN_TIER = _PENDING.where(equals_parameters(DELETIONS, "tier"))
 _CHUNK_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
     equals_parameters(ENTRY_CHUNKS, "entry")
 )
@@ -147,12 +153,13 @@ class ChunkRegistry(Catalog):
     def _has_key(self, key: bytes) -> bool:
         return bool(self._rows(_HAS_TEXT, b_key=key))
 
-    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
-        """Return the `texts` that no document has. Duplicates and blank texts are left out."""
+    def find_unowned_texts(self, texts: Iterable[str], namespace: str) -> list[str]:
+        """Return the `texts` that neither an index nor a document of `namespace` has. Duplicates and blank texts are
+        left out."""
         key_of = {text: text_key(stripped) for text in texts if (stripped := _normalize(text))}
         with self._locked() as connection:
-            known = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
-        return [text for text, key in key_of.items() if key not in known]
+            owned = find_existing(connection, _KEYS_OF_NAMESPACE, set(key_of.values()), b_namespace=namespace)
+        return [text for text, key in key_of.items() if key not in owned]
 
     def texts_of(self, document: DocumentKey, before: int | None = None) -> set[str]:
         """Return the texts that belong to a document. before: only texts whose middle is before this offset."""
@@ -238,42 +245,29 @@ class ChunkRegistry(Catalog):
                 rows = ({**document._asdict(), **each._asdict()} for document, each in facts.items() if any(each))
                 insert_rows(connection, DOCUMENT_FACTS, rows)
 
-    def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
-        """Return the texts that a namespace would lose if each of the documents kept only its `kept_texts`.
+    def remove_from_documents(self, texts_of: Mapping[DocumentKey, Iterable[str]], namespace: str) -> list[str]:
+        """Remove texts from documents. Return those that neither an index nor a document of `namespace` has any more.
 
-        A text is left out if an index, or another document of the same namespace, has the text. Nothing is changed.
+        Their token ids for the namespace are deleted. Texts that no document has are deleted with all token ids.
         """
-        lost: dict[str, set[DocumentKey]] = {}
-        with self._locked():
-            for document, texts in kept_texts.items():
-                for text in self.texts_of(document) - set(map(_normalize, texts)):
-                    lost.setdefault(text, set()).add(document)
-            return sorted(text for text, losing in lost.items() if self._is_released(text, losing))
-
-    def _is_released(self, text: str, losing: set[DocumentKey]) -> bool:
-        namespaces = {document.namespace for document in losing}
-        owners = self.documents_of(text)
-        return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
-
-    def remove_from_document(self, texts: Iterable[str], document: DocumentKey) -> list[str]:
-        """Remove texts from a document. Delete the texts that no other document has, and return them.
-
-        Token ids for the document's namespace are deleted, if no index or other document of the namespace has the text.
-        """
-        released = {text_key(text): text for text in map(_normalize, texts)}
-        if not released:
+        text_of: dict[bytes, str] = {}
+        owners: list[dict[str, object]] = []
+        for document, texts in texts_of.items():
+            for text in map(_normalize, texts):
+                text_of[text_key(text)] = text
+                owners.append({**document.parameters(), "b_key": text_key(text)})
+        if not owners:
             return []
         with self._write() as connection:
-            connection.execute(_DISOWN, [{**document.parameters(), "b_key": key} for key in released])
-            kept = find_existing(connection, _OWNED_KEYS, released)
-            gone = [text for key, text in released.items() if key not in kept]
-            self.delete_texts(gone)
-            elsewhere = kept - find_existing(connection, _KEYS_OF_NAMESPACE, released, b_namespace=document.namespace)
-            if elsewhere:
-                values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
+            connection.execute(_DISOWN, owners)
+            released = set(text_of) - find_existing(connection, _KEYS_OF_NAMESPACE, text_of, b_namespace=namespace)
+            others = find_existing(connection, _OWNED_KEYS, released)
+            self.delete_texts(text_of[key] for key in released - others)
+            if others:
+                values = [{"b_namespace": namespace, "b_key": key} for key in others]
                 connection.execute(delete(TOKEN_IDS).where(equals_parameters(TOKEN_IDS, "namespace", "key")), values)
                 self._count_removal(connection)
-        return gone
+        return [text for key, text in text_of.items() if key in released]
 
     def delete_texts(self, texts: Iterable[str]) -> int:
         """Delete texts from all documents. Return the number of deleted texts."""
@@ -287,15 +281,10 @@ class ChunkRegistry(Catalog):
             self._count_removal(connection)
             return num_removed
 
-    @contextmanager
-    def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Inside the block, no other thread or process can add a text or change the catalogue. Keep the block short.
-
-        Other writers wait until the block ends. Yields a function that takes the key of a text and returns True if the
-        text is stored.
-        """
-        with self._write():
-            yield self._has_key
+    def write_transaction(self) -> AbstractContextManager[Connection]:
+        """Apply all changes of the block, or none. No other thread or process can change the catalogue inside it. Keep
+        it short."""
+        return self._write()
 
     # --- token ids ---
 
@@ -411,6 +400,51 @@ class ChunkRegistry(Catalog):
         rows = self._rows(select(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
         return {row.entry: row.fingerprint for row in rows}
 
+    # --- deletions of entries, see `engine.deletions` ---
+
+    def local_tier(self, folder: Path | None) -> str:
+        """Return the name of a machine's tiers in `PendingDeletion.tier`: "", or in a shared catalogue the name of the
+        host and the store's `folder`."""
+        return self._mark(folder)
+
+    def record_deletions(self, deletions: Iterable[PendingDeletion]) -> None:
+        """Record entries to be deleted."""
+        with self._write() as connection:
+            if recorded := [*deletions]:
+                connection.execute(_CLEAR_DELETION, [{"b_key": each.key, "b_tier": each.tier} for each in recorded])
+                insert_rows(connection, DELETIONS, (each._asdict() for each in recorded))
+
+    def pending_deletions(self, tiers: Iterable[str]) -> list[PendingDeletion]:
+        """Return the recorded deletions from `tiers`, sorted by key."""
+        query = select(DELETIONS).where(is_in_values(DELETIONS.c.tier)).order_by(DELETIONS.c.key, DELETIONS.c.tier)
+        return [PendingDeletion._make(row) for row in self._rows(query, values=[*tiers])]
+
+    def find_pending_sources(self) -> set[str]:
+        """Return the documents of which entries have to be deleted from some tier. Unknown ones are left out."""
+        query = select(DELETIONS.c.source).where(DELETIONS.c.source != "").distinct()
+        return {row.source for row in self._rows(query)}
+
+    def find_pending(self, keys: Iterable[str], tier: str) -> list[str]:
+        """Return the `keys` whose deletion from a tier is recorded, because other processes may have changed it."""
+        keys = [*keys]
+        with self._locked() as connection:
+            pending = find_existing(connection, _PENDING_IN_TIER, keys, b_tier=tier)
+        return [key for key in keys if key in pending]
+
+    def clear_deletions(self, keys: Iterable[str], tier: str) -> None:
+        """Remove the records of deletions from a tier, because it has deleted the entries."""
+        if rows := [{"b_key": key, "b_tier": tier} for key in keys]:
+            with self._write() as connection:
+                connection.execute(_CLEAR_DELETION, rows)
+
+    def cancel_deletions(self, keys: Iterable[str]) -> None:
+        """Remove the records of deletions of entries that are stored again. Call it before they are looked up."""
+        keys = [*keys]
+        with self._locked() as connection:
+            if pending := find_existing(connection, _PENDING, keys):
+                with self._write():
+                    connection.execute(_CANCEL_DELETION, [{"b_key": key} for key in pending])
+
     # --- the chunk of an entry ---
 
     def record_entry_chunk(self, entry: str, token_ids: Sequence[int], namespace: str) -> None:
@@ -449,7 +483,7 @@ class ChunkRegistry(Catalog):
         """Mark the registry as complete for a store: no entry in `folder` has to be read again to find its chunks."""
         self._record_entry_chunk("", b"", self._mark(folder))
 
-    def _mark(self, folder: Path) -> str:
+    def _mark(self, folder: Path | None) -> str:
         """Return the name of the folder in a shared catalogue; "" in its own."""
         return f"{platform.node()}:{folder}" if self.is_shared else ""
 

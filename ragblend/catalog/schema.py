@@ -229,15 +229,22 @@ Index("chunks_by_text", CHUNKS.c.text_key)
 Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
 ORPHANED_TEXTS = _table("orphaned_texts", _number(), _text("source"), _text("text"))
 """Texts that documents of the index lost. The rows are deleted when the entries are in `pending_deletions`."""
-PENDING_DELETIONS = _table(
-    "pending_deletions",
-    _number(),
-    *(_text(name) for name in ("key", "place", "source")),
-    _blob("text_key"),
-    UniqueConstraint("key", "place"),
-)
-"""Entries to be deleted, and the tier to delete them from, which may be unreachable."""
-INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
+
+
+class PendingDeletion(NamedTuple):
+    """An entry that has to be deleted from a tier. The record stays while a remote tier is unreachable, and contains
+    no text. tier: a value of `ChunkRegistry.local_tier`, or a remote tier's URL. source: the document that had the
+    text; "" if unknown.
+    """
+
+    key: str
+    tier: str
+    source: str
+
+
+DELETIONS = _table("deletions", *(_text(name) for name in PendingDeletion._fields), key="key tier")
+"""Entries to be deleted (`PendingDeletion`)."""
+INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS)
 
 
 def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> int:

@@ -79,7 +79,7 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
         lambda: other.add(["a"], DOC),
         lambda: other.add_ids([("a", IDS)], "t", ""),
         lambda: other.record_entry_chunk("0" * 32, IDS, ""),
-        lambda: one.remove_from_document(["a"], DOC),
+        lambda: one.remove_from_documents({DOC: ["a"]}, ""),
     ):
         change()
         versions.append(one.change_counter())

@@ -65,7 +65,7 @@ def state(work: Path) -> dict[str, Any]:
         "chunks": "SELECT id, text, metadata, vector FROM chunks",
         "files": "SELECT path, version, top FROM files",
         "orphaned texts": "SELECT text FROM orphaned_texts",
-        "pending deletions": "SELECT key FROM pending_deletions",
+        "pending deletions": "SELECT key FROM deletions",
         "texts": "SELECT text FROM texts",
         "owners": "SELECT collection, id, key FROM document_texts",
         "stored": "SELECT entry FROM stored_entries",
@@ -208,7 +208,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(comma
     with open_index(place.work / "kv") as index:
         for source in index.sources()[::2]:
             index.remove_document(source)
-        index.schedule_deletions([], index.orphaned_texts())
+        index.clear_orphaned_texts(index.orphaned_texts())
     for name in ("amber", "copper", "ebony"):
         (place.work / "corpus" / f"{name}.md").unlink()
     for name in ("garnet", "hazel", "ivory"):
