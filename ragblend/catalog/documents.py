@@ -28,12 +28,11 @@ from ragblend.catalog.index_rows import (
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import (
     CHUNKS,
+    DELETIONS,
     DOCUMENTS,
+    FACTS,
     FILES,
-    INDEX_FACTS,
     INDEX_MARK,
-    INDEX_TABLES,
-    ORPHANED_TEXTS,
     equals_parameters,
     find_existing,
     insert_rows,
@@ -60,6 +59,7 @@ _IDS_SINCE = (
 _A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_in_values(CHUNKS.c.text_key)).group_by(CHUNKS.c.text_key)
 _KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_in_values(CHUNKS.c.text_key)).distinct()
 _KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_in_values(DOCUMENTS.c.source))
+_IS_TEXT = DELETIONS.c.text != ""
 _DELETE_EMPTY_FILE = delete(FILES).where(
     equals_parameters(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
 )
@@ -96,12 +96,12 @@ class IndexedDocuments:
         """Create the index with these facts (embedder, dimension, tokenizer, ...). An existing index is not changed."""
         with self._write():
             if not self.exists():
-                self._put_fact("facts", _facts_as_text(facts))
+                self._put_fact("index", _facts_as_text(facts))
                 self._put_fact("generation", "0")
 
     def exists(self) -> bool:
         """Return True if the catalogue has an index. Raises CorruptError if it has documents but no facts."""
-        has_facts = bool(self._rows(select(INDEX_FACTS.c.name).limit(1)))
+        has_facts = bool(self._rows(select(FACTS.c.name).where(FACTS.c.name == "index")))
         if not has_facts and self.num_documents:
             raise self.registry.damage_error("it has documents, but the facts of the index are missing")
         return has_facts
@@ -109,7 +109,7 @@ class IndexedDocuments:
     def read_metadata(self) -> dict[str, str]:
         """Return the facts of the index (embedder, dimension, tokenizer, ...), as texts by name."""
         try:
-            facts: dict[str, str] = json.loads(self._fact("facts"))
+            facts: dict[str, str] = json.loads(self._fact("index"))
         except ValueError as error:
             raise self.registry.damage_error(f"the facts of the index are damaged ({error})") from error
         return facts
@@ -127,7 +127,7 @@ class IndexedDocuments:
     def write_metadata(self, **changes: object) -> None:
         """Change or add facts of the index."""
         with self._write():
-            self._put_fact("facts", _facts_as_text(self.read_metadata() | changes))
+            self._put_fact("index", _facts_as_text(self.read_metadata() | changes))
 
     # --- reading ---
 
@@ -228,7 +228,7 @@ class IndexedDocuments:
         `delete_orphaned_kv` deletes the KV of these texts.
         """
         with self.read_transaction() as connection:
-            rows = self._rows(select(ORPHANED_TEXTS).order_by(ORPHANED_TEXTS.c.number))
+            rows = self._rows(select(DELETIONS).where(_IS_TEXT).order_by(DELETIONS.c.number))
             source_of = {row.text: row.source for row in reversed(rows)}
             key_of = {text: text_key(text.strip()) for text in source_of}
             kept = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
@@ -244,7 +244,7 @@ class IndexedDocuments:
     def clear_orphaned_texts(self, orphaned: OrphanedTexts) -> None:
         """Delete the records of the `orphaned` texts, because their entries are scheduled for deletion."""
         with self._write() as connection:
-            connection.execute(delete(ORPHANED_TEXTS).where(ORPHANED_TEXTS.c.number <= orphaned.last_number))
+            connection.execute(delete(DELETIONS).where(_IS_TEXT, DELETIONS.c.number <= orphaned.last_number))
 
     # --- writing ---
 
@@ -297,13 +297,15 @@ class IndexedDocuments:
     def clear(self) -> None:
         """Remove the index: all documents and facts. Stored KV and registered texts stay."""
         with self._write() as connection:
-            for table in INDEX_TABLES:
+            for table in (FILES, DOCUMENTS, CHUNKS):
                 connection.execute(delete(table))
+            connection.execute(delete(DELETIONS).where(_IS_TEXT))
+            connection.execute(delete(FACTS).where(FACTS.c.name.in_(("index", "generation"))))
 
     # --- helpers ---
 
     def _fact(self, name: str) -> str:
-        rows = self._rows(select(INDEX_FACTS.c.value).where(INDEX_FACTS.c.name == name))
+        rows = self._rows(select(FACTS.c.value).where(FACTS.c.name == name))
         if self.registry.identity != self._identity:
             raise StoreMismatchError(
                 f"{self.registry.name} was deleted or replaced after this index was opened; open the index again"
@@ -315,8 +317,8 @@ class IndexedDocuments:
 
     def _put_fact(self, name: str, value: str) -> None:
         with self._write() as connection:
-            connection.execute(delete(INDEX_FACTS).where(INDEX_FACTS.c.name == name))
-            insert_rows(connection, INDEX_FACTS, [{"name": name, "value": value}])
+            connection.execute(delete(FACTS).where(FACTS.c.name == name))
+            insert_rows(connection, FACTS, [{"name": name, "value": value}])
 
     def _advance(self) -> int:
         generation = self.generation() + 1
@@ -331,7 +333,8 @@ class IndexedDocuments:
     @staticmethod
     def _record_orphans(connection: Connection, source: str, texts: Iterable[str]) -> None:
         # The table never reuses a number, so a reader can delete the rows it has read, and no later ones.
-        insert_rows(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
+        rows = ({"key": "", "tier": "", "source": source, "text": text} for text in dict.fromkeys(texts))
+        insert_rows(connection, DELETIONS, rows)
 
     def _rows_with_ids(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         return [row for some in split_into_batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]

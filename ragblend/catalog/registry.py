@@ -15,7 +15,7 @@ import hashlib
 import os
 import platform
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,16 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
     DELETIONS,
     DOCUMENT_FACTS,
     DOCUMENT_TEXTS,
-    ENTRY_CHUNKS,
+    ENTRIES,
+    FACTS,
     INDEX_MARK,
-    META,
-    STORED_ENTRIES,
     TEXTS,
     TOKEN_IDS,
     DocumentFacts,
@@ -82,7 +81,7 @@ _OWNERS_OF_IDS = (
 )
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _REMOVALS = "removals"
-_NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
+_NUM_REMOVALS = select(FACTS.c.value).where(FACTS.c.name == _REMOVALS)
 _HAS_TEXT = select(TEXTS.c.number).where(equals_parameters(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_in_values(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_in_values(DOCUMENT_TEXTS.c.key))
@@ -93,7 +92,9 @@ _KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
     (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
     | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
 )
-_KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_in_values(STORED_ENTRIES.c.entry))
+_KNOWN_ENTRIES = select(ENTRIES.c.key).where(is_in_values(ENTRIES.c.key))
+_STORED_ENTRIES = _KNOWN_ENTRIES.where(ENTRIES.c.fingerprint != "")
+_OF_ENTRY = equals_parameters(ENTRIES, "key")
 _TEXTS_OF = (
     select(TEXTS.c.text, DOCUMENT_TEXTS.c.start)
     .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
@@ -108,14 +109,8 @@ _CLEAR_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key", "t
 _CANCEL_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key"))
 _PENDING = select(DELETIONS.c.key).where(is_in_values(DELETIONS.c.key))
 _PENDING_IN_TIER = _PENDING.where(equals_parameters(DELETIONS, "tier"))
-_CHUNK_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
-    equals_parameters(ENTRY_CHUNKS, "entry")
-)
-_ENTRIES_OF = (
-    select(ENTRY_CHUNKS.c.entry)
-    .where(equals_parameters(ENTRY_CHUNKS, "ids_hash", "namespace"))
-    .order_by(ENTRY_CHUNKS.c.entry)
-)
+_CHUNK_OF_ENTRY = select(ENTRIES.c.ids_hash, ENTRIES.c.namespace).where(_OF_ENTRY)
+_ENTRIES_OF = select(ENTRIES.c.key).where(equals_parameters(ENTRIES, "ids_hash", "namespace")).order_by(ENTRIES.c.key)
 
 
 class ChunkRegistry(Catalog):
@@ -128,7 +123,7 @@ class ChunkRegistry(Catalog):
         """
         key = f"model {fingerprint}"
         with self._write() as connection:
-            query = select(META.c.name, META.c.value).where(META.c.name.startswith("model "))
+            query = select(FACTS.c.name, FACTS.c.value).where(FACTS.c.name.startswith("model "))
             known = {row.name: row.value for row in connection.execute(query)}
             if known and key not in known and not new_model:
                 raise StoreMismatchError(
@@ -136,7 +131,7 @@ class ChunkRegistry(Catalog):
                     f"runs {name}; name another database or schema: `catalog`"
                 )
             if key not in known:
-                connection.execute(insert(META), {"name": key, "value": name})
+                connection.execute(insert(FACTS), {"name": key, "value": name})
 
     # --- reading texts and documents ---
 
@@ -221,15 +216,6 @@ class ChunkRegistry(Catalog):
                     connection.execute(_DISOWN, [{f"b_{name}": value for name, value in row.items()} for row in rows])
                     insert_rows(connection, DOCUMENT_TEXTS, rows)
         return num_new
-
-    def _insert_missing(self, table: Table, missing: Callable[[Connection], list[dict[str, object]]]) -> None:
-        """Insert the rows that `missing` returns. The write transaction, which waits for other writers, only begins if
-        a row is missing.
-        """
-        with self._locked() as connection:
-            if missing(connection):
-                with self._write():  # another process may have inserted some rows
-                    insert_rows(connection, table, missing(connection))
 
     def facts_of(self, document: DocumentKey) -> DocumentFacts:
         """Return the version and the source of a document that `set_facts` recorded."""
@@ -324,8 +310,8 @@ class ChunkRegistry(Catalog):
 
     def _count_removal(self, connection: Connection) -> None:
         row = {"name": _REMOVALS, "value": str(self.num_id_removals() + 1)}
-        connection.execute(delete(META).where(META.c.name == _REMOVALS))
-        connection.execute(insert(META), row)
+        connection.execute(delete(FACTS).where(FACTS.c.name == _REMOVALS))
+        connection.execute(insert(FACTS), row)
         self._num_changes += 1
 
     def num_id_removals(self) -> int:
@@ -383,22 +369,27 @@ class ChunkRegistry(Catalog):
     def record_stored_entries(self, keys: Iterable[str], fingerprint: str) -> None:
         """Record the keys of stored entries with the fingerprint of their model."""
         given = list(dict.fromkeys(keys))
-
-        def missing(connection: Connection) -> list[dict[str, object]]:
-            known = find_existing(connection, _KNOWN_ENTRIES, given)
-            return [{"entry": key, "fingerprint": fingerprint} for key in given if key not in known]
-
-        self._insert_missing(STORED_ENTRIES, missing)
+        with self._locked() as connection:
+            if len(find_existing(connection, _STORED_ENTRIES, given)) == len(given):
+                return
+            with self._write():
+                known = find_existing(connection, _KNOWN_ENTRIES, given)
+                if changed := [{"b_key": key} for key in known]:
+                    connection.execute(update(ENTRIES).where(_OF_ENTRY).values(fingerprint=fingerprint), changed)
+                row = {"fingerprint": fingerprint, "namespace": "", "ids_hash": None}
+                insert_rows(connection, ENTRIES, ({**row, "key": key} for key in given if key not in known))
 
     def remove_stored_entries(self, keys: Iterable[str]) -> None:
-        """Remove the records of deleted entries, so that `verify` does not report them as missing."""
-        with self._write() as connection:
-            _delete_entries(connection, STORED_ENTRIES, keys)
+        """Record that entries are not stored any more, so that `verify` does not report them as missing."""
+        if rows := [{"b_key": key} for key in keys]:
+            with self._write() as connection:
+                connection.execute(delete(ENTRIES).where(_OF_ENTRY, ENTRIES.c.ids_hash.is_(None)), rows)
+                connection.execute(update(ENTRIES).where(_OF_ENTRY).values(fingerprint=""), rows)
 
     def fingerprints_by_key(self) -> dict[str, str]:
         """Return {key: fingerprint of the model} of the recorded entries."""
-        rows = self._rows(select(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
-        return {row.entry: row.fingerprint for row in rows}
+        query = select(ENTRIES.c.key, ENTRIES.c.fingerprint).where(ENTRIES.c.fingerprint != "").order_by(ENTRIES.c.key)
+        return {row.key: row.fingerprint for row in self._rows(query)}
 
     # --- deletions of entries, see `engine.deletions` ---
 
@@ -412,16 +403,19 @@ class ChunkRegistry(Catalog):
         with self._write() as connection:
             if recorded := [*deletions]:
                 connection.execute(_CLEAR_DELETION, [{"b_key": each.key, "b_tier": each.tier} for each in recorded])
-                insert_rows(connection, DELETIONS, (each._asdict() for each in recorded))
+                insert_rows(connection, DELETIONS, ({**each._asdict(), "text": ""} for each in recorded))
 
     def pending_deletions(self, tiers: Iterable[str]) -> list[PendingDeletion]:
-        """Return the recorded deletions from `tiers`, sorted by key."""
-        query = select(DELETIONS).where(is_in_values(DELETIONS.c.tier)).order_by(DELETIONS.c.key, DELETIONS.c.tier)
+        """Return the recorded deletions from `tiers`, in the order in which they were recorded."""
+        columns = [DELETIONS.c[name] for name in PendingDeletion._fields]
+        query = (
+            select(*columns).where(is_in_values(DELETIONS.c.tier), DELETIONS.c.key != "").order_by(DELETIONS.c.number)
+        )
         return [PendingDeletion._make(row) for row in self._rows(query, values=[*tiers])]
 
     def find_pending_sources(self) -> set[str]:
         """Return the documents of which entries have to be deleted from some tier. Unknown ones are left out."""
-        query = select(DELETIONS.c.source).where(DELETIONS.c.source != "").distinct()
+        query = select(DELETIONS.c.source).where(DELETIONS.c.key != "", DELETIONS.c.source != "").distinct()
         return {row.source for row in self._rows(query)}
 
     def find_pending(self, keys: Iterable[str], tier: str) -> list[str]:
@@ -449,48 +443,45 @@ class ChunkRegistry(Catalog):
 
     def record_entry_chunk(self, entry: str, token_ids: Sequence[int], namespace: str) -> None:
         """Record that the entry with key `entry` has the KV of the chunk with these token ids."""
-        self._record_entry_chunk(entry, hash_ids(token_ids), namespace)
-
-    def _record_entry_chunk(self, entry: str, ids_hash: bytes, namespace: str) -> None:
-        def missing(connection: Connection) -> list[dict[str, object]]:
-            known = {tuple(row) for row in connection.execute(_CHUNK_OF_ENTRY, {"b_entry": entry})}
-            return (
-                []
-                if (ids_hash, namespace) in known
-                else [{"ids_hash": ids_hash, "namespace": namespace, "entry": entry}]
-            )
-
-        self._insert_missing(ENTRY_CHUNKS, missing)
+        chunk = (hash_ids(token_ids), namespace)
+        with self._locked() as connection:
+            if connection.execute(_CHUNK_OF_ENTRY, {"b_key": entry}).first() == chunk:
+                return
+            with self._write():
+                values = {"ids_hash": chunk[0], "namespace": namespace}
+                if not connection.execute(update(ENTRIES).where(_OF_ENTRY).values(**values), {"b_key": entry}).rowcount:
+                    insert_rows(connection, ENTRIES, [{"key": entry, "fingerprint": "", **values}])
 
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
         """Return, for each chunk, the keys of the entries that are recorded with it. `chunks`: token ids of each."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=hash_ids(ids), b_namespace=namespace) for ids in chunks)
-        return [[row.entry for row in rows] for rows in found]
+        return [[row.key for row in rows] for rows in found]
 
-    def remove_entry_chunks(self, entries: Iterable[str]) -> None:
-        """Remove the records that `record_entry_chunk` made. The caller deletes the `entries` from the store."""
-        with self._write() as connection:
-            _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
+    def remove_entries(self, keys: Iterable[str]) -> None:
+        """Remove the records of entries. The caller deletes the entries from the store."""
+        if rows := [{"b_key": key} for key in keys]:
+            with self._write() as connection:
+                connection.execute(delete(ENTRIES).where(_OF_ENTRY), rows)
 
     def are_all_entries_recorded(self, folder: Path) -> bool:
         """Return True if the chunks of every entry in the store's folder are recorded.
 
         They are not if the catalogue was made for entries that already existed, as after the loss of a catalogue.
         """
-        return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNK_OF_ENTRY, b_entry=""))
+        return bool(self._rows(select(FACTS.c.name).where(FACTS.c.name == self._recorded_fact(folder))))
 
     def mark_all_entries_recorded(self, folder: Path) -> None:
         """Mark the registry as complete for a store: no entry in `folder` has to be read again to find its chunks."""
-        self._record_entry_chunk("", b"", self._mark(folder))
+        with self._write() as connection:
+            if not self.are_all_entries_recorded(folder):
+                connection.execute(insert(FACTS), {"name": self._recorded_fact(folder), "value": ""})
+
+    def _recorded_fact(self, folder: Path) -> str:
+        return f"entries recorded {self._mark(folder)}"
 
     def _mark(self, folder: Path | None) -> str:
         """Return the name of the folder in a shared catalogue; "" in its own."""
         return f"{platform.node()}:{folder}" if self.is_shared else ""
-
-
-def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:
-    if rows := [{"b_entry": entry} for entry in entries]:
-        connection.execute(delete(table).where(equals_parameters(table, "entry")), rows)
 
 
 def _normalize(text: str) -> str:

@@ -128,7 +128,8 @@ def _partial_index(name: str, *columns: Column[Any], where: ColumnElement[bool])
     return Index(name, *columns, sqlite_where=where, postgresql_where=where)
 
 
-META = Table("catalog_meta", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
+FACTS = Table("facts", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
+"""Facts of the catalogue and of its index, and the names of models by fingerprint."""
 TEXTS = _table("texts", _number(), Column("key", BLOB, nullable=False, unique=True), _text("text"))
 DOCUMENT_FACTS = _table(
     "document_facts",
@@ -145,13 +146,12 @@ DOCUMENT_TEXTS = _table(
 )
 """The documents that each text belongs to. `start`: the text's offset in the document, in characters; 0 if unknown."""
 Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
-STORED_ENTRIES = _table("stored_entries", _text("entry"), _text("fingerprint"), key="entry")
-"""Entries that were stored and not deleted, with the fingerprint of their model."""
-ENTRY_CHUNKS = _table(
-    "entry_chunks", _blob("ids_hash"), _text("namespace"), _text("entry"), key="ids_hash namespace entry"
+ENTRIES = _table(
+    "entries", *(_text(name) for name in ("key", "fingerprint", "namespace")), Column("ids_hash", BLOB), key="key"
 )
-"""The chunk of each entry, as the hash of its token ids."""
-Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
+"""Entries, each with the namespace and the hash of the token ids of its chunk, NULL if unknown. `fingerprint`: of the
+model if the entry was stored completely and not deleted, else ""."""
+Index("entries_by_chunk", ENTRIES.c.ids_hash, ENTRIES.c.namespace)
 TOKEN_IDS = _table(
     "token_ids",
     _number(),
@@ -201,8 +201,6 @@ LEASES = Table(
     Column("expires_at", DateTime(timezone=True), nullable=False),
 )
 """The server that works on each document, and the end of its lease."""
-INDEX_FACTS = _table("index_facts", _text("name"), _text("value"), key="name")
-"""Facts of the index (embedder, dimension, tokenizer, ...), and its generation."""
 FILES = _table("files", _text("path"), _text("version"), _text("top"), key="path")
 """The files from which the documents of the index came."""
 DOCUMENTS = _table(
@@ -227,8 +225,6 @@ CHUNKS = _table(
 Index("chunks_by_text", CHUNKS.c.text_key)
 # A search lists new chunks from this index alone, without reading texts and vectors.
 Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
-ORPHANED_TEXTS = _table("orphaned_texts", _number(), _text("source"), _text("text"))
-"""Texts that documents of the index lost. The rows are deleted when the entries are in `pending_deletions`."""
 
 
 class PendingDeletion(NamedTuple):
@@ -242,9 +238,10 @@ class PendingDeletion(NamedTuple):
     source: str
 
 
-DELETIONS = _table("deletions", *(_text(name) for name in PendingDeletion._fields), key="key tier")
-"""Entries to be deleted (`PendingDeletion`)."""
-INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS)
+DELETIONS = _table("deletions", _number(), *(_text(name) for name in (*PendingDeletion._fields, "text")))
+"""Entries to be deleted (`PendingDeletion`), and texts that documents of the index lost, whose entries have to be found
+first. A row has a key or a text; the other is ""."""
+Index("deletions_by_key", DELETIONS.c.key)
 
 
 def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> int:

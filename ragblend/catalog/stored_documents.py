@@ -22,7 +22,7 @@ from ragblend.catalog.schema import (
     DOCUMENT_FACTS,
     DOCUMENT_TEXTS,
     DOCUMENTS,
-    ENTRY_CHUNKS,
+    ENTRIES,
     SENT_DOCUMENTS,
     TOKEN_IDS,
     DocumentKey,
@@ -79,8 +79,8 @@ _INDEXED_KEYS = (
 _IDS_OF_TEXTS = select(TOKEN_IDS.c.key, TOKEN_IDS.c.ids).where(
     is_in_values(TOKEN_IDS.c.key), equals_parameters(TOKEN_IDS, "namespace")
 )
-_ENTRIES_OF_IDS = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.entry).where(
-    is_in_values(ENTRY_CHUNKS.c.ids_hash), equals_parameters(ENTRY_CHUNKS, "namespace")
+_ENTRIES_OF_IDS = select(ENTRIES.c.ids_hash, ENTRIES.c.key).where(
+    is_in_values(ENTRIES.c.ids_hash), equals_parameters(ENTRIES, "namespace")
 )
 
 
@@ -211,7 +211,7 @@ def find_entries(registry: ChunkRegistry, keys: Sequence[bytes], namespace: str)
     entries: dict[bytes, list[str]] = {}
     for some in split_into_batches({each for found in hashes.values() for each in found}):
         for row in registry._rows(_ENTRIES_OF_IDS, values=some, b_namespace=namespace):
-            entries.setdefault(row.ids_hash, []).append(row.entry)
+            entries.setdefault(row.ids_hash, []).append(row.key)
     return [(key, [entry for each in hashes.get(key, ()) for entry in entries.get(each, ())]) for key in keys]
 
 

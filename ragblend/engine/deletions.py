@@ -64,7 +64,7 @@ def run_deletions(store: KVStore, registry: ChunkRegistry) -> set[str]:
                     break
                 registry.clear_deletions(batch, tier)
                 if tier == registry.local_tier(store.folder):
-                    registry.remove_entry_chunks(batch)  # including entries that were evicted earlier
+                    registry.remove_entries(batch)  # including entries that were evicted earlier
     if unanswered:
         raise UnfinishedDeletionError(len(deleted), unanswered)
     return deleted

@@ -204,7 +204,7 @@ def test_entries_are_found_by_their_chunk_and_namespace(registry):
     registry.record_entry_chunk("theirs", (1, 2), "tenant")
     assert registry.entries_of_chunks([(1, 2), (3, 4), (3,)], "") == [["alone", "neutral"], ["another"], []]
     assert registry.entries_of_chunks([(1, 2)], "tenant") == [["theirs"]]
-    registry.remove_entry_chunks(["neutral", "unknown", ""])
+    registry.remove_entries(["neutral", "unknown", ""])
     assert registry.entries_of_chunks([(1, 2), (3, 4)], "") == [["alone"], ["another"]]
 
 

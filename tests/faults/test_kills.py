@@ -64,11 +64,11 @@ def state(work: Path) -> dict[str, Any]:
         "documents": "SELECT source, file, content_hash FROM documents",
         "chunks": "SELECT id, text, metadata, vector FROM chunks",
         "files": "SELECT path, version, top FROM files",
-        "orphaned texts": "SELECT text FROM orphaned_texts",
-        "pending deletions": "SELECT key FROM deletions",
+        "orphaned texts": "SELECT text FROM deletions WHERE text <> ''",
+        "pending deletions": "SELECT key FROM deletions WHERE key <> ''",
         "texts": "SELECT text FROM texts",
         "owners": "SELECT collection, id, key FROM document_texts",
-        "stored": "SELECT entry FROM stored_entries",
+        "stored": "SELECT key FROM entries WHERE fingerprint <> ''",
     }
     with closing(sqlite3.connect(work / "kv" / CATALOG_FILE)) as catalog:
         rows = {name: sorted(catalog.execute(query).fetchall()) for name, query in tables.items()}
