@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, select
+from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, insert, select, update
 
 from ragblend.catalog.index_rows import (
     IngestedFile,
@@ -33,6 +33,8 @@ from ragblend.catalog.schema import (
     FACTS,
     FILES,
     INDEX_MARK,
+    IS_INDEXED,
+    DocumentKey,
     equals_parameters,
     find_existing,
     insert_rows,
@@ -44,9 +46,11 @@ from ragblend.errors import NotFoundError, StoreMismatchError
 from ragblend.prompt.types import Chunk
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
-_CHUNK_ROWS = select(CHUNKS, DOCUMENTS.c.source).join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
-_DOCUMENTS = select(DOCUMENTS).order_by(DOCUMENTS.c.number)
-_OF_SOURCE = _CHUNK_ROWS.where(DOCUMENTS.c.source == bindparam("source")).order_by(CHUNKS.c.ordinal)
+_CHUNK_ROWS = select(CHUNKS, DOCUMENTS.c.id.label("source")).join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
+_DOCUMENTS = (
+    select(DOCUMENTS.c.id, DOCUMENTS.c.source, DOCUMENTS.c.version).where(IS_INDEXED).order_by(DOCUMENTS.c.number)
+)
+_OF_SOURCE = _CHUNK_ROWS.where(IS_INDEXED, DOCUMENTS.c.id == bindparam("source")).order_by(CHUNKS.c.ordinal)
 _WITH_IDS = _CHUNK_ROWS.where(is_in_values(CHUNKS.c.id))
 _AROUND = _CHUNK_ROWS.where(
     CHUNKS.c.document == bindparam("document"), CHUNKS.c.ordinal.between(bindparam("first"), bindparam("last"))
@@ -58,10 +62,11 @@ _IDS_SINCE = (
 )
 _A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_in_values(CHUNKS.c.text_key)).group_by(CHUNKS.c.text_key)
 _KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_in_values(CHUNKS.c.text_key)).distinct()
-_KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_in_values(DOCUMENTS.c.source))
+_KNOWN_SOURCES = select(DOCUMENTS.c.id).where(IS_INDEXED, is_in_values(DOCUMENTS.c.id))
 _IS_TEXT = DELETIONS.c.text != ""
 _DELETE_EMPTY_FILE = delete(FILES).where(
-    equals_parameters(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
+    equals_parameters(FILES, "path"),
+    ~exists(select(DOCUMENTS.c.number).where(IS_INDEXED, DOCUMENTS.c.source == FILES.c.path)),
 )
 
 
@@ -134,7 +139,7 @@ class IndexedDocuments:
     @property
     def num_documents(self) -> int:
         """Number of documents, including those without chunks."""
-        return int(self._rows(select(func.count()).select_from(DOCUMENTS))[0][0])
+        return int(self._rows(select(func.count()).select_from(DOCUMENTS).where(IS_INDEXED))[0][0])
 
     @property
     def num_chunks(self) -> int:
@@ -143,7 +148,7 @@ class IndexedDocuments:
 
     def sources(self) -> list[str]:
         """Return the sources of all documents, in the order of their addition."""
-        return [row.source for row in self._rows(_DOCUMENTS)]
+        return [row.id for row in self._rows(_DOCUMENTS)]
 
     def content_hashes_by_file(self) -> dict[str, dict[str, str]]:
         """Return {file: {source: content hash}} of all documents, in the order in which they were added.
@@ -152,7 +157,7 @@ class IndexedDocuments:
         """
         found: dict[str, dict[str, str]] = {}
         for row in self._rows(_DOCUMENTS):
-            found.setdefault(row.file, {})[row.source] = row.content_hash
+            found.setdefault(row.source, {})[row.id] = row.version
         return found
 
     def files(self) -> dict[str, IngestedFile]:
@@ -255,12 +260,17 @@ class IndexedDocuments:
         with self._write() as connection:
             generation = self._advance()
             old = self._rows(_OF_SOURCE, source=source)
-            number = connection.execute(select(DOCUMENTS.c.number).where(DOCUMENTS.c.source == source)).scalar()
+            is_named = (IS_INDEXED, DOCUMENTS.c.id == source)
+            number = connection.execute(select(DOCUMENTS.c.number).where(*is_named)).scalar()
+            facts = {"source": file, "version": content_hash}
             if number is None:
-                number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
-            self._delete_document(connection, number)
-            document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
-            insert_rows(connection, DOCUMENTS, [document])
+                key = DocumentKey(INDEX_MARK, source)
+                inserted = connection.execute(insert(DOCUMENTS), {**key._asdict(), **facts}).inserted_primary_key
+                assert inserted is not None
+                number = inserted[0]
+            else:
+                connection.execute(update(DOCUMENTS).where(*is_named).values(**facts))
+                connection.execute(delete(CHUNKS).where(CHUNKS.c.document == number))
             insert_rows(
                 connection,
                 CHUNKS,
@@ -274,13 +284,14 @@ class IndexedDocuments:
         with self._write() as connection:
             old = self._rows(_OF_SOURCE, source=source)
             found = connection.execute(
-                select(DOCUMENTS.c.number, DOCUMENTS.c.file).where(DOCUMENTS.c.source == source)
+                select(DOCUMENTS.c.number, DOCUMENTS.c.source).where(IS_INDEXED, DOCUMENTS.c.id == source)
             ).first()
             if found is None:
                 raise NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend documents")
             self._advance()
-            self._delete_document(connection, found.number)
-            records = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
+            connection.execute(delete(DOCUMENTS).where(DOCUMENTS.c.number == found.number))
+            connection.execute(delete(CHUNKS).where(CHUNKS.c.document == found.number))
+            records = connection.execute(select(FILES).where(FILES.c.path == found.source)).all()
             self.record_files(IngestedFile(record.path, "", record.top) for record in records)  # the file is read again
             self._record_orphans(connection, source, (row.text for row in old))
         return len(old)
@@ -297,8 +308,9 @@ class IndexedDocuments:
     def clear(self) -> None:
         """Remove the index: all documents and facts. Stored KV and registered texts stay."""
         with self._write() as connection:
-            for table in (FILES, DOCUMENTS, CHUNKS):
+            for table in (FILES, CHUNKS):
                 connection.execute(delete(table))
+            connection.execute(delete(DOCUMENTS).where(IS_INDEXED))
             connection.execute(delete(DELETIONS).where(_IS_TEXT))
             connection.execute(delete(FACTS).where(FACTS.c.name.in_(("index", "generation"))))
 
@@ -324,11 +336,6 @@ class IndexedDocuments:
         generation = self.generation() + 1
         self._put_fact("generation", str(generation))
         return generation
-
-    @staticmethod
-    def _delete_document(connection: Connection, number: int) -> None:
-        connection.execute(delete(DOCUMENTS).where(DOCUMENTS.c.number == number))
-        connection.execute(delete(CHUNKS).where(CHUNKS.c.document == number))
 
     @staticmethod
     def _record_orphans(connection: Connection, source: str, texts: Iterable[str]) -> None:

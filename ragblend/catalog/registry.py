@@ -28,11 +28,12 @@ from sqlalchemy import Connection, bindparam, delete, func, insert, select, upda
 from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
     DELETIONS,
-    DOCUMENT_FACTS,
     DOCUMENT_TEXTS,
+    DOCUMENTS,
     ENTRIES,
     FACTS,
     INDEX_MARK,
+    IS_SENT,
     TEXTS,
     TOKEN_IDS,
     DocumentFacts,
@@ -103,8 +104,8 @@ _TEXTS_OF = (
 _DISOWN = delete(DOCUMENT_TEXTS).where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields, "key"))
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_FACTS_OF_DOCUMENT = equals_parameters(DOCUMENT_FACTS, *DocumentKey._fields)
-_FACTS = select(DOCUMENT_FACTS.c.version, DOCUMENT_FACTS.c.source).where(_FACTS_OF_DOCUMENT)
+_OF_DOCUMENT = equals_parameters(DOCUMENTS, *DocumentKey._fields)
+_FACTS = select(DOCUMENTS.c.version, DOCUMENTS.c.source).where(_OF_DOCUMENT)
 _CLEAR_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key", "tier"))
 _CANCEL_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key"))
 _PENDING = select(DELETIONS.c.key).where(is_in_values(DELETIONS.c.key))
@@ -227,9 +228,13 @@ class ChunkRegistry(Catalog):
         if facts:
             with self._write() as connection:
                 keys = [document.parameters() for document in facts]
-                connection.execute(delete(DOCUMENT_FACTS).where(_FACTS_OF_DOCUMENT), keys)
-                rows = ({**document._asdict(), **each._asdict()} for document, each in facts.items() if any(each))
-                insert_rows(connection, DOCUMENT_FACTS, rows)
+                connection.execute(delete(DOCUMENTS).where(_OF_DOCUMENT, ~IS_SENT), keys)
+                changed = update(DOCUMENTS).where(_OF_DOCUMENT)
+                for document, each in facts.items():
+                    values = each._asdict()
+                    is_sent = connection.execute(changed.values(**values), document.parameters()).rowcount
+                    if not is_sent and any(each):
+                        insert_rows(connection, DOCUMENTS, [{**document._asdict(), **values}])
 
     def remove_from_documents(self, texts_of: Mapping[DocumentKey, Iterable[str]], namespace: str) -> list[str]:
         """Remove texts from documents. Return those that neither an index nor a document of `namespace` has any more.

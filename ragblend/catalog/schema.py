@@ -131,12 +131,6 @@ def _partial_index(name: str, *columns: Column[Any], where: ColumnElement[bool])
 FACTS = Table("facts", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
 """Facts of the catalogue and of its index, and the names of models by fingerprint."""
 TEXTS = _table("texts", _number(), Column("key", BLOB, nullable=False, unique=True), _text("text"))
-DOCUMENT_FACTS = _table(
-    "document_facts",
-    *(_text(name) for name in (*DocumentKey._fields, "version", "source")),
-    key="collection id namespace",
-)
-"""The version and the source of each document that has one of both."""
 DOCUMENT_TEXTS = _table(
     "document_texts",
     *(_text(name) for name in DocumentKey._fields),
@@ -174,22 +168,31 @@ class SentDocumentCounts(NamedTuple):
     new_kv_bytes: int = 0
 
 
-SENT_DOCUMENTS = _table(
-    "sent_documents",
+DOCUMENTS = _table(
+    "documents",
     _number(),
-    *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
-    *(Column(name, TEXT, nullable=False, server_default="") for name in ("stored_version", "reason")),
+    *(_text(name) for name in ("namespace", "collection", "id")),
+    *(
+        Column(name, TEXT, nullable=False, server_default="")
+        for name in ("source", "version", "ingestion", "sent_version", "stored_version", "metadata", "reason")
+    ),
     Column("body", TEXT),
     *(Column(name, INTEGER, nullable=False, server_default="0") for name in SentDocumentCounts._fields),
     UniqueConstraint("namespace", "collection", "id"),
 )
-"""The documents that clients sent to a server."""
-_partial_index(
-    "sent_documents_waiting",
-    SENT_DOCUMENTS.c.namespace,
-    SENT_DOCUMENTS.c.number,
-    where=SENT_DOCUMENTS.c.body.is_not(None),
-)
+"""Documents with a source, a version or a status.
+
+- Of an index: `collection` is INDEX_MARK, `id` the document's source, `source` its file, `version` its content hash.
+- Of frameworks: `source` and `version` are its DocumentFacts. A document without both has no row.
+- Sent to a server: `ingestion` is not "". `sent_version` was sent last, `stored_version` stored last. `body` is set
+  while it waits. It has DocumentFacts, too, once it is stored.
+"""
+Index("documents_by_source", DOCUMENTS.c.source)
+IS_INDEXED = and_(DOCUMENTS.c.namespace == "", DOCUMENTS.c.collection == INDEX_MARK)
+"""Condition for the documents of an index."""
+IS_SENT = DOCUMENTS.c.ingestion != ""
+"""Condition for the documents that clients sent to a server."""
+_partial_index("documents_waiting", DOCUMENTS.c.namespace, DOCUMENTS.c.number, where=DOCUMENTS.c.body.is_not(None))
 
 SHARED_METADATA = MetaData()
 """Additional tables of a catalogue that several servers share."""
@@ -203,14 +206,6 @@ LEASES = Table(
 """The server that works on each document, and the end of its lease."""
 FILES = _table("files", _text("path"), _text("version"), _text("top"), key="path")
 """The files from which the documents of the index came."""
-DOCUMENTS = _table(
-    "documents",
-    _number(),
-    Column("source", TEXT, nullable=False, unique=True),
-    *(_text(name) for name in ("file", "content_hash")),
-)
-"""The documents of the index."""
-Index("documents_by_file", DOCUMENTS.c.file)
 CHUNKS = _table(
     "chunks",
     Column("id", INTEGER, primary_key=True, autoincrement=False),

@@ -61,7 +61,7 @@ def state(work: Path) -> dict[str, Any]:
     ]
     vectors = faiss.read_index(str(work / "kv" / "vectors.faiss"))
     tables = {
-        "documents": "SELECT source, file, content_hash FROM documents",
+        "documents": "SELECT id, source, version FROM documents",
         "chunks": "SELECT id, text, metadata, vector FROM chunks",
         "files": "SELECT path, version, top FROM files",
         "orphaned texts": "SELECT text FROM deletions WHERE text <> ''",
