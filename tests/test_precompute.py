@@ -78,11 +78,11 @@ def test_an_index_opened_for_ingestion_is_saved_and_closed(texts, corpus, engine
 def test_interrupted_ingestion_goes_on_where_it_stopped(corpus, engine, tmp_path, monkeypatch):
     original, calls = engine._prefill_chunks, []
 
-    def interrupted(chunks, behind):
+    def interrupted(context, chunks):
         if len(calls) == 2:
             raise KeyboardInterrupt
         calls.append(chunks)
-        return original(chunks, behind)
+        return original(context, chunks)
 
     monkeypatch.setattr("ragblend.engine.transformers.engine.CPU_PASS_TOKENS", 1)  # a pass per chunk
     monkeypatch.setattr(engine, "_prefill_chunks", interrupted)
@@ -235,7 +235,7 @@ def test_rewriting_to_eight_bits_prefills_nothing(chunks, tmp_path, monkeypatch)
         precompute_chunks(chunks[:-1], engine)
     with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:
         prefilled, original, missing = [], engine._prefill_chunks, engine.renderer.chunk_ids(chunks[-1].text)
-        monkeypatch.setattr(engine, "_prefill_chunks", lambda ids, *more: prefilled.extend(ids) or original(ids, *more))
+        monkeypatch.setattr(engine, "_prefill_chunks", lambda context, ids: prefilled.extend(ids) or original(context, ids))
         report = precompute_chunks(chunks, engine, rewrite=True)
     assert prefilled == [missing], "only what was missing"
     assert (report.num_rewritten_kv, report.num_new_kv) == (len(chunks) - 1, 1)

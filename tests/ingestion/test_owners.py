@@ -70,9 +70,9 @@ def test_what_a_command_names_is_removed_from_one_collection(engine):
     with pytest.raises(UsageError, match="'1' is a document in the collections 'first', 'second'; name one"):
         find("1")
     assert find("unknown") == []
-    assert remove_stored_documents(find("first/1"), engine, None) == (1, 1, 0)
+    assert remove_stored_documents(find("first/1"), engine, None) == (1, 1)
     assert [engine.is_stored(text) for text in (BASALT, SLATE, CHALK)] == [False, True, True]
-    assert remove_stored_documents(find("second"), engine, None) == (2, 2, 0)
+    assert remove_stored_documents(find("second"), engine, None) == (2, 2)
     assert registry.documents() == {}
     registry.close()
 
